@@ -11,7 +11,7 @@ import torch
 from converters.architectures import Architecture, read_architecture
 from converters.copying import check_checkpoint
 from converters.errors import UserError
-from converters.formats.safetensors import HuggingFaceCheckpoint, copy_side_files, write_config
+from converters.formats.safetensors import HuggingFaceCheckpoint, copy_side_files, unquantised, with_dtype, write_config
 from converters.formats.torch_dist import (
     LATEST,
     METADATA,
@@ -205,7 +205,7 @@ def convert_checkpoint(
         if plan.beyond_megatron_lm is None:
             (output.partial / FLAGS).write_text(megatron_lm_flags(arguments))
         (output.partial / HUGGINGFACE).mkdir(exist_ok=True)
-        write_config(output.partial / HUGGINGFACE, checkpoint.config)
+        write_config(output.partial / HUGGINGFACE, with_dtype(unquantised(checkpoint.config), main_dtype))
         copy_side_files(hf_folder, output.partial / HUGGINGFACE)
         copies = sorted(architecture.hf_copies.keys() & checkpoint.shapes.keys())
         write_manifest(output.partial, written, {COPIES: copies})

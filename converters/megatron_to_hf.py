@@ -15,8 +15,10 @@ from converters.formats.safetensors import (
     CONFIG,
     copy_side_files,
     cut_into_files,
+    main_dtype,
     place_tensors,
     read_json,
+    unquantised,
     with_dtype,
     write_config,
     write_index,
@@ -34,7 +36,6 @@ from converters.stream.sources import TorchDistSource
 from converters.stream.targets import Part, Place, Target
 
 _MTP, _MTP_FIELD = "mtp.", "num_nextn_predict_layers"
-_QUANTISATION = "quantization_config"
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,12 @@ def export_checkpoint(
             plan.targets, source, output.partial, output.journal, workers=workers, progress=progress
         )
         write_index(output.partial, plan.files, plan.shapes, plan.dtypes)
-        plain = {name: value for name, value in config.items() if name != _QUANTISATION}
+        plain = unquantised(config)
         if fp8:
             # The type that config.json names is that of the weights that are not quantised.
-            write_config(output.partial, {**plain, _QUANTISATION: quantisation_config(architecture)})
+            write_config(output.partial, {**plain, "quantization_config": quantisation_config(architecture)})
         else:
-            write_config(output.partial, with_dtype(plain, output.partial))
+            write_config(output.partial, with_dtype(plain, main_dtype(output.partial)))
         copy_side_files(side_files, output.partial)
         write_manifest(output.partial, written, {})
         output.complete()

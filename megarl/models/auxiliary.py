@@ -11,7 +11,7 @@ from megarl.algorithms import ADVANTAGES, Source
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import ModelGroup, megatron_options
 from megarl.data import Prompt
-from megarl.models.policy import Model, check_layout, read_tokenizer
+from megarl.models.policy import Model, check_layout, check_not_in_fp8, read_tokenizer
 from megarl.output.places import TRAINED_AUXILIARY
 from megarl.schema import MegarlConfig
 from megatron_ext.options import MegatronOptions
@@ -116,6 +116,8 @@ def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -
     for name, wanted in wanted_auxiliary(config).items():
         architecture = read_architecture(read_json(wanted.path / CONFIG))
         check_layout(architecture, megatron_options(config, wanted.settings))
+        if name in TRAINED_AUXILIARY:
+            check_not_in_fp8(wanted.path)
         if wanted.path == model.folder:
             continue
         if read_tokenizer(wanted.path).get_vocab() != model.tokenizer.get_vocab():

@@ -165,15 +165,18 @@ def check_prediction_layers(architecture: Architecture, options: MegatronOptions
         )
 
 
+def check_not_in_fp8(folder: Path) -> None:
+    """Raise UserError if the weights in a folder, which are to be trained, are in FP8."""
+    if is_block_fp8(read_json(folder / CONFIG)):
+        raise UserError(
+            f"{folder} is in FP8, and the weights that are trained are not: make a folder in bf16 of it, by megarl"
+            " convert and megarl export; engines sample in FP8 with rollout.weights=fp8_block"
+        )
+
+
 def check_held(model: Model, rollout: RolloutConfig) -> None:
     """Raise UserError if engines cannot hold the weights that are trained as `rollout.weights` says."""
-    config = read_json(model.folder / CONFIG)
-    if is_block_fp8(config):
-        raise UserError(
-            f"{model.folder} is in FP8, and the weights that are trained are not: make a folder in bf16 of it, by"
-            " megarl convert and megarl export, and set rollout.weights=fp8_block to sample in FP8"
-        )
-    in_number_format(rollout, config)
+    in_number_format(rollout, read_json(model.folder / CONFIG))
     if engine_kind(rollout.engine).drafts(rollout.engine_args) and not model.architecture.mtp_layers:
         raise UserError(
             f"rollout.engine_args.speculative_config drafts with layers for multi-token prediction, and {model.folder}"

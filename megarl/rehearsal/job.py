@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.formats.safetensors import CONFIG, read_json
+from converters.formats.safetensors import CONFIG, read_json, unquantised
 from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
 from megarl.cluster.roles import ENGINE, POLICY
@@ -176,5 +176,4 @@ def model_config(place: str) -> dict[str, Any]:
     """
     path = Path(place)
     named = recipes_folder() / "models" / f"{place}.json"
-    config = read_json(path / CONFIG if path.is_dir() or not named.is_file() else named)
-    return {name: value for name, value in config.items() if name != "quantization_config"}
+    return unquantised(read_json(path / CONFIG if path.is_dir() or not named.is_file() else named))

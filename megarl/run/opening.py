@@ -27,6 +27,7 @@ from megarl.models.policy import (
     check_held,
     check_layout,
     check_name,
+    check_not_in_fp8,
     check_prediction_layers,
     check_replay,
     check_routers,
@@ -69,6 +70,7 @@ class Start:
         with phase("checking the model"):
             check_name(config.model)
             model = read_model(config.model, config.rollout.stop_token_ids)
+            check_not_in_fp8(model.folder)
             options = megatron_options(config)
             check_layout(model.architecture, options)
             check_routers(model.architecture, options)

@@ -23,6 +23,7 @@ from conversions import (
 
 from converters.architectures import FAMILIES
 from converters.formats.torch_dist import TorchDistCheckpoint
+from converters.fp8 import quantisation_config
 from converters.layouts.megatron import ParallelSizes
 
 TP2 = {"world_size": 2, "tensor_model_parallel_size": 2}
@@ -229,6 +230,19 @@ def test_fp8_becomes_the_bf16_of_the_published_rule(fp8_model, tmp_path):
     export(megatron, tmp_path / "back")
     assert content_of(tmp_path / "back") == contents(decoded(tensors))
     assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("keep", "bfloat16"), ("bf16", "bfloat16"), ("fp32", "float32")])
+def test_the_config_beside_a_checkpoint_is_that_of_its_weights(dtype, name, tmp_path):
+    quantisation = quantisation_config(architecture_of(LARGE))
+    write_model(
+        tmp_path / "hf",
+        {**LARGE, "quantization_config": quantisation},
+        encoded(random_tensors(LARGE, draw=random_numbers)),
+    )
+    convert(tmp_path / "hf", tmp_path / "megatron", dtype=dtype)
+    config = json.loads((tmp_path / "megatron/huggingface/config.json").read_text())
+    assert config == {**LARGE, "dtype": name}
 
 
 def test_fp8_through_megatron_is_what_encoding_its_bf16_gives(fp8_model, tmp_path):

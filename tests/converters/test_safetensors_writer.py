@@ -95,6 +95,15 @@ def test_the_rest_of_the_model_folder_comes_along(tmp_path, source):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "source"]
 
 
+def test_weights_that_were_decoded_are_not_said_to_be_quantised(tmp_path, source):
+    released = {"model_type": "qwen3", "torch_dtype": "float32", "quantization_config": {"quant_method": "fp8"}}
+    (source / "config.json").write_text(json.dumps(released))
+    for folder, given in ((tmp_path / "read", None), (tmp_path / "given", released)):
+        create_checkpoint(partial_folder(folder), SHAPES, DTYPES, 10**9)
+        finish(partial_folder(folder), folder, copy_from=source, config=given)
+        assert json.loads((folder / "config.json").read_text()) == {"model_type": "qwen3", "torch_dtype": "bfloat16"}
+
+
 def fill_rows(partial: Path, part: int, parts: int) -> None:
     for view in open_for_writing(partial).values():
         if view.dim():

@@ -2,7 +2,13 @@
 
 from converters.formats.safetensors.header import place_tensors
 from converters.formats.safetensors.reader import CONFIG, HuggingFaceCheckpoint, read_json
-from converters.formats.safetensors.side_files import copy_side_files, with_dtype, write_config
+from converters.formats.safetensors.side_files import (
+    copy_side_files,
+    main_dtype,
+    unquantised,
+    with_dtype,
+    write_config,
+)
 from converters.formats.safetensors.writer import (
     create_checkpoint,
     cut_into_files,
@@ -19,10 +25,12 @@ __all__ = [
     "create_checkpoint",
     "cut_into_files",
     "finish",
+    "main_dtype",
     "open_for_writing",
     "partial_folder",
     "place_tensors",
     "read_json",
+    "unquantised",
     "with_dtype",
     "write_config",
     "write_index",

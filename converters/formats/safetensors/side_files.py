@@ -41,12 +41,21 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def with_dtype(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`config` with the type that most of the bytes of the folder's weights have."""
-    elements: Counter[torch.dtype] = Counter()
-    for path in folder.glob("*.safetensors"):
-        for entry in read_header(path).values():
-            elements[entry.dtype] += entry.nbytes
-    (dtype, _), *_ = elements.most_common(1)
+def unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` of the same model in floating types, whatever the weights are in that it came with."""
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
+def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """`config` of weights in `dtype`."""
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     return {**config, key: str(dtype).removeprefix("torch.")}
+
+
+def main_dtype(folder: Path) -> torch.dtype:
+    """The type that most of the bytes of the folder's weights have."""
+    nbytes: Counter[torch.dtype] = Counter()
+    for path in folder.glob("*.safetensors"):
+        for entry in read_header(path).values():
+            nbytes[entry.dtype] += entry.nbytes
+    return nbytes.most_common(1)[0][0]

@@ -14,7 +14,13 @@ from converters.durable import DISK_FULL, rename, sync_all
 from converters.errors import UserError
 from converters.formats.safetensors.header import map_tensors, place_tensors, read_header
 from converters.formats.safetensors.reader import CONFIG, INDEX, SINGLE_FILE, read_json
-from converters.formats.safetensors.side_files import copy_side_files, with_dtype, write_config
+from converters.formats.safetensors.side_files import (
+    copy_side_files,
+    main_dtype,
+    unquantised,
+    with_dtype,
+    write_config,
+)
 from converters.layout import Shape
 
 _PARTIAL = ".partial"
@@ -78,12 +84,14 @@ def finish(folder_partial: Path, folder: Path, *, copy_from: Path, config: Mappi
     """Complete the checkpoint and give it its name, when every process has written its part.
 
     config.json, unless it is given, tokenizer, chat template and generation config come from the model folder
-    `copy_from`; the type that config.json names becomes that of the weights. Everything is on disk before `folder`
-    appears. Raises UserError, leaving nothing behind, where `folder` exists or `copy_from` has no config.json.
+    `copy_from`; the type that config.json names becomes that of the weights, without any quantisation. Everything is
+    on disk before `folder` appears. Raises UserError, leaving nothing behind, where `folder` exists or `copy_from` has
+    no config.json.
     """
     with _nothing_half_written(folder_partial):
         partial_folder(folder)
-        write_config(folder_partial, with_dtype(config or read_json(copy_from / CONFIG), folder_partial))
+        plain = unquantised(config or read_json(copy_from / CONFIG))
+        write_config(folder_partial, with_dtype(plain, main_dtype(folder_partial)))
         copy_side_files(copy_from, folder_partial)
         sync_all(folder_partial)
     rename(folder_partial, folder)

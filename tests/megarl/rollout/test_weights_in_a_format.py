@@ -1,6 +1,7 @@
 """Engines that hold the weights in a number format: what they are told, and what is refused before they start."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,12 +12,17 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.fp8 import quantisation_config
+from converters.hf_to_megatron import HUGGINGFACE, convert_checkpoint
+from converters.layouts.megatron import ParallelSizes
 from converters.number_formats import FP8_BLOCK, NUMBER_FORMATS
+from megarl.config.compose import compose
+from megarl.models.auxiliary import check_auxiliary
 from megarl.models.policy import check_held, read_model
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
 from megarl.rollout.kind import NUMBER_FORMAT
 from megarl.rollout.number_format import in_number_format
 from megarl.rollout.sglang.arguments import server_arguments
+from megarl.run.opening import Start
 from megarl.schema import ModelConfig, RolloutConfig
 
 
@@ -130,20 +136,51 @@ def test_engines_that_cannot_hold_the_format_are_refused(folder, rollout, says):
     assert says in str(refusal.value)
 
 
-def test_a_model_that_is_in_fp8_already_is_refused(folder, tmp_path):
+@pytest.fixture(scope="module")
+def folder_in_fp8(folder, tmp_path_factory):
+    copy = tmp_path_factory.mktemp("model") / "fp8"
+    shutil.copytree(folder, copy)
     architecture = read_architecture(read_json(folder / CONFIG))
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(folder / "model.safetensors")
     for name in FP8_BLOCK.quantised_names(architecture):
         weights[name], weights[FP8_BLOCK.scales_name(name)] = FP8_BLOCK.quantise(weights[name].to(torch.bfloat16))
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
     config = {**read_json(folder / CONFIG), "quantization_config": quantisation_config(architecture)}
-    (tmp_path / CONFIG).write_text(json.dumps(config))
-    model = read_model(ModelConfig(str(tmp_path)), [])
-    for weights_in in ("as_trained", "fp8_block"):
-        with pytest.raises(UserError, match=r"is in FP8, and the weights that are trained are not: make a folder in"):
-            check_held(model, RolloutConfig(weights=weights_in))
-    # Where nothing is trained, an engine serves it as it is.
+    (copy / CONFIG).write_text(json.dumps(config))
+    return copy
+
+
+REFUSED = r"is in FP8, and the weights that are trained are not: make a folder in bf16 of it"
+
+
+def config_of(recipe, run, *overrides):
+    return compose(recipe, [*overrides, f"output_dir={run}", "megatron.expert_model_parallel_size=1"])
+
+
+@pytest.mark.parametrize("command", ["train", "spin", "sft", "dpo", "reward-model"])
+def test_a_model_that_is_in_fp8_is_not_trained(command, folder_in_fp8, tmp_path):
+    with pytest.raises(UserError, match=REFUSED):
+        Start.of(config_of("quickstart", tmp_path / "run", f"model.path={folder_in_fp8}"), command)
+
+
+def test_a_model_that_is_in_fp8_is_trained_once_it_was_converted(folder_in_fp8, tmp_path):
+    megatron = tmp_path / "megatron"
+    arguments = {"dtype": "bf16", "vocabulary_multiple": 1, "workers": 1, "progress": lambda _done, _total: None}
+    convert_checkpoint(folder_in_fp8, megatron, ParallelSizes(), **arguments)
+    places = [f"model.path={megatron / HUGGINGFACE}", f"model.megatron_checkpoint={megatron}"]
+    start = Start.of(config_of("quickstart", tmp_path / "run", *places), "sft")
+    assert start.model.architecture.hf_config["dtype"] == "bfloat16"
+
+
+def test_a_critic_that_is_in_fp8_is_refused_and_a_teacher_is_read(folder, folder_in_fp8, tmp_path):
+    model, policy = read_model(ModelConfig(str(folder)), []), f"model.path={folder}"
+    critic = config_of("quickstart_ppo", tmp_path / "run", policy, f"critic.path={folder_in_fp8}")
+    with pytest.raises(UserError, match=REFUSED):
+        check_auxiliary(critic, model, [])
+    teacher = config_of("quickstart_distillation", tmp_path / "run", policy, f"teachers.sums.path={folder_in_fp8}")
+    check_auxiliary(teacher, model, [])
+
+
+def test_a_model_that_is_in_fp8_is_served_as_it_is(folder_in_fp8):
     with pytest.raises(UserError, match=r"and model\.path is in FP8 already: leave rollout\.weights out"):
-        in_number_format(RolloutConfig(weights="fp8_block"), config)
+        in_number_format(RolloutConfig(weights="fp8_block"), read_json(folder_in_fp8 / CONFIG))
