@@ -143,7 +143,7 @@ def main() -> None:
         machine = describe(Path(folder))
         write_smollm2(Path(folder), dtype=torch.float32)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     parts = [_sequences(tokenizer, text, options.sequences, options.tokens) for text in (CALIBRATION, EVALUATION)]
     page = [
         "# Scales of keys and values in FP8",

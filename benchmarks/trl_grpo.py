@@ -136,7 +136,7 @@ def main() -> None:
     rows = [row for file in config.data.train_files for row in pq.read_table(file).to_pylist()]
     trainer = TimedGRPOTrainer(
         model=config.model.path,
-        processing_class=AutoTokenizer.from_pretrained(config.model.path),
+        processing_class=AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False),
         args=grpo_config(config),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(rows),

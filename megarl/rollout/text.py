@@ -32,4 +32,4 @@ class Texts:
         # Not the engine's own, which might be another than the run's.
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self._folder)
+        return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)

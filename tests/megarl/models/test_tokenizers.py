@@ -1,0 +1,144 @@
+"""Tokenizers are files: code beside a model is not run, and words are not cut by the rules of another one."""
+
+import base64
+import json
+import random
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from converters.errors import UserError
+from megarl.models.policy import read_tokenizer
+from megarl.rollout.text import Texts
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/recipes.md"
+# Kimi-K2's own, which has what tokenizers might read otherwise: intersections of classes of letters.
+PATTERN = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+TEXT = "Hello WORLD it's 1234567 你好hello世界 don't\r\n\n  x  Ünïcode ß ÀÉ  1+1=2"
+MODEL_TYPES = ("kimi_k2", "deepseek_v3")
+"""The type of Kimi-K2, which transformers does not know, and that of Moonlight."""
+
+
+def vocabulary() -> list[bytes]:
+    """All bytes, and pieces of TEXT, each of two that come before it."""
+    tokens = [bytes([number]) for number in range(256)]
+    text = [bytes([each]) for each in TEXT.encode()]
+    draw = random.Random(3)
+    while len(text) > 10:
+        pair = draw.choice(list(pairwise(text)))
+        tokens.append(b"".join(pair))
+        merged: list[bytes] = []
+        for each in text:
+            if merged and (merged[-1], each) == pair:
+                merged[-1] = tokens[-1]
+            else:
+                merged.append(each)
+        text = merged
+    return list(dict.fromkeys(tokens))
+
+
+@pytest.fixture(params=MODEL_TYPES)
+def folder(request, tmp_path, monkeypatch):
+    """A model as Kimi-K2 was released, of another vocabulary."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", "")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "Kimi-K2-Instruct"
+    folder.mkdir()
+    tokens = vocabulary()
+    lines = [f"{base64.b64encode(token).decode()} {number}\n" for number, token in enumerate(tokens)]
+    (folder / "tiktoken.model").write_text("".join(lines))
+    (folder / "tokenization_kimi.py").write_text("open('executed', 'w')\nclass TikTokenTokenizer: pass\n")
+    added = {
+        str(len(tokens) + number): {"content": name} for number, name in ((0, "[BOS]"), (1, "[EOS]"), (4, "[PAD]"))
+    }
+    settings = {
+        "added_tokens_decoder": added,
+        "auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]},
+        "tokenizer_class": "TikTokenTokenizer",
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "pad_token": "[PAD]",
+        "chat_template": "{{ messages[0].content }}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": request.param}))
+    return folder
+
+
+def follow_the_page() -> None:
+    """Run what docs/recipes.md gives."""
+    (code,) = re.findall(r"### Tokenizers that are code\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert code.count('"..."') == 1
+    exec(code.replace('"..."', repr(PATTERN)), {})
+
+
+def test_a_tokenizer_that_is_code_is_refused_and_not_run(folder):
+    with pytest.raises(UserError, match=r"has no tokenizer\.json, and its tokenizer is code of its author"):
+        read_tokenizer(folder)
+    assert not Path("executed").exists()
+
+
+def test_followed_the_page_makes_one_that_cuts_as_the_authors_does(folder):
+    tiktoken = pytest.importorskip("tiktoken")
+    tokens = vocabulary()
+    special = {"[BOS]": len(tokens), "[EOS]": len(tokens) + 1, "[PAD]": len(tokens) + 4}
+    theirs = tiktoken.Encoding(
+        "theirs",
+        pat_str=PATTERN,
+        mergeable_ranks={token: number for number, token in enumerate(tokens)},
+        special_tokens=special,
+    )
+    follow_the_page()
+    ours = read_tokenizer(folder)
+    assert {name: ours.convert_tokens_to_ids(name) for name in special} == special
+    assert (ours.eos_token_id, ours.pad_token_id) == (special["[EOS]"], special["[PAD]"])
+    assert ours.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi"
+    draw = random.Random(1)
+    letters = [*TEXT, "'s", "\t ", "[EOS]", *re.findall(r"\S+", TEXT)]
+    lengths = 0
+    for _ in range(500):
+        text = "".join(draw.choices(letters, k=draw.randint(1, 60)))
+        expected = theirs.encode(text, allowed_special="all")
+        assert ours.encode(text, add_special_tokens=False) == expected
+        assert ours.decode(expected) == text
+        lengths += len(text.encode()) - len(expected)
+    assert lengths > 1000
+    assert not Path("executed").exists()
+
+
+def test_a_tokenizer_file_beside_the_code_is_taken_or_the_way_is_said(folder):
+    settings = (folder / "tokenizer_config.json").read_bytes()
+    follow_the_page()
+    expected = read_tokenizer(folder).encode(TEXT)
+    (folder / "tokenizer_config.json").write_bytes(settings)
+    if "kimi_k2" in (folder / "config.json").read_text():
+        with pytest.raises(UserError, match=r"cannot be read .* take auto_map out of tokenizer_config\.json"):
+            read_tokenizer(folder)
+    else:
+        assert read_tokenizer(folder).encode(TEXT) == expected
+    assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize("read", [read_tokenizer, lambda folder: Texts(folder)._tokenizer])
+def test_nobody_is_asked_whether_to_run_code(read, tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **options: given.append(options) or 1 / 0)
+    with pytest.raises((UserError, ZeroDivisionError)):
+        read(tmp_path)
+    assert given == [{"trust_remote_code": False}]
