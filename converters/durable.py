@@ -11,6 +11,16 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN)
 """Errors of a file system whose servers do not answer, as NFS and Lustre have them: it may be back soon."""
 
+SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors of a machine or a process that has no more of something: there may be some again."""
+
+
+def is_passing(error: BaseException | None) -> bool:
+    """Whether the same may be possible a while later."""
+    if isinstance(error, OSError):
+        return error.errno in (*AWAY, *SHORT)
+    return error is not None and is_passing(error.__cause__)
+
 
 def is_disk_full(error: BaseException) -> bool:
     """Whether an error says that there is no room; that of safetensors has the number in its text alone."""

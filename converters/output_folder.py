@@ -1,6 +1,5 @@
 """An output folder that has its name only when it is complete, and until then can be continued."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Mapping
@@ -9,12 +8,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from converters.durable import DISK_FULL, complete, sync
+from converters.durable import DISK_FULL, complete, is_passing, sync
 from converters.errors import UserError
+from converters.file_lock import lock_file, remove_locked
 from converters.stream.journal import Journal
 
 _PARTIAL = ".partial"
-_JOURNAL = ".journal"
+_JOURNAL, _LOCK = ".journal", ".lock"
+WORKING_FILES = (_JOURNAL, _LOCK)
+"""Files that are there only while others are written."""
 
 
 def refuse_inside(folder: Path, source: Path) -> None:
@@ -28,8 +30,8 @@ def refuse_inside(folder: Path, source: Path) -> None:
 class OutputFolder:
     """`folder` while it is written, under the name `partial`.
 
-    Use as a context manager, and call `complete` in the end. After Ctrl-C or a kill what is written stays, and the
-    same `purpose` finds it again; after any other error it is deleted.
+    Use as a context manager, and call `complete` in the end. After Ctrl-C, a kill or an error that may pass, what is
+    written stays, and the same `purpose` finds it again; after any other error it is deleted.
     Raises UserError where `folder` exists, its disk is full, it cannot be written, or another process writes it.
     """
 
@@ -48,23 +50,24 @@ class OutputFolder:
         self._made = [path for path in (self.partial, *self.partial.parents) if not path.exists()]
         try:
             self.partial.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.partial, os.O_RDONLY)
+            self._lock = lock_file(self.partial / _LOCK)
+        except BlockingIOError as error:
+            raise UserError(f"another process is writing {self.partial}; wait for it or stop it") from error
         except OSError as error:
             self._remove_empty()
             raise self._refused(error) from error
         try:
-            self._lock_alone()
             self._begin()
         except BaseException:
-            os.close(self._lock)
+            self._let_go()
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.journal.__exit__()
-        if isinstance(error, Exception):
-            self._remove()
-        os.close(self._lock)
+        if isinstance(error, Exception) and not is_passing(error):
+            self._delete()
+        self._let_go()
         if isinstance(error, OSError):
             raise self._refused(error) from error
 
@@ -73,13 +76,15 @@ class OutputFolder:
         complete(self.partial, self.folder)
         # Not before the folder is whole under its name: a kill in between would leave what nobody can continue.
         (self.folder / _JOURNAL).unlink()
+        remove_locked(self._lock, self.folder / _LOCK)
         sync(self.folder)
 
     def _is_in_the_way(self) -> bool:
-        """An empty folder is not: a run may have been killed before it had a journal."""
+        """A folder with a lock at most is not: a run may have been killed before it had a journal."""
         if not self.partial.is_dir():
             return self.partial.exists() or self.partial.is_symlink()
-        return not (self.partial / _JOURNAL).is_file() and any(self.partial.iterdir())
+        names = {path.name for path in self.partial.iterdir()}
+        return not (self.partial / _JOURNAL).is_file() and not names <= {_LOCK}
 
     def _begin(self) -> None:
         """Open the journal; UserError, with nothing left that was not there before, where that is not possible."""
@@ -91,31 +96,34 @@ class OutputFolder:
             self.journal.__enter__()
         except (OSError, UserError) as error:
             if self.partial in self._made:
-                self._remove()
+                self._delete()
             raise (self._refused(error) if isinstance(error, OSError) else error) from error
 
     def _empty(self) -> None:
-        """Delete what was written for another purpose, the journal last: without it nobody may."""
+        """Delete what was written for another purpose."""
         for path in self.partial.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
-            elif path.name != _JOURNAL:
+            elif path.name not in WORKING_FILES:
                 path.unlink()
 
-    def _remove(self) -> None:
-        shutil.rmtree(self.partial, ignore_errors=True)
+    def _delete(self) -> None:
+        """Delete what was written, the journal last: without it nobody may."""
+        with suppress(OSError):
+            self._empty()
+            (self.partial / _JOURNAL).unlink(missing_ok=True)
+
+    def _let_go(self) -> None:
+        """Let others write the folder, which is deleted if nothing is in it."""
+        with suppress(OSError):
+            remove_locked(self._lock, self.partial / _LOCK, self.folder / _LOCK)
         self._remove_empty()
+        os.close(self._lock)
 
     def _remove_empty(self) -> None:
-        for path in self._made:
+        for path in dict.fromkeys((self.partial, *self._made)):
             with suppress(OSError):
                 path.rmdir()
-
-    def _lock_alone(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"another process is writing {self.partial}; wait for it or stop it") from error
 
     def _check_room(self) -> None:
         there = sum(path.stat().st_blocks * 512 for path in self.partial.rglob("*") if path.is_file())
@@ -129,5 +137,7 @@ class OutputFolder:
     def _refused(self, error: OSError) -> UserError:
         if error.errno in DISK_FULL:
             return UserError(f"{self.folder.parent} has no room ({error.strerror}); free some space or write elsewhere")
-        where = error.filename or self.partial
-        return UserError(f"{where} cannot be read or written ({error.strerror}); change that or choose another folder")
+        what = f"{error.filename or self.partial} cannot be read or written ({error.strerror})"
+        if is_passing(error):
+            return UserError(f"{what}; when that has passed, the same command goes on where it was")
+        return UserError(f"{what}; change that or choose another folder")

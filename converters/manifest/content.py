@@ -11,6 +11,7 @@ from typing import Any
 from isal.isal_zlib import crc32
 
 from converters.errors import UserError
+from converters.output_folder import WORKING_FILES
 from converters.stream.journal import checksum
 from converters.stream.targets import Written
 
@@ -48,7 +49,7 @@ def write_manifest(folder: Path, tensors: Mapping[str, Sequence[Written]], sourc
     others = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
-        if name not in data_files and name != MANIFEST and not path.name.startswith(".journal"):
+        if name not in data_files and name not in (MANIFEST, *WORKING_FILES):
             others[name] = _whole(path, name)
     content = {
         "version": _VERSION,

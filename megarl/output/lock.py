@@ -1,19 +1,16 @@
 """One run at a time in an output folder."""
 
-import errno
-import fcntl
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
 from converters.errors import UserError
+from converters.file_lock import lock_file
 
 LOCK = ".lock"
-_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class HeldError(UserError):
@@ -63,28 +60,11 @@ def sole_writer(folder: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor of the locked file of this name; the holder removes it, so what was opened may be gone by then."""
-    while True:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NOT_SUPPORTED:
-                os.close(lock)
-                raise
-            print(f"{folder} is on a file system without locks: see that no other run writes there", file=sys.stderr)
-        if _is_named(lock, folder / LOCK):
-            os.truncate(lock, 0)
-            os.write(lock, f"process {os.getpid()} on {platform.node()}".encode())
-            return lock
-        os.close(lock)
-
-
-def _is_named(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    """A descriptor of the locked file, with who has it."""
+    lock = lock_file(folder / LOCK)
+    os.truncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {platform.node()}".encode())
+    return lock
 
 
 def _holder(folder: Path) -> str:

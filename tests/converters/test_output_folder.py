@@ -1,7 +1,9 @@
 """A folder has its name when it is complete, can be continued until then, and is not left half done by an error."""
 
 import errno
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +61,7 @@ def test_what_another_command_left_is_deleted(tmp_path):
     (tmp_path / "out.partial/link").symlink_to(tmp_path)
     with output(tmp_path / "out") as opened:
         assert opened.journal.found == {}
-        assert [path.name for path in opened.partial.iterdir()] == [".journal"]
+        assert sorted(path.name for path in opened.partial.iterdir()) == [".journal", ".lock"]
         opened.complete()
     assert everything_in(tmp_path) == {"out": None}
 
@@ -83,14 +85,32 @@ def test_an_error_of_a_continued_run_leaves_nothing(tmp_path):
     [
         (errno.ENOSPC, "has no room"),
         (errno.EDQUOT, "has no room"),
-        (errno.EROFS, "cannot be read or written"),
-        (errno.EIO, "cannot be read or written"),
+        (errno.EROFS, "cannot be read or written .* change that or choose another folder"),
     ],
 )
 def test_an_error_of_the_disk_is_one_sentence_and_leaves_nothing(number, message, tmp_path):
-    with pytest.raises(UserError, match=message), output(tmp_path / "out"):
-        raise OSError(number, os.strerror(number))
+    with pytest.raises(UserError, match=message):
+        stop_with(OSError(number, os.strerror(number)), tmp_path / "out")
     assert everything_in(tmp_path) == {}
+
+
+def caused_by(error: OSError) -> UserError:
+    found = UserError("a file cannot be read")
+    found.__cause__ = error
+    return found
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_error_that_may_pass_leaves_what_is_written(number, wrapped, tmp_path):
+    error = OSError(number, os.strerror(number))
+    said = "a file cannot be read" if wrapped else f"{error.strerror}.; when that has passed, the same command goes on"
+    with pytest.raises(UserError, match=said):
+        stop_with(caused_by(error) if wrapped else error, tmp_path / "out")
+    assert sorted(everything_in(tmp_path / "out.partial")) == [".journal", "data", "sub", "sub/data"]
+    with output(tmp_path / "out") as opened:
+        assert opened.journal.found == {"a": NOTED}
+        opened.complete()
 
 
 def in_the_way(tmp_path: Path, kind: str) -> None:
@@ -129,8 +149,11 @@ def test_the_current_folder_exists(tmp_path, monkeypatch):
         pass
 
 
-def test_a_run_killed_before_it_had_a_journal_is_continued(tmp_path):
+@pytest.mark.parametrize("has_lock", [False, True])
+def test_a_run_killed_before_it_had_a_journal_is_continued(has_lock, tmp_path):
     (tmp_path / "out.partial").mkdir()
+    if has_lock:
+        (tmp_path / "out.partial/.lock").touch()
     with output(tmp_path / "out") as opened:
         opened.complete()
     assert everything_in(tmp_path) == {"out": None}
@@ -191,6 +214,44 @@ def test_a_second_process_is_refused_until_the_first_is_done(tmp_path):
     assert everything_in(tmp_path) == {"out": None}
 
 
+def test_a_second_process_does_not_get_what_is_being_deleted(tmp_path, monkeypatch):
+    """The journal goes last but for the lock, and the folder when nobody else has it."""
+    refused = []
+
+    def refuse_while_deleting(path, *arguments, **keywords):
+        with pytest.raises(UserError, match=r"another process is writing|is in the way"):
+            output(tmp_path / "out").__enter__()
+        refused.append(path)
+        return rmtree(path, *arguments, **keywords)
+
+    rmtree = shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", refuse_while_deleting)
+    with pytest.raises(ValueError, match="wrong"):
+        stop_with(ValueError("wrong"), tmp_path / "out")
+    assert len(refused) == 1
+    assert everything_in(tmp_path) == {}
+
+
+def test_a_file_is_locked_and_no_folder(tmp_path):
+    with output(tmp_path / "out") as opened:
+        lock = os.open(opened.partial / ".lock", os.O_RDWR)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(lock)
+        opened.complete()
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, capsys):
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with output(tmp_path / "out") as opened:
+        opened.complete()
+    assert "out.partial is on a file system without locks" in capsys.readouterr().err
+    assert everything_in(tmp_path) == {"out": None}
+
+
 def test_a_killed_process_holds_nothing(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, tmp_path / "out"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -229,6 +290,7 @@ def test_a_kill_at_any_system_call_of_completing_leaves_a_whole_folder_or_one_to
             with output(folder) as opened:
                 opened.complete()
         assert (folder / "data").read_bytes() == b"all"
+        assert not (folder / ".lock").exists()
         if next(calls) <= stop_at:
             assert stop_at > 4
             return

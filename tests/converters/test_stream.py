@@ -1,5 +1,6 @@
 """Conversions that are interrupted, continued, damaged in between, or run out of disk."""
 
+import errno
 import json
 import os
 import shutil
@@ -249,7 +250,7 @@ def test_another_source_is_another_purpose(tmp_path):
     assert content_of(tmp_path / "back") == content_of(folder)
 
 
-@pytest.mark.parametrize("error", [ValueError("of the progress"), OSError(5, "of the progress"), MemoryError()])
+@pytest.mark.parametrize("error", [ValueError("of the progress"), OSError(13, "of the progress"), MemoryError()])
 @pytest.mark.parametrize("workers", [1, 3])
 def test_an_error_in_a_thread_ends_all_of_them_and_leaves_nothing(work, error, workers, tmp_path):
     run, _ = work
@@ -264,6 +265,20 @@ def test_an_error_in_a_thread_ends_all_of_them_and_leaves_nothing(work, error, w
         run(tmp_path / "out", workers=workers, progress=progress)
     assert threading.active_count() == threads
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_system_that_was_away_is_waited_for(work, tmp_path):
+    run, expected = work
+
+    def progress(done: int, total: int) -> None:
+        if done > total // 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.raises(UserError, match="when that has passed, the same command goes on where it was"):
+        run(tmp_path / "out", progress=progress)
+    assert noted(tmp_path / "out.partial")
+    run(tmp_path / "out")
+    assert everything_in(tmp_path / "out") == expected
 
 
 def test_progress_counts_every_byte_once(work, tmp_path):
