@@ -240,6 +240,8 @@ def test_latent_attention_has_no_key_value_heads_to_divide(config):
         ("qwen2", {"use_sliding_window": True}, "has use_sliding_window = True"),
         ("qwen2", {"use_mrope": True}, "has use_mrope = True"),
         ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 8}}, "has dual_chunk_attention_config = "),
+        ("qwen3", {"dual_chunk_attention_config": {"chunk_size": 8}}, "has dual_chunk_attention_config = "),
+        ("qwen3_moe", {"dual_chunk_attention_config": {"chunk_size": 8}}, "has dual_chunk_attention_config = "),
         ("mixtral", {"sliding_window": 4096}, "has sliding_window = 4096"),
         ("mixtral", {"num_local_experts": None}, "has no field num_experts"),
         ("glm4_moe", {"norm_topk_prob": False}, "has norm_topk_prob = False"),
