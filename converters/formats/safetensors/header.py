@@ -56,8 +56,8 @@ class TensorEntry:
 def read_header(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a safetensors file.
 
-    Raises UserError for a file that is truncated, too long, a pointer of Git LFS, or whose header is broken or names a
-    tensor twice.
+    Raises UserError for a file that is truncated, too long, a pointer of Git LFS, or whose header is broken, names a
+    tensor twice or a type that is unknown here.
     """
     try:
         size, file = path.stat().st_size, path.open("rb")
@@ -103,6 +103,8 @@ def _parse(path: Path, raw: bytes, data_start: int) -> dict[str, TensorEntry]:
 
 
 def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
+    if isinstance(fields, dict) and isinstance(dtype := fields.get("dtype"), str) and dtype not in DTYPES:
+        raise UserError(f"{path} holds {name} in {dtype[:20]}, which is not read here; give the model in bf16")
     try:
         shape, (start, stop) = tuple(map(index, fields["shape"])), map(index, fields["data_offsets"])
         entry = TensorEntry(DTYPES[fields["dtype"]], shape, data_start + start)
