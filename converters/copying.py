@@ -28,6 +28,11 @@ def check_checkpoint(checkpoint: HuggingFaceCheckpoint, architecture: Architectu
     scales are there, and tensors that nothing reads.
     """
     check_structure(checkpoint, architecture)
+    check_copies(checkpoint, architecture)
+
+
+def check_copies(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
+    """Raise UserError for a copy of a tied or shared weight with other values. Reads gigabytes of a large model."""
     shapes = checkpoint.shapes
     for copy, original in architecture.hf_copies.items():
         if copy in shapes and not _equal(checkpoint, copy, original, shapes[original]):

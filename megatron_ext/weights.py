@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from converters.architectures import Architecture
-from converters.copying import check_checkpoint, check_tensors, copy_transfers, read_into
+from converters.copying import check_structure, check_tensors, copy_transfers, read_into
 from converters.errors import UserError
 from converters.formats.safetensors import (
     HuggingFaceCheckpoint,
@@ -37,7 +37,8 @@ def load_huggingface(
 
     Raises UserError if the checkpoint's tensors are not those of the architecture.
     """
-    check_checkpoint(checkpoint, architecture)
+    # Copies of weights are not compared: one process does that before, and each of thousands would read them whole.
+    check_structure(checkpoint, architecture)
     shard = megatron_layout(architecture, parallel.unsharded, module_names=module_names()).shard(rank)
     tensors = local_tensors(chunks)
     check_tensors(shard.local_shapes, tensors)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from converters.architectures import read_architecture
+from converters.copying import check_copies
 from converters.errors import UserError
-from converters.formats.safetensors import CONFIG, read_json
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from megarl.algorithms import ADVANTAGES, Source
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.megatron import ModelGroup, megatron_options
@@ -15,6 +16,9 @@ from megarl.models.policy import Model, check_layout, check_not_in_fp8, read_tok
 from megarl.output.places import TRAINED_AUXILIARY
 from megarl.schema import MegarlConfig
 from megatron_ext.options import MegatronOptions
+
+VALUE_MODELS = ("critic", "reward_model")
+"""The names of those that give a value for each token, and no log-probs."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,9 @@ def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -
         check_layout(architecture, megatron_options(config, wanted.settings))
         if name in TRAINED_AUXILIARY:
             check_not_in_fp8(wanted.path)
+        is_checked = wanted.path == model.folder and model.megatron_checkpoint is None
+        if name not in VALUE_MODELS and not is_checked:
+            check_copies(HuggingFaceCheckpoint(wanted.path), architecture)
         if wanted.path == model.folder:
             continue
         if read_tokenizer(wanted.path).get_vocab() != model.tokenizer.get_vocab():

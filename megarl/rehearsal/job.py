@@ -12,7 +12,7 @@ from megarl.algorithms import PolicyObjective
 from megarl.cluster.roles import ENGINE, POLICY
 from megarl.config.folder import recipes_folder
 from megarl.config.megatron import megatron_options
-from megarl.models.auxiliary import wanted_auxiliary
+from megarl.models.auxiliary import VALUE_MODELS, wanted_auxiliary
 from megarl.rehearsal.distinct_ranks import distinct_ranks
 from megarl.rehearsal.engine import RehearsedEngine, rehearse_engine
 from megarl.rehearsal.need import Gpu, Need
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from megarl.rehearsal.activations import MicroBatchSize
     from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel
 
-_VALUE_MODELS = ("critic", "reward_model")
 _TRAINED = ("critic", "implicit_reward_model")
 
 
@@ -142,7 +141,7 @@ def trained_models(config: MegarlConfig, hf_config: Mapping[str, Any]) -> "list[
                 name,
                 read_json(own) if own.is_file() else hf_config,
                 megatron_options(config, wanted.settings),
-                head="value" if name in _VALUE_MODELS else "language_model",
+                head="value" if name in VALUE_MODELS else "language_model",
                 reference=name == "implicit_reward_model",
                 is_frozen=name not in _TRAINED,
             )

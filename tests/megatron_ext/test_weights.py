@@ -1,5 +1,6 @@
 """Weights into the shards of ranks and back: bit for bit, under every parallel size."""
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from converters.architectures import read_architecture
+from converters.copying import check_checkpoint
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
@@ -27,6 +29,10 @@ SIZES = {
     "PP2 VPP2": ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
     "TP2 PP2": ParallelSizes(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
 }
+
+
+def load(rank: int, sizes: ParallelSizes, folder: Path) -> int:
+    return len(loaded_model(rank, sizes, folder))
 
 
 def load_and_export(
@@ -86,6 +92,22 @@ def test_weights_are_written_in_the_type_that_is_asked_for(tiny_models: Mapping[
         kept = name.endswith("e_score_correction_bias")
         assert tensor.dtype == (torch.float32 if kept else torch.bfloat16), name
         assert torch.equal(tensor, original[name].to(tensor.dtype)), name
+
+
+def test_copies_of_weights_are_compared_by_one_process_before_and_by_no_rank(
+    tiny_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    source = tiny_models["qwen3"]
+    architecture = read_architecture(tied := {**HuggingFaceCheckpoint(source).config, "tie_word_embeddings": True})
+    (copy,) = architecture.hf_copies
+    (tmp_path / "config.json").write_text(json.dumps(tied))
+    save_file(
+        {**tensors_of(source), copy: torch.zeros(architecture.hf_shapes[architecture.hf_copies[copy]])},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(UserError, match=f"holds {copy} with other values"):
+        check_checkpoint(HuggingFaceCheckpoint(tmp_path), architecture)
+    assert run_ranks(load, SIZES["one"], tmp_path) == [1]
 
 
 def test_a_checkpoint_that_lacks_a_tensor_is_refused(tiny_models: Mapping[str, Path], tmp_path: Path) -> None:
