@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
@@ -129,18 +128,19 @@ def load(model: MegatronModel, folder: Path) -> None:
     """
     model.residence.require("weights", "training")
     require_intact(folder, weights_only=False)
+    stored = TorchDistCheckpoint(folder)
     compat.prime_optimizer_state(model.optimizer)
     weights, states = sharded_model(model), main_states(model.optimizer)
     wanted: dict[str, Any] = {**weights, _TENSORS: _numbered(sharded_states(states, weight_parts(model, weights)))}
-    if _load_common(folder).get(_LAYOUT) == layout(model.options.parallel):
+    if _load_common(stored).get(_LAYOUT) == layout(model.options.parallel):
         wanted[_RNG] = sharded_rng_state()
-    reference = model.reference if _holds_reference(folder) else None
+    reference = model.reference if _holds_reference(stored) else None
     if reference is not None:
         wanted |= sharded_reference(model, reference)
-    require_fit(wanted, folder, model.architecture.gpt_model["vocab_size"])
+    require_fit(wanted, stored, model.architecture.gpt_model["vocab_size"])
     with compat.user_error_of_any_rank():
         # The weights and the optimizer's state are read into the tensors that hold them.
-        state = versions.load_checkpoint(wanted, folder, _load_common)
+        state = versions.load_checkpoint(wanted, folder, lambda _folder: _load_common(stored))
     if reference is not None:
         reference.refresh(loaded_reference(model, reference, state))
     for name, chunk in named_chunks(model).items():
@@ -175,10 +175,10 @@ def _garbage_left() -> Iterator[None]:
             gc.enable()
 
 
-def _load_common(folder: str | Path) -> dict[str, Any]:
+def _load_common(stored: TorchDistCheckpoint) -> dict[str, Any]:
     """The content beside tensors, of which torch loads plain values only, and records of them."""
-    place = TorchDistCheckpoint(Path(folder)).common_place or StoredObject(COMMON, 0, 0)
-    path = Path(folder) / place.file
+    place = stored.common_place or StoredObject(COMMON, 0, 0)
+    path = stored.folder / place.file
     try:
         with path.open("rb") as file, torch.serialization.safe_globals([argparse.Namespace]):
             file.seek(place.offset)
@@ -262,5 +262,5 @@ def _agree(own_bytes: int, folder: Path, *, is_known: bool) -> bool:
     return knowing == torch.distributed.get_world_size()
 
 
-def _holds_reference(folder: Path) -> bool:
-    return any(key.startswith(REFERENCE) for key in dist_checkpointing.load_tensors_metadata(str(folder)))
+def _holds_reference(stored: TorchDistCheckpoint) -> bool:
+    return any(key.startswith(REFERENCE) for key in stored.contents.tensors)

@@ -1,7 +1,6 @@
 """Whether a checkpoint is one of the model, the number format and the optimizer that a run goes on with."""
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from converters.errors import UserError
-from converters.formats.torch_dist import StoredTensor, is_weight, read_metadata
+from converters.formats.torch_dist import StoredTensor, TorchDistCheckpoint, is_weight
 from megatron_ext.optimizer_shards import PREFIX
 
 
@@ -20,8 +19,8 @@ class _Wanted(NamedTuple):
     """Rows are padded to what the layout divides: there may be more of them, or fewer."""
 
 
-def require_fit(wanted: Mapping[str, Any], folder: Path, vocab_size: int) -> None:
-    """Collective: UserError, the same on all ranks, unless the checkpoint in `folder` has what all ranks want of it.
+def require_fit(wanted: Mapping[str, Any], checkpoint: TorchDistCheckpoint, vocab_size: int) -> None:
+    """Collective: UserError, the same on all ranks, unless the checkpoint has what all ranks want of it.
 
     `wanted` is a sharded state dict of megatron-core's. A model has as many layers and as wide ones as the checkpoint,
     of the same type of numbers, and its optimizer keeps the same state of the same weights.
@@ -29,7 +28,7 @@ def require_fit(wanted: Mapping[str, Any], folder: Path, vocab_size: int) -> Non
     of_ranks: list[dict[str, _Wanted]] = [{} for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(of_ranks, dict(_tensors(wanted)))
     everywhere = {key: each for of_rank in of_ranks for key, each in of_rank.items()}
-    stored = read_metadata(folder).tensors
+    folder, stored = checkpoint.folder, checkpoint.contents.tensors
     weights = {key: each for key, each in everywhere.items() if is_weight(key)}
     if difference := next(_other_model(weights, stored, vocab_size), None):
         raise UserError(
