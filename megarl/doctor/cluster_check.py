@@ -9,19 +9,16 @@ from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from converters.errors import UserError
 from megarl.cluster.joining import machines
 from megarl.cluster.runtime import ray_cluster
 from megarl.doctor.cluster_faults import Fault, find_faults
-from megarl.doctor.node_probe import Link, Node, NodeProbe
+from megarl.doctor.node_probe import Link, Node
+from megarl.doctor.probes import Probes
 from megarl.process.errors import RunFailed
 from megarl.process.phase import phase
 from megarl.schema import ClusterConfig
-
-_START_S = 120.0
-_ANSWER_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -34,44 +31,42 @@ class ClusterReport:
 
 
 class NodeSilent(RunFailed):
-    """A node did not answer."""
+    """A node did not answer where all others need its answer."""
 
     details = ""
 
-    def __init__(self, addresses: Sequence[str], what: str, seconds: float) -> None:
-        self.sentence = f"{', '.join(addresses)} did not {what} in {seconds:g} s: see to the Ray node there"
+    def __init__(self, fault: Fault) -> None:
+        self.sentence = f"{fault.node}: {fault.what}; {fault.remedy}"
         super().__init__(self.sentence)
 
 
 def check_cluster(folders: Sequence[str], inputs: Sequence[str] = ()) -> ClusterReport:
-    """Measure the cluster that this process is connected to.
+    """Measure the cluster that this process is connected to; a node that is lost on the way is a fault as any other.
 
     All its nodes are to see what is written into the folders, and the inputs, which may be read-only.
     """
     alive = machines(ray.nodes())
-    addresses = [node["NodeManagerAddress"] for node in alive]
-    # Others that have a part of a node make it slow for a reason.
-    free = [_is_free(node) for node in alive]
-    probes = [
-        _probe(node, gpus=node["Resources"].get("GPU", 0) if own else 0) for node, own in zip(alive, free, strict=True)
-    ]
-    try:
-        _get([probe.clock.remote() for probe in probes], addresses, "start a process", _START_S)
-        unseen = _unseen_folders(probes, addresses, folders)
-        absent = _get(
-            [probe.unseen.remote(list(inputs)) for probe in probes], addresses, "look for the inputs", _ANSWER_S
-        )
-        looking = [probe.look.remote(is_free=own) for probe, own in zip(probes, free, strict=True)]
-        seen: list[Node] = _get(looking, addresses, "measure itself", _ANSWER_S)
+    free = [node["NodeManagerAddress"] for node in alive if _is_free(node)]
+    with Probes(alive, free) as probes:
+        unseen = _unseen_folders(probes, folders)
+        looking = {address: each.unseen.remote(list(inputs)) for address, each in probes.actors.items()}
+        absent = probes.answers(looking, "look for the inputs")
+        measuring = {address: each.look.remote(is_free=address in free) for address, each in probes.actors.items()}
+        seen: dict[str, Node] = probes.answers(measuring, "measure itself")
+        offsets = _offsets(probes)
+        links = _measure_links({address: seen[address].name for address in offsets}, probes)
         nodes = [
-            replace(node, clock_offset_s=_offset(probe, node.address), unseen_folders=own, unseen_inputs=missing)
-            for node, probe, own, missing in zip(seen, probes, unseen, absent, strict=True)
+            replace(
+                seen[address],
+                clock_offset_s=offsets[address],
+                unseen_folders=unseen[address],
+                unseen_inputs=absent[address],
+            )
+            for address in probes.actors
         ]
-        links = _measure_links(nodes, probes)
-    finally:
-        for probe in probes:
-            ray.kill(probe)
-    return ClusterReport(nodes, links, find_faults(nodes, links))
+        names = {node.name for node in nodes}
+        links = [link for link in links if {link.sender, link.receiver} <= names]
+        return ClusterReport(nodes, links, [*probes.faults, *find_faults(nodes, links)])
 
 
 def require_sound_nodes(config: ClusterConfig, folders: Sequence[Path], inputs: Sequence[Path] = ()) -> None:
@@ -101,33 +96,37 @@ def _is_free(node: Mapping[str, Any]) -> bool:
     return all(free.get(kind, 0) == node["Resources"].get(kind, 0) for kind in ("CPU", "GPU"))
 
 
-def _probe(node: Mapping[str, Any], gpus: float) -> Any:
-    actor = ray.remote(num_cpus=0, num_gpus=gpus, max_concurrency=2)(NodeProbe)
-    place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    return actor.options(scheduling_strategy=place).remote(node["NodeManagerAddress"])
+def _offsets(probes: Probes) -> dict[str, float]:
+    """Address -> how far the clock there is ahead of this one."""
+    offsets = {}
+    for address, probe in list(probes.actors.items()):
+        before = time.time()
+        for there in probes.answers({address: probe.clock.remote()}, "tell its time").values():
+            offsets[address] = there - (before + time.time()) / 2
+    return offsets
 
 
-def _offset(probe: Any, address: str) -> float:
-    before = time.time()
-    (there,) = _get([probe.clock.remote()], [address], "tell its time", _ANSWER_S)
-    return there - (before + time.time()) / 2
-
-
-def _unseen_folders(probes: Sequence[Any], addresses: Sequence[str], folders: Sequence[str]) -> list[tuple[str, ...]]:
-    """The folders in which each node does not find what the first writes."""
+def _unseen_folders(probes: Probes, folders: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Address -> the folders in which a node does not find what the first writes."""
     name = f".megarl-{secrets.token_hex(8)}"
-    unseen: list[tuple[str, ...]] = [() for _ in probes]
+    unseen: dict[str, tuple[str, ...]] = dict.fromkeys(probes.actors, ())
     for folder in folders:
-        # A file system may let it wait for ever.
-        (failure,) = _get([probes[0].write.remote(folder, name)], addresses[:1], f"write into {folder}", _ANSWER_S)
-        if failure:
-            raise UserError(f"{addresses[0]} cannot write into {folder} ({failure}): make it, or name another folder")
+        first = next(iter(probes.actors), None)
+        if first is None:
+            break
+        writer = probes.actors[first]
+        written = probes.answers({first: writer.write.remote(folder, name)}, f"write into {folder}")
+        # A file system may let it wait for ever, and the others, too.
+        if not written:
+            raise NodeSilent(probes.faults[-1])
+        if written[first]:
+            raise UserError(f"{first} cannot write into {folder} ({written[first]}): make it, or name another folder")
         try:
-            asked = [probe.sees.remote(folder, name) for probe in probes]
-            found = _get(asked, addresses, f"look into {folder}", _ANSWER_S)
+            asked = {address: each.sees.remote(folder, name) for address, each in probes.actors.items()}
+            found = probes.answers(asked, f"look into {folder}")
         finally:
-            _get([probes[0].remove.remote(folder, name)], addresses[:1], f"write into {folder}", _ANSWER_S)
-        unseen = [own if there else (*own, folder) for own, there in zip(unseen, found, strict=True)]
+            probes.answers({first: writer.remove.remote(folder, name)}, f"remove what it wrote into {folder}")
+        unseen |= {address: (*unseen[address], folder) for address, there in found.items() if not there}
     return unseen
 
 
@@ -144,32 +143,28 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
         places = [places[0], places[-1], *places[1:-1]]
 
 
-def _measure_links(nodes: Sequence[Node], probes: Sequence[Any]) -> list[Link]:
-    links: list[Link] = []
-    for pairs in rounds(len(nodes)):
+def _measure_links(names: Mapping[str, str], probes: Probes) -> list[Link]:
+    """Measure the ways between nodes, address -> name, that answer."""
+    addresses, links = list(names), list[Link]()
+    for places in rounds(len(addresses)):
+        pairs = [(addresses[one], addresses[other]) for one, other in places]
         for way in (pairs, [(other, one) for one, other in pairs]):
-            links += _measure(nodes, probes, way)
+            links += _measure(names, probes, way)
     return links
 
 
-def _measure(nodes: Sequence[Node], probes: Sequence[Any], way: Sequence[tuple[int, int]]) -> list[Link]:
-    addresses = ray.get([probes[receiver].listen.remote() for _, receiver in way])
-    receiving = [probes[receiver].receive.remote() for _, receiver in way]
-    sending = [
-        probes[sender].send.remote(address, (nodes[sender].name, nodes[receiver].name))
-        for (sender, receiver), address in zip(way, addresses, strict=True)
-    ]
-    names = [nodes[sender].address for sender, _ in way]
-    links = _get(sending, names, "send to another node", _ANSWER_S)
-    for link, received in zip(links, receiving, strict=True):
-        if not link.failure:
-            ray.get(received)
-    return links
-
-
-def _get(references: Sequence[ray.ObjectRef], addresses: Sequence[str], what: str, timeout_s: float) -> list[Any]:
-    """Results in order. Raises NodeSilent with the addresses of those that give none."""
-    _, missing = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
-    if missing:
-        raise NodeSilent([addresses[references.index(each)] for each in missing], what, timeout_s)
-    return ray.get(list(references))
+def _measure(names: Mapping[str, str], probes: Probes, ways: Sequence[tuple[str, str]]) -> list[Link]:
+    """Measure ways from an address to another at once; the ones of nodes that do not answer are left out."""
+    ways = [way for way in ways if probes.actors.keys() >= set(way)]
+    opening = {receiver: probes.actors[receiver].listen.remote() for _, receiver in ways}
+    places = probes.answers(opening, "listen at its address")
+    ways = [way for way in ways if way[1] in places and probes.actors.keys() >= set(way)]
+    receiving = {receiver: probes.actors[receiver].receive.remote() for _, receiver in ways}
+    sending = {
+        sender: probes.actors[sender].send.remote(places[receiver], (names[sender], names[receiver]))
+        for sender, receiver in ways
+    }
+    sent: dict[str, Link] = probes.answers(sending, "send to another node")
+    receivers = [receiver for sender, receiver in ways if sender in sent and not sent[sender].failure]
+    probes.answers({each: receiving[each] for each in receivers}, "receive from another node")
+    return list(sent.values())

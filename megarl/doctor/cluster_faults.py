@@ -16,6 +16,8 @@ CLOCK_S = 1.0
 LATE = 5.0
 """So many times the usual latency is a fault, where it is above `LATE_S`."""
 LATE_S = 0.002
+LEAVE_OUT = "leave the node out (sbatch --exclude)"
+"""The remedy for a node that nobody can use."""
 
 
 @dataclass(frozen=True)
@@ -29,14 +31,21 @@ class Fault:
 
 def find_faults(nodes: Sequence[Node], links: Sequence[Link]) -> list[Fault]:
     """All faults: first those that make results wrong, then those that end runs, then those that slow them down."""
-    return [fault for check in _CHECKS for fault in check(nodes, links)]
+    return [fault for check in _CHECKS for fault in check(nodes, links)] if nodes else []
 
 
 def _wrong_results(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
     for node in nodes:
         for compute in node.compute:
-            if not compute.is_right:
-                yield Fault(node.name, f"{compute.device} multiplies matrices wrongly", _LEAVE_OUT)
+            if not compute.failure and not compute.is_right:
+                yield Fault(node.name, f"{compute.device} multiplies matrices wrongly", LEAVE_OUT)
+
+
+def _broken_devices(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for node in nodes:
+        for compute in node.compute:
+            if compute.failure:
+                yield Fault(node.name, f"{compute.device} computes nothing ({compute.failure})", _FREE_OR_LEAVE_OUT)
 
 
 def _no_way(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:
@@ -64,16 +73,14 @@ def _other_devices(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fa
     usual = _most_common([_devices(node) for node in measured])
     for node in measured:
         if _devices(node) != usual:
-            yield Fault(node.name, f"it has {_devices(node)}, the others {usual}", _LEAVE_OUT)
+            yield Fault(node.name, f"it has {_devices(node)}, the others {usual}", LEAVE_OUT)
 
 
 def _other_ports(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
     usual = _most_common([_ports(node) for node in nodes])
     for node in nodes:
         if _ports(node) != usual:
-            yield Fault(
-                node.name, f"its InfiniBand ports that are up are {_ports(node)}, elsewhere {usual}", _LEAVE_OUT
-            )
+            yield Fault(node.name, f"its InfiniBand ports that are up are {_ports(node)}, elsewhere {usual}", LEAVE_OUT)
 
 
 def _unseen_folders(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
@@ -100,7 +107,7 @@ def _clocks(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
 
 
 def _slow_compute(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
-    rates = {(node.name, compute.device): compute.tflops for node in nodes for compute in node.compute}
+    rates = {(node.name, each.device): each.tflops for node in nodes for each in node.compute if not each.failure}
     for (name, device), rate, usual in _slow(rates):
         if device == "cpu" and rate > SLOW_CPU * usual:
             continue
@@ -108,7 +115,12 @@ def _slow_compute(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fau
 
 
 def _little_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
-    free = {(n.name, c.device): float(c.free_memory_bytes) for n in nodes for c in n.compute if c.device != "cpu"}
+    free = {
+        (node.name, each.device): float(each.free_memory_bytes)
+        for node in nodes
+        for each in node.compute
+        if each.device != "cpu" and not each.failure
+    }
     for (name, device), own, usual in _slow(free):
         yield Fault(
             name,
@@ -166,10 +178,10 @@ def _most_common(values: Sequence[str | None]) -> str | None:
     return Counter(values).most_common(1)[0][0] if values else None
 
 
-_LEAVE_OUT = "leave the node out (sbatch --exclude)"
 _FREE_OR_LEAVE_OUT = "end what else runs there, or leave the node out (sbatch --exclude)"
 _CHECKS: tuple[Callable[[Sequence[Node], Sequence[Link]], Iterator[Fault]], ...] = (
     _wrong_results,
+    _broken_devices,
     _no_way,
     _unseen_folders,
     _unseen_inputs,

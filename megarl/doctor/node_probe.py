@@ -39,6 +39,8 @@ class Compute:
     free_memory_bytes: int
     tflops: float
     is_right: bool
+    failure: str = ""
+    """Why it computes nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,16 @@ class NodeProbe:
         self._address = address
         self._listener: socket.socket | None = None
 
+    def name(self) -> str:
+        """The node's name, as Slurm has it or the node itself."""
+        return os.environ.get("SLURMD_NODENAME", socket.gethostname())
+
     def look(self, *, is_free: bool) -> Node:
         """Describe the node; one that others use computes nothing."""
         network = look_at(self._address)
         versions = {name: installed_version(name) for name in PACKAGES} | {"Python": platform.python_version()}
         return Node(
-            os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+            self.name(),
             self._address,
             versions,
             _multiply() if is_free else [],
@@ -186,6 +192,26 @@ def _multiply() -> list[Compute]:
 
 
 def _multiply_on(device: "torch.device") -> Compute:
+    """Measure a device; one that is broken, or full, fails with what torch says of it."""
+    try:
+        return _measure_products(device)
+    except RuntimeError as error:
+        failure = next(iter(str(error).splitlines()), type(error).__name__)
+        return Compute(str(device), _name_of(device), 0, 0.0, is_right=False, failure=failure)
+
+
+def _name_of(device: "torch.device") -> str:
+    import torch
+
+    if device.type == "cpu":
+        return platform.machine()
+    try:
+        return torch.get_device_module(device).get_device_name(device)
+    except RuntimeError:
+        return "unknown"
+
+
+def _measure_products(device: "torch.device") -> Compute:
     import psutil
     import torch
 
@@ -207,7 +233,7 @@ def _multiply_on(device: "torch.device") -> Compute:
     rounded = product.double().sum(1).cpu()
     return Compute(
         str(device),
-        platform.machine() if is_cpu else torch.get_device_module(device).get_device_name(device),
+        _name_of(device),
         psutil.virtual_memory().available if is_cpu else torch.accelerator.get_memory_info(device)[0],
         2 * size**3 / min(times) / 1e12,
         bool(torch.equal(exact, expected) and torch.allclose(rounded, expected, rtol=_ROUNDING, atol=0)),

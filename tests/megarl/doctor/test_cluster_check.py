@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from converters.errors import UserError
 from megarl.cli.main import main
 from megarl.cluster import runtime
-from megarl.doctor import cluster_check
+from megarl.doctor import cluster_check, probes
 from megarl.doctor.cluster_check import ClusterReport, require_sound_nodes
 from megarl.schema import ClusterConfig
 
@@ -137,9 +137,9 @@ def test_a_folder_that_is_not_there_is_named(address, tmp_path, capsys):
 
 
 def test_a_folder_that_lets_a_node_wait_is_named(address, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cluster_check, "_ANSWER_S", 2.0)
+    monkeypatch.setattr(probes, "ANSWER_S", 2.0)
     monkeypatch.setattr(secrets, "token_hex", lambda _count: "fixed")
     # To write there takes somebody who reads, as a file system takes a server that answers.
     os.mkfifo(tmp_path / ".megarl-fixed")
     assert main(["doctor", "--cluster", address, "--folders", str(tmp_path)]) == 1
-    assert f"127.0.0.1 did not write into {tmp_path} in 2 s" in capsys.readouterr().err
+    assert f"node-1: it did not write into {tmp_path} in 2 s" in capsys.readouterr().err

@@ -39,6 +39,10 @@ def test_a_sound_cluster_has_no_faults():
     ("nodes", "says"),
     [
         (with_second_gpu(is_right=False), "cuda:1 multiplies matrices wrongly"),
+        (
+            with_second_gpu(failure="CUDA error: no", tflops=0.0, free_memory_bytes=0, is_right=False),
+            "cuda:1 computes nothing (CUDA error: no)",
+        ),
         (with_second_gpu(tflops=400.0), "cuda:1 multiplies at 400 TFLOP/s, the others at 700"),
         (with_second_gpu(free_memory_bytes=20 * GIB), "cuda:1 has 20 GiB free, the others 139"),
         (with_second(compute=GPUS[:1]), "it has 1 x H200, the others 2 x H200"),

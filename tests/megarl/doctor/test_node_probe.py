@@ -25,6 +25,17 @@ def test_a_wrong_element_of_a_product_is_seen(monkeypatch, wrong):
     assert found.free_memory_bytes > 0
 
 
+def test_a_device_that_fails_is_said_with_what_torch_says(monkeypatch):
+    ecc = "CUDA error: uncorrectable ECC error encountered"
+
+    def broken(_left, _right):
+        raise torch.AcceleratorError(ecc + "\nCUDA kernel errors might be asynchronously reported")
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", broken)
+    found = _multiply_on(torch.device("cpu"))
+    assert (found.device, found.failure, found.is_right) == ("cpu", ecc, False)
+
+
 def test_a_way_is_measured_and_one_to_nobody_is_said():
     here, there = NodeProbe("127.0.0.1"), NodeProbe("127.0.0.2")
     address = there.listen()
