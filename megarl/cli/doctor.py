@@ -65,7 +65,7 @@ def _check_cluster(options: argparse.Namespace) -> int:
     with ray_cluster(ClusterConfig(address=options.cluster)):
         report = check_cluster(options.folders)
     if options.json:
-        print(json.dumps({**asdict(report), "sound": not report.faults}, indent=2))
+        print(json.dumps({**asdict(report), "sound": not report.refusals}, indent=2))
     else:
         print_cluster(report)
-    return 1 if report.faults else 0
+    return 1 if report.refusals else 0

@@ -1,6 +1,7 @@
 """A look at all nodes of a Ray cluster at once, and at the ways between them."""
 
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from megarl.cluster.runtime import ray_cluster
 from megarl.doctor.cluster_faults import Fault, find_faults
 from megarl.doctor.node_probe import Link, Node
 from megarl.doctor.probes import Probes
+from megarl.doctor.ways import measured_again
 from megarl.process.errors import RunFailed
 from megarl.process.phase import phase
 from megarl.schema import ClusterConfig
@@ -28,6 +30,16 @@ class ClusterReport:
     nodes: list[Node]
     links: list[Link]
     faults: list[Fault]
+
+    @property
+    def refusals(self) -> list[Fault]:
+        """The faults that are no warnings."""
+        return [fault for fault in self.faults if fault.refuses]
+
+    @property
+    def warnings(self) -> list[Fault]:
+        """The faults with which a run may start."""
+        return [fault for fault in self.faults if not fault.refuses]
 
 
 class NodeSilent(RunFailed):
@@ -54,10 +66,11 @@ def check_cluster(folders: Sequence[str], inputs: Sequence[str] = ()) -> Cluster
         measuring = {address: each.look.remote(is_free=address in free) for address, each in probes.actors.items()}
         seen: dict[str, Node] = probes.answers(measuring, "measure itself")
         offsets = _offsets(probes)
-        links = _measure_links({address: seen[address].name for address in offsets}, probes)
+        links = _measure_links(probes)
         nodes = [
             replace(
                 seen[address],
+                name=probes.names[address],
                 clock_offset_s=offsets[address],
                 unseen_folders=unseen[address],
                 unseen_inputs=absent[address],
@@ -81,8 +94,10 @@ def require_sound_nodes(config: ClusterConfig, folders: Sequence[Path], inputs: 
         if len(machines(ray.nodes())) < 2:
             return
         with phase("looking at the nodes"):
-            faults = check_cluster(list(map(str, folders)), list(map(str, inputs))).faults
-    if faults:
+            report = check_cluster(list(map(str, folders)), list(map(str, inputs)))
+    for warning in report.warnings:
+        print(f"warning: {warning.node}: {warning.what}; {warning.remedy}", file=sys.stderr, flush=True)
+    if faults := report.refusals:
         raise UserError(
             f"{faults[0].node}: {faults[0].what}; {faults[0].remedy}, or start with it all the same"
             " (cluster.check_nodes=false)",
@@ -143,17 +158,17 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
         places = [places[0], places[-1], *places[1:-1]]
 
 
-def _measure_links(names: Mapping[str, str], probes: Probes) -> list[Link]:
-    """Measure the ways between nodes, address -> name, that answer."""
-    addresses, links = list(names), list[Link]()
+def _measure_links(probes: Probes) -> list[Link]:
+    addresses, links = list(probes.actors), list[Link]()
     for places in rounds(len(addresses)):
         pairs = [(addresses[one], addresses[other]) for one, other in places]
         for way in (pairs, [(other, one) for one, other in pairs]):
-            links += _measure(names, probes, way)
-    return links
+            links += _measure(probes, way)
+    at = {name: address for address, name in probes.names.items()}
+    return measured_again(links, lambda ways: _measure(probes, [(at[one], at[other]) for one, other in ways]))
 
 
-def _measure(names: Mapping[str, str], probes: Probes, ways: Sequence[tuple[str, str]]) -> list[Link]:
+def _measure(probes: Probes, ways: Sequence[tuple[str, str]]) -> list[Link]:
     """Measure ways from an address to another at once; the ones of nodes that do not answer are left out."""
     ways = [way for way in ways if probes.actors.keys() >= set(way)]
     opening = {receiver: probes.actors[receiver].listen.remote() for _, receiver in ways}
@@ -161,7 +176,7 @@ def _measure(names: Mapping[str, str], probes: Probes, ways: Sequence[tuple[str,
     ways = [way for way in ways if way[1] in places and probes.actors.keys() >= set(way)]
     receiving = {receiver: probes.actors[receiver].receive.remote() for _, receiver in ways}
     sending = {
-        sender: probes.actors[sender].send.remote(places[receiver], (names[sender], names[receiver]))
+        sender: probes.actors[sender].send.remote(places[receiver], (probes.names[sender], probes.names[receiver]))
         for sender, receiver in ways
     }
     sent: dict[str, Link] = probes.answers(sending, "send to another node")

@@ -1,21 +1,17 @@
 """Faults of a cluster: which node is slow, broken or other than the rest, as a pure function of what was measured."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from megarl.doctor.node_probe import Link, Node
+from megarl.doctor.ways import late, rates_of, slow, slow_alone, slow_nodes
 
-SLOW = 0.7
-"""Slower than this part of what the others reach is a fault."""
 SLOW_CPU = 0.5
-"""The same of a CPU, which never has one thing alone to do."""
+"""Slower than this part of what the others reach is a fault of a CPU, which never has one thing alone to do."""
 CLOCK_S = 1.0
 """Clocks that are further apart confuse file times and the reading of logs."""
-LATE = 5.0
-"""So many times the usual latency is a fault, where it is above `LATE_S`."""
-LATE_S = 0.002
 LEAVE_OUT = "leave the node out (sbatch --exclude)"
 """The remedy for a node that nobody can use."""
 
@@ -27,6 +23,8 @@ class Fault:
     node: str
     what: str
     remedy: str
+    refuses: bool = True
+    """Whether no run is to start with it; else it is a warning."""
 
 
 def find_faults(nodes: Sequence[Node], links: Sequence[Link]) -> list[Fault]:
@@ -108,7 +106,7 @@ def _clocks(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
 
 def _slow_compute(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
     rates = {(node.name, each.device): each.tflops for node in nodes for each in node.compute if not each.failure}
-    for (name, device), rate, usual in _slow(rates):
+    for (name, device), rate, usual in slow(rates):
         if device == "cpu" and rate > SLOW_CPU * usual:
             continue
         yield Fault(name, f"{device} multiplies at {rate:.3g} TFLOP/s, the others at {usual:.3g}", _FREE_OR_LEAVE_OUT)
@@ -121,7 +119,7 @@ def _little_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fa
         for each in node.compute
         if each.device != "cpu" and not each.failure
     }
-    for (name, device), own, usual in _slow(free):
+    for (name, device), own, usual in slow(free):
         yield Fault(
             name,
             f"{device} has {own / 1024**3:.0f} GiB free, the others {usual / 1024**3:.0f}",
@@ -130,38 +128,22 @@ def _little_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fa
 
 
 def _slow_links(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:
-    """A node whose ways are slow is named for all of them; a way is named alone where both its ends are else well."""
-    rates = {(link.sender, link.receiver): link.gbyte_per_s for link in links if not link.failure}
-    names = sorted({name for pair in rates for name in pair})
-    slow_nodes = set()
-    if len(names) > 2:
-        for name in names:
-            own = median(rate for pair, rate in rates.items() if name in pair)
-            others = [rate for pair, rate in rates.items() if name not in pair]
-            if others and own < SLOW * median(others):
-                slow_nodes.add(name)
-                said = f"{own:.2g} GB/s go to and from other nodes, between those {median(others):.2g}"
-                yield Fault(name, said, _FREE_OR_LEAVE_OUT)
-    rest = {pair: rate for pair, rate in rates.items() if not slow_nodes.intersection(pair)}
-    for (sender, receiver), rate, usual in _slow(rest):
+    """A node whose ways are slow is named for all of them; one way alone is a warning, named by both its ends."""
+    rates = rates_of(links)
+    for name, ways, rate, usual in slow_nodes(rates):
+        sends, receives = (any(way[end] == name for way in ways) for end in (0, 1))
+        how = "go to and from" if sends and receives else "go to" if sends else "come from"
+        yield Fault(name, f"{rate:.2g} GB/s {how} other nodes, between those {usual:.2g}", _FREE_OR_LEAVE_OUT)
+    for (sender, receiver), rate, usual in slow_alone(rates):
         said = f"{rate:.2g} GB/s go to {receiver}, between others {usual:.2g}"
-        yield Fault(sender, said, "see to the cables and switches between the two")
+        yield Fault(sender, said, "see to the cables and switches between the two", refuses=False)
 
 
 def _late_links(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:
-    times = [link.latency_s for link in links if not link.failure]
-    for link in links:
-        if not link.failure and link.latency_s > max(LATE_S, LATE * median(times)):
-            said = f"a message to {link.receiver} and back takes {link.latency_s * 1e3:.1f} ms, usually"
-            yield Fault(link.sender, f"{said} {median(times) * 1e3:.2f}", "see to the network between the two")
-
-
-def _slow(rates: Mapping[tuple[str, str], float]) -> Iterator[tuple[tuple[str, str], float, float]]:
-    """Who is slow beside the others: the key, its rate, and the median of the others."""
-    for key, rate in rates.items():
-        others = [other for name, other in rates.items() if name != key]
-        if others and rate < SLOW * median(others):
-            yield key, rate, median(others)
+    usual = median([link.latency_s for link in links if not link.failure] or [0.0])
+    for link in late(links):
+        said = f"a message to {link.receiver} and back takes {link.latency_s * 1e3:.1f} ms, usually {usual * 1e3:.2f}"
+        yield Fault(link.sender, said, "see to the network between the two")
 
 
 def _devices(node: Node) -> str:

@@ -12,7 +12,7 @@ from megarl.doctor.report import whole_lines
 
 
 def print_cluster(report: ClusterReport) -> None:
-    """Print a line for each node, then the faults, then whether the cluster is sound."""
+    """Print a line for each node, then the faults and the warnings, then whether the cluster is sound."""
     console = whole_lines()
     table = Table(
         *("node", "address", "device", "free memory", "slowest TFLOP/s", "GB/s", "ms there and back", "clock"),
@@ -22,13 +22,14 @@ def print_cluster(report: ClusterReport) -> None:
     for node in report.nodes:
         table.add_row(*map(escape, _row(node, report.links)))
     console.print(table)
-    if report.faults:
-        faults = Table("node", "what is wrong", "what to do", title="Faults", title_justify="left")
-        for fault in report.faults:
-            faults.add_row(*map(escape, (fault.node, fault.what, fault.remedy)))
-        console.print(faults)
-    names = ", ".join(dict.fromkeys(fault.node for fault in report.faults))
-    console.print(f"Not sound: {names}." if report.faults else f"All {len(report.nodes)} nodes are sound.")
+    for title, faults in (("Faults", report.refusals), ("Warnings", report.warnings)):
+        if faults:
+            table = Table("node", "what is wrong", "what to do", title=title, title_justify="left")
+            for fault in faults:
+                table.add_row(*map(escape, (fault.node, fault.what, fault.remedy)))
+            console.print(table)
+    names = ", ".join(dict.fromkeys(fault.node for fault in report.refusals))
+    console.print(f"Not sound: {names}." if names else f"All {len(report.nodes)} nodes are sound.")
 
 
 def _row(node: Node, links: list[Link]) -> tuple[str, ...]:

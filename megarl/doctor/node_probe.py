@@ -25,6 +25,8 @@ _ROUNDING = 2.0**-7
 _PING_BYTES = 8
 _PINGS = 20
 _TRANSFER_BYTES = 32 * 1024**2
+_TRANSFER_S = 1.0
+"""No longer than that: a slow node has hundreds of ways, each of which is measured several times."""
 _CHUNK_BYTES = 1024**2
 _TIMEOUT_S = 60.0
 
@@ -142,7 +144,8 @@ class NodeProbe:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             for _ in range(_PINGS):
                 connection.sendall(_read(connection, _PING_BYTES))
-            _read(connection, _TRANSFER_BYTES)
+            while connection.recv(_CHUNK_BYTES):
+                pass
             connection.sendall(bytes(_PING_BYTES))
 
     def send(self, address: tuple[str, int], names: tuple[str, str]) -> Link:
@@ -151,15 +154,17 @@ class NodeProbe:
             with socket.create_connection(address, timeout=_TIMEOUT_S) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 latency_s = statistics.median(_ping(connection) for _ in range(_PINGS))
-                began = time.perf_counter()
+                began, sent = time.perf_counter(), 0
                 chunk = bytes(_CHUNK_BYTES)
-                for _ in range(_TRANSFER_BYTES // _CHUNK_BYTES):
+                while sent < _TRANSFER_BYTES and time.perf_counter() < began + _TRANSFER_S:
                     connection.sendall(chunk)
+                    sent += len(chunk)
+                connection.shutdown(socket.SHUT_WR)
                 _read(connection, _PING_BYTES)
                 took_s = time.perf_counter() - began
         except OSError as error:
             return Link(*names, 0.0, 0.0, f"{address[0]}:{address[1]}: {error}")
-        return Link(*names, _TRANSFER_BYTES / took_s / 1e9, latency_s)
+        return Link(*names, sent / took_s / 1e9, latency_s)
 
 
 def _ping(connection: socket.socket) -> float:

@@ -1,5 +1,6 @@
 """The probes of a cluster's nodes, asked together: one that fails is a fault of its node, and is asked no more."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -20,16 +21,19 @@ class Probes:
 
     def __init__(self, nodes: Sequence[Mapping[str, Any]], free: Sequence[str]) -> None:
         self.faults: list[Fault] = []
-        self._names = {
+        self.names = {
             node["NodeManagerAddress"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
             for node in nodes
         }
+        """Address -> name, of which no two are the same."""
         self.actors = {node["NodeManagerAddress"]: _probe(node, free) for node in nodes}
         """Address -> the probe that answers there."""
 
     def __enter__(self) -> Self:
-        names = {address: actor.name.remote() for address, actor in self.actors.items()}
-        self._names |= self.answers(names, "start a process", START_S)
+        asked = {address: actor.name.remote() for address, actor in self.actors.items()}
+        names = self.answers(asked, "start a process", START_S)
+        counts = Counter(names.values())
+        self.names |= {address: name if counts[name] == 1 else f"{name} ({address})" for address, name in names.items()}
         return self
 
     def __exit__(
@@ -58,7 +62,7 @@ class Probes:
     def _drop(self, address: str, what: str, remedy: str) -> None:
         # It may be asked twice at the same time.
         if (actor := self.actors.pop(address, None)) is not None:
-            self.faults.append(Fault(self._names[address], what, remedy))
+            self.faults.append(Fault(self.names[address], what, remedy))
             ray.kill(actor)
 
 

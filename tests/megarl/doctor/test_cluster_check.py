@@ -20,6 +20,7 @@ from megarl.cli.main import main
 from megarl.cluster import runtime
 from megarl.doctor import cluster_check, probes
 from megarl.doctor.cluster_check import ClusterReport, require_sound_nodes
+from megarl.doctor.cluster_faults import Fault
 from megarl.schema import ClusterConfig
 
 pytestmark = pytest.mark.long
@@ -124,9 +125,11 @@ def test_a_run_does_not_start_on_it_unless_told(address, tmp_path):
     require_sound_nodes(config, [tmp_path])
 
 
-def test_a_run_on_a_sound_one_gives_back_what_a_failed_try_had(address, tmp_path, monkeypatch):
-    monkeypatch.setattr(cluster_check, "check_cluster", lambda *_: ClusterReport([], [], []))
+def test_a_run_on_a_sound_one_gives_back_what_a_failed_try_had(address, tmp_path, monkeypatch, capsys):
+    slow_way = Fault("n1", "1 GB/s go to n2", "see to the cables", refuses=False)
+    monkeypatch.setattr(cluster_check, "check_cluster", lambda *_: ClusterReport([], [], [slow_way]))
     require_sound_nodes(ClusterConfig(address=address), [tmp_path])
+    assert "warning: n1: 1 GB/s go to n2; see to the cables\n" in capsys.readouterr().err
     # Ray does that as a try leaves the cluster, which it does not inside of another connection.
     assert not ray.is_initialized()
 

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from megarl.cluster.network_environment import RdmaPort
 from megarl.doctor.cluster_check import rounds
-from megarl.doctor.cluster_faults import SLOW, find_faults
+from megarl.doctor.cluster_faults import find_faults
 from megarl.doctor.node_probe import Compute, Link, Node
+from megarl.doctor.ways import SLOW
 
 GIB = 1024**3
 GPUS = [Compute(f"cuda:{index}", "H200", 139 * GIB, 700.0, is_right=True) for index in range(2)]
@@ -65,25 +66,31 @@ def test_a_node_in_use_is_not_compared():
     assert find_faults(with_second(compute=[]), LINKS) == []
 
 
-def test_a_node_with_slow_ways_is_named_for_all_of_them():
-    links = [replace(link, gbyte_per_s=1.0) if "n3" in (link.sender, link.receiver) else link for link in LINKS]
+@pytest.mark.parametrize(
+    ("ends", "how"),
+    [(("sender", "receiver"), "go to and from"), (("sender",), "go to"), (("receiver",), "come from")],
+)
+def test_a_node_with_slow_ways_is_named_for_all_of_them(ends, how):
+    links = [replace(link, gbyte_per_s=1.0) if "n3" in [getattr(link, end) for end in ends] else link for link in LINKS]
     (fault,) = find_faults(NODES, links)
-    assert (fault.node, fault.what) == ("n3", "1 GB/s go to and from other nodes, between those 5")
+    assert (fault.node, fault.what) == ("n3", f"1 GB/s {how} other nodes, between those 5")
+    assert fault.refuses
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "says", "refuses"),
     [
-        ({"gbyte_per_s": 1.0}, "1 GB/s go to n2, between others 5"),
-        ({"latency_s": 0.02}, "a message to n2 and back takes 20.0 ms, usually 0.10"),
-        ({"failure": "10.0.0.2:4000: timed out"}, "no connection to n2 (10.0.0.2:4000: timed out)"),
+        ({"gbyte_per_s": 1.0}, "1 GB/s go to n2, between others 5", False),
+        ({"latency_s": 0.02}, "a message to n2 and back takes 20.0 ms, usually 0.10", True),
+        ({"failure": "10.0.0.2:4000: timed out"}, "no connection to n2 (10.0.0.2:4000: timed out)", True),
     ],
 )
-def test_a_way_between_two_nodes_is_named_by_both(change, says):
+def test_a_way_between_two_nodes_is_named_by_both(change, says, refuses):
     links = [replace(link, **change) if (link.sender, link.receiver) == ("n1", "n2") else link for link in LINKS]
     (fault,) = find_faults(NODES, links)
     assert fault.node == "n1"
     assert says in fault.what
+    assert fault.refuses == refuses
 
 
 @given(st.lists(st.floats(SLOW * 700 + 1, 700), min_size=2, max_size=8))

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.cli.main import main
 from megarl.doctor.cluster_check import ClusterReport
+from megarl.doctor.cluster_faults import Fault
 from megarl.doctor.cluster_report import print_cluster
 from megarl.doctor.findings import Finding
 from megarl.doctor.inventory import PACKAGES, installed_version, take_inventory
@@ -41,6 +42,18 @@ def test_names_are_whole_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     node = Node("a-node-of-a-cluster-with-a-name-of-its-own", "10.0.0.1", {}, [], ())
     print_cluster(ClusterReport([node], [], []))
     assert node.name in capsys.readouterr().out
+
+
+def test_a_cluster_with_warnings_alone_is_sound(capsys: pytest.CaptureFixture[str]) -> None:
+    warning = Fault("n1", "1 GB/s go to n2", "see to the cables", refuses=False)
+    print_cluster(ClusterReport([], [], [warning]))
+    said = capsys.readouterr().out
+    assert "Warnings" in said
+    assert "Faults" not in said
+    assert warning.what in said
+    assert said.endswith("All 0 nodes are sound.\n")
+    print_cluster(ClusterReport([], [], [warning, Fault("n2", "its clock is behind", "set it")]))
+    assert capsys.readouterr().out.endswith("Not sound: n2.\n")
 
 
 def test_an_engine_in_an_environment_of_its_own_is_seen(

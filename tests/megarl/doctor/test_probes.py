@@ -1,6 +1,7 @@
 """A cluster of which nodes break while it is looked at: addresses of this host, on the one node of a local Ray."""
 
 import os
+import socket
 import threading
 
 import pytest
@@ -64,6 +65,13 @@ def test_one_that_is_silent_is_asked_no_more(nodes):
         assert asked.answers(asking, "look", 0.5) == {}
         assert [(fault.node, fault.what) for fault in asked.faults] == [("n1", "it did not look in 0.5 s")]
         assert tuple(asked.actors) == ADDRESSES[1:]
+
+
+def test_nodes_of_one_name_are_told_apart(nodes, monkeypatch):
+    monkeypatch.setattr(probes, "NodeProbe", NodeProbe)
+    with Probes(nodes[:2], ()) as asked:
+        host = socket.gethostname()
+        assert asked.names == {address: f"{host} ({address})" for address in ADDRESSES[:2]}
 
 
 def test_with_no_node_left_there_is_a_verdict(nodes, monkeypatch):

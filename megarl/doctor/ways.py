@@ -1,0 +1,123 @@
+"""Ways between nodes that are slow or late beside the others, and whether they stay so when they are measured again."""
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
+from typing import TypeVar
+
+from megarl.doctor.node_probe import Link
+
+K = TypeVar("K", bound=Hashable)
+
+Way = tuple[str, str]
+"""Names of the node that sends and of the one that receives."""
+SLOW = 0.7
+"""Slower than this part of what the others reach is to be looked at."""
+LATE = 5.0
+"""So many times the usual latency is late, where it is above `LATE_S`."""
+LATE_S = 0.002
+TIMES = 5
+"""How often a way is measured, at most, before its node is named: other traffic makes one of thousands slow."""
+
+
+def slow_nodes(rates: Mapping[Way, float]) -> Iterator[tuple[str, frozenset[Way], float, float]]:
+    """Nodes that send, or receive, slowly on most of their ways, and on two at least.
+
+    It gives the name, these ways, and the medians of their rates and of those between other nodes.
+    """
+    from_and_to = defaultdict[str, tuple[list[Way], list[Way]]](lambda: ([], []))
+    for way in rates:
+        for end in (0, 1):
+            from_and_to[way[end]][end].append(way)
+    for name, both in sorted(from_and_to.items()):
+        others = [rate for way, rate in rates.items() if name not in way]
+        usual = median(others) if others else 0.0
+        found: set[Way] = set()
+        for own in both:
+            slow_ones = {way for way in own if rates[way] < SLOW * usual}
+            if len(slow_ones) > max(1, len(own) / 2):
+                found |= slow_ones
+        if found:
+            yield name, frozenset(found), median(rates[way] for way in found), usual
+
+
+def rates_of(links: Sequence[Link]) -> dict[Way, float]:
+    """GB/s of the ways that there are."""
+    return {(link.sender, link.receiver): link.gbyte_per_s for link in links if not link.failure}
+
+
+def slow(rates: Mapping[K, float]) -> Iterator[tuple[K, float, float]]:
+    """Who is slow beside the others: the key, its rate, and the median of the others."""
+    ordered = sorted(rates.values())
+    for key, rate in rates.items():
+        usual = _median_without(ordered, rate)
+        if usual is not None and rate < SLOW * usual:
+            yield key, rate, usual
+
+
+def late(links: Sequence[Link]) -> list[Link]:
+    """Links over which a message takes much longer than usual."""
+    there = [link for link in links if not link.failure]
+    usual = median([link.latency_s for link in there] or [0.0])
+    return [link for link in there if link.latency_s > max(LATE_S, LATE * usual)]
+
+
+def slow_alone(rates: Mapping[Way, float]) -> Iterator[tuple[Way, float, float]]:
+    """Slow ways of which no end is a slow node, as `slow`."""
+    of_nodes = {way for _, ways, _, _ in slow_nodes(rates) for way in ways}
+    return slow({way: rate for way, rate in rates.items() if way not in of_nodes})
+
+
+def measured_again(links: Sequence[Link], measure: Callable[[Sequence[Way]], Sequence[Link]]) -> list[Link]:
+    """The links; one that is slow or late is measured until it is not, `TIMES` times at most, and is the best of these.
+
+    No two ways that it lets `measure` at once have an end in common.
+    """
+    found = {(link.sender, link.receiver): link for link in links}
+    times = Counter[Way](found.keys())
+    while doubtful := [way for way in _doubtful(list(found.values())) if times[way] < TIMES]:
+        times.update(doubtful)
+        for ways in _apart(doubtful):
+            for link in measure(ways):
+                way = link.sender, link.receiver
+                found[way] = link if link.failure else _best(found[way], link)
+    return list(found.values())
+
+
+def _doubtful(links: Sequence[Link]) -> list[Way]:
+    rates = rates_of(links)
+    of_nodes = [way for _, ways, _, _ in slow_nodes(rates) for way in sorted(ways)]
+    alone = [way for way, _, _ in slow_alone(rates)]
+    return list(dict.fromkeys([*of_nodes, *alone, *((link.sender, link.receiver) for link in late(links))]))
+
+
+def _apart(ways: Sequence[Way]) -> Iterator[list[Way]]:
+    """The ways in groups in which each node is an end of one."""
+    left = list(ways)
+    while left:
+        group, others, ends = list[Way](), list[Way](), set[str]()
+        for way in left:
+            if ends.isdisjoint(way):
+                group.append(way)
+                ends.update(way)
+            else:
+                others.append(way)
+        yield group
+        left = others
+
+
+def _best(one: Link, other: Link) -> Link:
+    return replace(
+        one, gbyte_per_s=max(one.gbyte_per_s, other.gbyte_per_s), latency_s=min(one.latency_s, other.latency_s)
+    )
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float | None:
+    """The median of sorted values without one of them; None where that is alone."""
+    place, count = bisect_left(ordered, value), len(ordered) - 1
+    if not count:
+        return None
+    low, high = ((middle if middle < place else middle + 1) for middle in ((count - 1) // 2, count // 2))
+    return (ordered[low] + ordered[high]) / 2
