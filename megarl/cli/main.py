@@ -11,7 +11,7 @@ from converters.durable import is_disk_full
 from converters.errors import UserError
 from megarl.cli.standard_output import watched_output
 from megarl.cli.training import TRAINING_COMMANDS
-from megarl.process.errors import RunFailed
+from megarl.process.errors import RunFailed, exit_code_of
 from megarl.process.open_files import allow_many_open_files
 from megarl.process.signals import interruption
 
@@ -30,7 +30,6 @@ COMMANDS = {
     "quickstart": "the whole job on a tiny model, in minutes on a CPU",
     "doctor": "what is installed, which device and engine, what would not work and why",
 }
-EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 
 
@@ -80,8 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if ending.has_come:
                 return _fail(options.interrupted, ending.exit_code)
             if isinstance(error, UserError | RunFailed):
-                code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
-                return _fail(error.sentence, code, error.details)
+                return _fail(error.sentence, exit_code_of(error), error.details)
             if not is_disk_full(error):
                 raise
             where = getattr(error, "filename", None) or "the output folder"

@@ -9,6 +9,7 @@ import ray
 
 from converters.errors import UserError
 from megarl.cluster.ray_driver import undisturbed
+from megarl.process.errors import MachinesUnfit
 from megarl.process.phase import phase
 from megarl.schema import ClusterConfig
 
@@ -28,7 +29,7 @@ def join(address: str) -> None:
         with undisturbed():
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
-        raise UserError(_refused(address)) from error
+        raise MachinesUnfit(_refused(address)) from error
 
 
 def wait_for_machines(config: ClusterConfig) -> None:
@@ -42,7 +43,7 @@ def wait_for_machines(config: ClusterConfig) -> None:
     with phase(f"waiting for {config.nodes} machines, of which there are {len(there)}"):
         while len(there := _addresses()) < config.nodes:
             if time.monotonic() > deadline:
-                raise UserError(
+                raise MachinesUnfit(
                     f"after {config.start_timeout_s:g} s the Ray cluster has {len(there)} of cluster.nodes="
                     f"{config.nodes} machines, {', '.join(there)}: start Ray on the others (ray start --address=...),"
                     " lower cluster.nodes, or raise cluster.start_timeout_s"
@@ -65,7 +66,7 @@ def _check_listener(address: str) -> None:
         raise UserError(f"cluster.address={address} is no address: give host:port, or {AUTO} on a node of the cluster")
     # Ray (2.60) asks for eighty seconds, prints, and ends the process.
     if not listens(host, int(port)):
-        raise UserError(
+        raise MachinesUnfit(
             f"nothing listens at cluster.address={address}: see that `ray start --head` runs there, and that its port"
             " can be reached from here"
         )

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from converters.errors import UserError
 from megarl.cluster.calls import wait
 from megarl.cluster.worker import Worker
 from megarl.cluster.worker_actor import SocketAddress
+from megarl.process.errors import MachinesUnfit
 
 
 def listen(processes: Sequence[Worker]) -> list[SocketAddress]:
@@ -19,7 +19,7 @@ def check_that_all_meet(processes: Sequence[Worker], addresses: Sequence[SocketA
     for process, reasons in zip(processes, unreached, strict=True):
         for number, reason in reasons.items():
             host, port = addresses[number]
-            raise UserError(
+            raise MachinesUnfit(
                 f"{process.log.stem} does not reach {processes[number].log.stem} at {host}:{port} ({reason}): the"
                 " machines of an engine have to see each other; open the ports above 1024 between them"
             )

@@ -22,6 +22,7 @@ from typing import IO
 
 from converters.errors import UserError
 from megarl.cluster.network_environment import address_of
+from megarl.process.errors import MachinesUnfit, exit_code_of
 from megarl.process.scratch import scratch_folder
 from megarl.sandbox.process_tree import die_with
 
@@ -162,17 +163,8 @@ def _environment(temporary: Path) -> dict[str, str]:
 
 
 def run(address: str, nodes: Sequence[str], timeout_s: float, command: Sequence[str]) -> int:
-    """Run a command when all nodes have joined; its exit code.
-
-    Raises UserError where they do not, but in a job that was in the queue again: the code is 1 then, as after a death.
-    """
-    try:
-        wait_for_nodes(address, nodes, timeout_s)
-    except UserError as error:
-        if not int(os.environ.get("SLURM_RESTART_COUNT", "0")):
-            raise
-        _say(error)
-        return 1
+    """Run a command when all nodes have joined; its exit code. Raises UserError where they do not."""
+    wait_for_nodes(address, nodes, timeout_s)
     with scratch_folder() as folder:
         return Supervised(command, _COMMAND_HEARS, _environment(folder)).wait()
 
@@ -203,7 +195,7 @@ def _joined(ray_nodes: Sequence[Mapping[str, object]]) -> set[str]:
 
 def _check_time(deadline: float, timeout_s: float, absent: Sequence[str], address: str) -> None:
     if time.monotonic() > deadline:
-        raise UserError(
+        raise MachinesUnfit(
             f"after {timeout_s:g} s {', '.join(absent)} had not joined the Ray cluster at {address}: see whether there"
             f" is a way to that port from there, leave the machine out (sbatch --exclude={','.join(absent)}), or give"
             " more time (START_TIMEOUT_S)"
@@ -230,12 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return serve(options.address, options.head, options.interface)
         return run(options.address, options.nodes, options.timeout, options.command)
     except UserError as error:
-        _say(error)
-        return 2
-
-
-def _say(error: UserError) -> None:
-    print(f"megarl: {error.sentence}", file=sys.stderr, flush=True)
+        print(f"megarl: {error.sentence}", file=sys.stderr, flush=True)
+        return exit_code_of(error)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from typing import Any, Self
 
 import ray
 
-from converters.errors import UserError
 from megarl.cluster.calls import wait
 from megarl.cluster.reservation import Seats
 from megarl.cluster.worker import Call, Worker
+from megarl.process.errors import MachinesUnfit
 
 
 class WorkerGroup:
@@ -72,7 +72,7 @@ class WorkerGroup:
         references = [call.reference for call in calls]
         up, missing = ray.wait(references, num_returns=len(self), timeout=self._seats.timeout_s)
         if missing:
-            raise UserError(
+            raise MachinesUnfit(
                 f"after {self._seats.timeout_s:g} s only {len(up)} of {len(self)} {self.name} processes are up: raise"
                 " cluster.start_timeout_s if the machines are slow to start them, and see to their Ray nodes if not"
             )

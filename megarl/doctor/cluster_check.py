@@ -11,14 +11,13 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 
-from converters.errors import UserError
 from megarl.cluster.joining import machines
 from megarl.cluster.runtime import ray_cluster
 from megarl.doctor.cluster_faults import Fault, find_faults
 from megarl.doctor.node_probe import Link, Node
 from megarl.doctor.probes import Probes
 from megarl.doctor.ways import measured_again
-from megarl.process.errors import RunFailed
+from megarl.process.errors import MachinesUnfit, RunFailed
 from megarl.process.phase import phase
 from megarl.schema import ClusterConfig
 
@@ -98,7 +97,7 @@ def require_sound_nodes(config: ClusterConfig, folders: Sequence[Path], inputs: 
     for warning in report.warnings:
         print(f"warning: {warning.node}: {warning.what}; {warning.remedy}", file=sys.stderr, flush=True)
     if faults := report.refusals:
-        raise UserError(
+        raise MachinesUnfit(
             f"{faults[0].node}: {faults[0].what}; {faults[0].remedy}, or start with it all the same"
             " (cluster.check_nodes=false)",
             "\n".join(f"{fault.node}: {fault.what}; {fault.remedy}" for fault in faults[1:]),
@@ -135,7 +134,9 @@ def _unseen_folders(probes: Probes, folders: Sequence[str]) -> dict[str, tuple[s
         if not written:
             raise NodeSilent(probes.faults[-1])
         if written[first]:
-            raise UserError(f"{first} cannot write into {folder} ({written[first]}): make it, or name another folder")
+            raise MachinesUnfit(
+                f"{first} cannot write into {folder} ({written[first]}): make it, or name another folder"
+            )
         try:
             asked = {address: each.sees.remote(folder, name) for address, each in probes.actors.items()}
             found = probes.answers(asked, f"look into {folder}")

@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from converters.errors import UserError
 from megarl.cli.main import COMMANDS, build_parser, main
 from megarl.cli.training import TRAINING_COMMANDS
-from megarl.process.errors import RunFailed
+from megarl.process.errors import MachinesUnfit, RunFailed
 
 HEAVY = ("torch", "ray", "hydra", "transformers", "vllm", "megatron.core")
 TRAINING = tuple(TRAINING_COMMANDS)
@@ -220,6 +220,20 @@ def test_what_ends_a_run_is_one_sentence_with_its_details_below(error, code, mon
     monkeypatch.setattr("megarl.cli.doctor.run", fail)
     assert main(["doctor"]) == code
     assert capsys.readouterr().err == f"megarl: engine_0 died: run it again\n{Ended.details}\n"
+
+
+@pytest.mark.parametrize("restarts", [None, "0", "1"])
+@pytest.mark.parametrize("kind", [UserError, MachinesUnfit])
+def test_machines_that_a_requeued_job_had_before_do_not_end_it(kind, restarts, monkeypatch, capsys) -> None:
+    def fail(*_: object) -> int:
+        raise kind("n2: its clock is 90.0 s behind the others; let ntpd set it")
+
+    monkeypatch.setattr("megarl.cli.doctor.run", fail)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    if restarts is not None:
+        monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    assert main(["doctor"]) == (1 if kind is MachinesUnfit and restarts == "1" else 2)
+    assert capsys.readouterr().err == "megarl: n2: its clock is 90.0 s behind the others; let ntpd set it\n"
 
 
 @pytest.mark.parametrize(

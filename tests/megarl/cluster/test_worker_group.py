@@ -32,6 +32,7 @@ from megarl.cluster.streams import Stream, arrays_behind, results_of
 from megarl.cluster.worker import Call, WorkerFailed, WorkerGone
 from megarl.cluster.worker_group import WorkerGroup, in_order_of_gpus
 from megarl.data.stretches import Stored, ValuesGone, here
+from megarl.process.errors import MachinesUnfit
 from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig
 
 PROGRAM = """
@@ -329,7 +330,9 @@ def test_processes_that_do_not_come_up_are_told(tmp_path):
     role = Role("worker", 2, cpus=0.1, gpus=0)
     with reserve([role], ClusterConfig()) as seats:
         group = WorkerGroup(replace(seats["worker"], timeout_s=0), tmp_path / "logs")
-        with pytest.raises(UserError, match=r"after 0 s only \d of 2 worker processes are up: raise cluster\.start"):
+        with pytest.raises(
+            MachinesUnfit, match=r"after 0 s only \d of 2 worker processes are up: raise cluster\.start"
+        ):
             group.nodes()
 
 

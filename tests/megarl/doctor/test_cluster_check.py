@@ -15,12 +15,12 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from converters.errors import UserError
 from megarl.cli.main import main
 from megarl.cluster import runtime
 from megarl.doctor import cluster_check, probes
 from megarl.doctor.cluster_check import ClusterReport, require_sound_nodes
 from megarl.doctor.cluster_faults import Fault
+from megarl.process.errors import MachinesUnfit
 from megarl.schema import ClusterConfig
 
 pytestmark = pytest.mark.long
@@ -116,10 +116,10 @@ def test_a_node_that_multiplies_slowly_is_named(address, tmp_path, capsys):
 
 def test_a_run_does_not_start_on_it_unless_told(address, tmp_path):
     config = ClusterConfig(address=address)
-    with pytest.raises(UserError, match=r"^node-2: safetensors 0\.5\.0 .*; .* \(cluster\.check_nodes=false\)"):
+    with pytest.raises(MachinesUnfit, match=r"^node-2: safetensors 0\.5\.0 .*; .* \(cluster\.check_nodes=false\)"):
         require_sound_nodes(config, [tmp_path])
     model = tmp_path / "model"
-    with pytest.raises(UserError, match=rf"^node-1: it does not see {model}; .*give its absolute path"):
+    with pytest.raises(MachinesUnfit, match=rf"^node-1: it does not see {model}; .*give its absolute path"):
         require_sound_nodes(config, [tmp_path], [tmp_path, model])
     config.check_nodes = False
     require_sound_nodes(config, [tmp_path])
