@@ -20,6 +20,8 @@ from megarl.schema import ClusterConfig
 from megatron_ext.loopback import LOOPBACK
 
 _RAY = "r"
+LONGEST_SOCKET = f"{_RAY}/session_2026-01-31_23-59-59_999999_4194304/sockets/plasma_store"
+"""Path of a socket in the folder of a Ray node, with the time and the process of its start."""
 # Prompts, responses and their statistics; weights never pass through Ray's object store.
 _OBJECT_STORE_BYTES = 256 * 1024**2
 _END_BYTES = 64 * 1024
@@ -58,7 +60,7 @@ def ray_cluster(config: ClusterConfig, object_store_bytes: int = _OBJECT_STORE_B
             with held():
                 ray.shutdown()
         return
-    with scratch_folder() as folder:
+    with scratch_folder(LONGEST_SOCKET) as folder:
         try:
             with phase("starting Ray"):
                 # Below it, because Ray opens the folder that it is given to all users.

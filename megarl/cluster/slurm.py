@@ -116,10 +116,10 @@ def serve(address: str, head: str, interface: str | None) -> int:
     # A notice that comes early is not to end it.
     for number in _NODE_HEARS:
         signal.signal(number, lambda *_: None)
-    from megarl.cluster.runtime import last_lines
+    from megarl.cluster.runtime import LONGEST_SOCKET, last_lines
 
     name = os.environ["SLURMD_NODENAME"]
-    with scratch_folder() as folder:
+    with scratch_folder(LONGEST_SOCKET) as folder:
         log, temporary = folder / "start.log", folder / "t"
         temporary.mkdir()
         with log.open("wb") as output:

@@ -1,4 +1,4 @@
-"""Folders below /tmp, of a run or of a server: open to their owner alone, and gone with them, or with a later one."""
+"""Temporary folders, of a run or of a server: open to their owner alone, and gone with them, or with a later one."""
 
 import fcntl
 import os
@@ -10,8 +10,12 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+from converters.errors import UserError
 from megarl.process.signals import held
 
+_SHORT = (Path("/tmp"), Path("/dev/shm"))
+_LONGEST_SOCKET = 107
+"""Bytes of the path of a Unix socket."""
 _PREFIX = "megarl-"
 _MARKER = "held"
 _SEGMENTS = "megarl-segments"
@@ -19,15 +23,16 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
+def scratch_folder(socket: str = "") -> Iterator[Path]:
     """A new folder with mode 0700, removed with the context; those that killed runs of this user left go, too.
+
+    It lies below TMPDIR; where the path of a Unix socket that will be in it, `socket`, is too long there, below /tmp.
 
     A marker in it, locked as long as the process lives, says that it is ours and whether it is still in use. The kernel
     keeps the lock, so that a run of another container that shares /tmp counts as alive, too.
     """
     _remove_stale()
-    # Short, because the path of a Unix socket ends after 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
+    folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=_parent(socket)))
     owner, lock = os.getpid(), _hold(folder)
     try:
         yield folder
@@ -56,6 +61,24 @@ def note_segment(folder: Path, name: str) -> None:
     (folder / _SEGMENTS / name).touch()
 
 
+def _prefix() -> str:
+    return f"{_PREFIX}{os.getpid()}-"
+
+
+def _parent(socket: str) -> Path:
+    usual = Path(tempfile.gettempdir())
+    room = _LONGEST_SOCKET - len(os.fsencode(f"/{_prefix()}12345678/{socket}"))
+    if not socket or len(os.fsencode(usual)) <= room:
+        return usual
+    for folder in _SHORT:
+        if os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise UserError(
+        f"below TMPDIR={usual} the paths of sockets are too long, and neither {' nor '.join(map(str, _SHORT))} can be"
+        f" written: set TMPDIR to a folder whose path has at most {room} bytes"
+    )
+
+
 def _remove(folder: Path) -> None:
     # Those of a server lie in the folder of its run.
     for note in folder.rglob(f"{_SEGMENTS}/*"):
@@ -73,10 +96,11 @@ def _hold(folder: Path) -> int:
 
 
 def _remove_stale() -> None:
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        if _is_ours(folder) and (lock := _take(folder / _MARKER)) is not None:
-            _remove(folder)
-            os.close(lock)
+    for parent in {Path(tempfile.gettempdir()), *_SHORT}:
+        for folder in parent.glob(f"{_PREFIX}*"):
+            if _is_ours(folder) and (lock := _take(folder / _MARKER)) is not None:
+                _remove(folder)
+                os.close(lock)
 
 
 def _is_ours(folder: Path) -> bool:

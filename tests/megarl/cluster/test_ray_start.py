@@ -1,12 +1,15 @@
-"""A cluster of our own that does not come up."""
+"""A cluster of our own that does not come up, and one below a long TMPDIR."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import ray
 from ray._private import node
 
-from megarl.cluster.runtime import _TIMED_OUT, RayNotStarted, ray_cluster
+from megarl.cluster.runtime import _TIMED_OUT, LONGEST_SOCKET, RayNotStarted, ray_cluster
 from megarl.schema import ClusterConfig
 
 OF_RAY = "The current node timed out during startup. This could happen because the raylet failed to startup"
@@ -26,3 +29,26 @@ def test_only_its_time_out_is_said_in_a_sentence(monkeypatch, says, raised):
 
 def test_the_words_are_those_of_ray():
     assert _TIMED_OUT in Path(node.__file__).read_text()
+
+
+_START = """
+from megarl.cluster.runtime import ray_cluster
+from megarl.schema import ClusterConfig
+from ray._private import worker
+with ray_cluster(ClusterConfig()):
+    print(worker._global_node.plasma_store_socket_name)
+"""
+
+
+def test_ray_starts_below_a_long_tmpdir_too(tmp_path):
+    long = tmp_path / "a-long-name-of-a-job-and-its-user"
+    long.mkdir()
+    environment = {**os.environ, "TMPDIR": str(long)}
+    started = subprocess.run([sys.executable, "-c", _START], env=environment, capture_output=True, text=True)
+    assert started.returncode == 0, started.stderr
+    path = Path(started.stdout.strip())
+    folder = path.parents[3]
+    assert folder.name.startswith("megarl-")
+    assert not folder.exists()
+    assert len(str(path.relative_to(folder))) <= len(LONGEST_SOCKET)
+    assert path.name == Path(LONGEST_SOCKET).name

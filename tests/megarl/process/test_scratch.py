@@ -2,14 +2,18 @@
 
 import multiprocessing
 import os
+import socket
 import stat
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
+from converters.errors import UserError
+from megarl.process import scratch
 from megarl.process.scratch import note_segment, scratch_folder, scratch_folder_of_process
 
 HOLD = """
@@ -75,6 +79,34 @@ def test_it_is_open_to_nobody_else_and_goes(tmp):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         (folder / "socket").write_text("")
     assert list(tmp.iterdir()) == []
+
+
+def take(path):
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+
+def test_it_lies_where_the_path_of_a_socket_fits(tmp, monkeypatch):
+    with TemporaryDirectory(prefix="m", dir="/tmp") as short:
+        monkeypatch.setattr(scratch, "_SHORT", (tmp / "absent", Path(short)))
+        fits = 107 - len(f"{tmp}/megarl-{os.getpid()}-12345678/")
+        with scratch_folder("s" * fits) as folder:
+            assert folder.parent == tmp
+            take(folder / ("s" * fits))
+        with scratch_folder("s" * (fits + 1)) as folder:
+            assert folder.parent == Path(short)
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            take(folder / ("s" * (fits + 1)))
+        assert list(Path(short).iterdir()) == []
+        # One that a killed run left.
+        left = Path(short, f"megarl-{DEAD}-abc")
+        left.mkdir()
+        (left / "held").touch()
+        with scratch_folder():
+            assert not left.exists()
+        monkeypatch.setattr(scratch, "_SHORT", (tmp / "absent",))
+        with pytest.raises(UserError, match=rf"^below TMPDIR={tmp} .* at most {len(str(tmp)) - 1} bytes$"):
+            scratch_folder("s" * (fits + 1)).__enter__()
 
 
 def test_what_a_killed_run_left_goes_with_the_next(other, segment):
