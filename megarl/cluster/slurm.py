@@ -193,7 +193,34 @@ def _joined(ray_nodes: Sequence[Mapping[str, object]]) -> set[str]:
     return {each[SLURM_NODE] for each in labels if isinstance(each, Mapping) and SLURM_NODE in each}
 
 
+def _serve_and_tell(address: str, head: str, interface: str | None) -> int:
+    """As `serve`; where it does not end well, the task that waits for this node is told."""
+    code = 1
+    try:
+        code = serve(address, head, interface)
+    finally:
+        if code and (file := _end_of(os.environ["SLURMD_NODENAME"])) is not None:
+            with suppress(OSError):
+                file.touch()
+    return code
+
+
+def _end_of(name: str) -> Path | None:
+    """The file that is there when a machine's Ray node has ended by itself: in the folder of the job, which all see.
+
+    One from before the job was in the queue again has another name.
+    """
+    token, restarts = os.environ.get("RAY_AUTH_TOKEN_PATH"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    return Path(token).with_name(f"ended-{restarts}-{name}") if token else None
+
+
 def _check_time(deadline: float, timeout_s: float, absent: Sequence[str], address: str) -> None:
+    ended = [name for name in absent if (file := _end_of(name)) is not None and file.exists()]
+    if ended:
+        raise MachinesUnfit(
+            f"Ray ended by itself on {', '.join(ended)} before all nodes had joined: see what it said, or leave the"
+            f" machine out (sbatch --exclude={','.join(ended)})"
+        )
     if time.monotonic() > deadline:
         raise MachinesUnfit(
             f"after {timeout_s:g} s {', '.join(absent)} had not joined the Ray cluster at {address}: see whether there"
@@ -219,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.task == "node":
-            return serve(options.address, options.head, options.interface)
+            return _serve_and_tell(options.address, options.head, options.interface)
         return run(options.address, options.nodes, options.timeout, options.command)
     except UserError as error:
         print(f"megarl: {error.sentence}", file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster.slurm import _environment_of_node, wait_for_nodes
+from megarl.cluster.slurm import _end_of, _environment_of_node, wait_for_nodes
 from megarl.process.ports import free_port
 
 # Writes down what it hears, and ends with code 143 as a run that has saved.
@@ -95,6 +95,46 @@ def test_an_interface_that_a_node_does_not_have_is_one_sentence():
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "has no interface 'absent0' with an IPv4 address" in line
+
+
+_NODE_WITHOUT_RAY = """
+import sys
+from megarl.cluster import slurm
+slurm._ray_start = lambda *_: ["sh", "-c", "echo no room for Ray; exit 3"]
+sys.exit(slurm.main(["node", "192.0.2.1:6379", "--head", "n1"]))
+"""
+
+
+@pytest.mark.parametrize(("restarts", "code"), [("0", 2), ("1", 1)])
+def test_nobody_waits_for_a_node_whose_ray_has_ended(tmp_path, restarts, code):
+    environment = {**os.environ, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "SLURM_RESTART_COUNT": restarts}
+    node = subprocess.run(
+        [sys.executable, "-c", _NODE_WITHOUT_RAY],
+        env={**environment, "SLURMD_NODENAME": "n2"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (node.returncode, node.stderr) == (3, "n2: Ray ended by itself with exit code 3:\nno room for Ray\n")
+    waits = ("run", f"127.0.0.1:{free_port()}", "--nodes", "n1", "n2", "--timeout", "1000", "--", "true")
+    run = subprocess.run(
+        [sys.executable, "-m", "megarl.cluster.slurm", *waits],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == code
+    assert run.stderr.startswith("megarl: Ray ended by itself on n2 before all nodes had joined: ")
+
+
+def test_an_end_before_the_job_was_in_the_queue_again_is_over(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+    ended = _end_of("n2")
+    ended.touch()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    with pytest.raises(UserError, match=r"^after 0\.1 s n1, n2 had not joined"):
+        wait_for_nodes(f"127.0.0.1:{free_port()}", ["n1", "n2"], 0.1)
 
 
 def test_compiled_kernels_lie_on_the_node_and_not_in_a_home_that_all_share(tmp_path, monkeypatch):
