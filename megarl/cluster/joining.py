@@ -9,6 +9,7 @@ import ray
 
 from converters.errors import UserError
 from megarl.cluster.ray_driver import undisturbed
+from megarl.cluster.ray_head import is_head
 from megarl.process.errors import MachinesUnfit
 from megarl.process.phase import phase
 from megarl.schema import ClusterConfig
@@ -21,7 +22,7 @@ _LOOK_AGAIN_S = 0.5
 def join(address: str) -> None:
     """Connect this process to the Ray cluster at "host:port", or with "auto" to that of the machine's own Ray node.
 
-    Raises UserError where nothing listens, and where the cluster takes no connection from here.
+    Raises UserError where nothing listens, or something else, and where the cluster takes no connection from here.
     """
     if address != AUTO:
         _check_listener(address)
@@ -69,6 +70,10 @@ def _check_listener(address: str) -> None:
         raise MachinesUnfit(
             f"nothing listens at cluster.address={address}: see that `ray start --head` runs there, and that its port"
             " can be reached from here"
+        )
+    if not is_head(address):
+        raise MachinesUnfit(
+            f"what listens at cluster.address={address} is no Ray head: give the port of `ray start --head`"
         )
 
 

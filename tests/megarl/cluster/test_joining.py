@@ -1,7 +1,17 @@
+"""The way into a cluster, and what is in it: addresses that are none, and other programs that listen there."""
+
+import http.server
+import socket
+import threading
+from contextlib import closing, contextmanager, suppress
+
 import pytest
+import ray
 
 from converters.errors import UserError
+from megarl.cluster import ray_head
 from megarl.cluster.joining import join, machines
+from megarl.cluster.ray_head import is_head
 
 
 def node(address, *, alive=True, **resources):
@@ -18,3 +28,53 @@ def test_machines_that_can_hold_a_process_are_counted():
 def test_what_is_no_address_is_said(address):
     with pytest.raises(UserError, match=f"^cluster.address={address} is no address: give host:port, or auto on "):
         join(address)
+
+
+@contextmanager
+def program(kind):
+    """A program that listens: one that closes connections, one that says nothing, or one that speaks HTTP."""
+    if kind == "http":
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+            server.server_close()
+        return
+
+    def close_all():
+        with suppress(OSError):
+            while True:
+                listener.accept()[0].close()
+
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+        thread = threading.Thread(target=close_all if kind == "closes" else int)
+        thread.start()
+        yield listener.getsockname()[1]
+        # It wakes who accepts.
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+@pytest.mark.parametrize("kind", ["closes", "silent", "http"])
+def test_another_program_at_the_address_is_said_soon(monkeypatch, kind):
+    monkeypatch.setattr(ray_head, "_ANSWER_S", 4.0)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("it would wait for ever"))
+    with program(kind) as port, pytest.raises(UserError) as found:
+        join(f"127.0.0.1:{port}")
+    assert found.value.sentence == (
+        f"what listens at cluster.address=127.0.0.1:{port} is no Ray head: give the port of `ray start --head`"
+    )
+
+
+@pytest.mark.usefixtures("shared_cluster")
+def test_a_head_is_known_also_where_it_takes_no_connection(monkeypatch):
+    address = ray.get_runtime_context().gcs_address
+    assert is_head(address)
+    (node,) = ray.nodes()
+    assert not is_head(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    assert is_head(address)
