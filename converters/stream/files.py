@@ -1,6 +1,8 @@
 """The files of an output folder, written at any place by several threads."""
 
 import os
+import resource
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _WRITE_BACK_BYTES = 2**23
-_MOST_OPEN = 64
-"""Few beside what a process may have open, often 1024: a checkpoint for many ranks has thousands of files."""
+_LEAST_OPEN = 64
 
 
 @dataclass
@@ -27,11 +28,13 @@ class _File:
 class OutputFiles:
     """Files below `folder`, made when first written to. Use as a context manager: leaving it closes them.
 
-    Only the `most_open` that were last written to are open, and those that are being written to.
+    Only the `most_open` that were last written to are open, and those that are being written to: half of what a process
+    may have open unless it is given. A checkpoint for many ranks has thousands, and each that is closed waits for the
+    disk.
     """
 
-    def __init__(self, folder: Path, *, most_open: int = _MOST_OPEN) -> None:
-        self._folder, self._most_open = folder, most_open
+    def __init__(self, folder: Path, *, most_open: int | None = None) -> None:
+        self._folder, self._most_open = folder, _half_of_all() if most_open is None else most_open
         self._open: dict[str, _File] = {}
         """By name, the one that was last written to at the end."""
         self._lock = threading.Lock()
@@ -108,6 +111,11 @@ class OutputFiles:
             os.posix_fadvise(opened.descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
         finally:
             self._let_go(opened)
+
+
+def _half_of_all() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else max(_LEAST_OPEN, limit // 2)
 
 
 def _close_synced(files: Sequence[_File]) -> None:
