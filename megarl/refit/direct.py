@@ -172,7 +172,7 @@ def restriction(of_ranks: Sequence[bool], of_workers: Sequence[bool]) -> str:
         return ""
     named = ", ".join(without[:_NAMED]) + (f" and {len(without) - _NAMED} others" if len(without) > _NAMED else "")
     return (
-        f", but by way of sockets: no port of InfiniBand, RoCE or EFA is seen by {named} (/sys/class/infiniband). If"
+        f", but by way of sockets: no port of InfiniBand, RoCE or EFA is seen by {named} (/dev/infiniband). If"
         " the machines have ports, show them to the containers; else refit.delta=true lets changes alone travel"
     )
 

@@ -113,7 +113,7 @@ def begin_and_be_killed(config):
         assert (metrics["refit/direct"], metrics["refit/bytes"]) == (1, 0)
         assert job.refit.description.startswith(
             "direct, through rdma, but by way of sockets: no port of InfiniBand, RoCE or EFA is seen by trainer rank 0,"
-            " engine worker 0 (/sys/class/infiniband). If "
+            " engine worker 0 (/dev/infiniband). If "
         )
         check_step(train_step(job, Clock()))
         job.save()

@@ -47,15 +47,25 @@ def address(monkeypatch):
 
 
 def test_ports_are_read_as_the_kernel_shows_them(address, tmp_path):
-    for device, state, rate in (
-        ("mlx5_0", "4: ACTIVE", "400 Gb/sec (4X NDR)"),
-        ("mlx5_1", "1: DOWN", "400 Gb/sec (4X NDR)"),
-        ("mlx5_2", "4: ACTIVE", "2.5 Gb/sec (1X SDR)"),
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    for number, (state, rate) in enumerate(
+        (
+            ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
+            ("1: DOWN", "400 Gb/sec (4X NDR)"),
+            ("4: ACTIVE", "2.5 Gb/sec (1X SDR)"),
+            ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
+        )
     ):
-        port = tmp_path / device / "ports" / "1"
+        port = tmp_path / f"sys/class/infiniband/mlx5_{number}/ports/1"
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text(f"{rate}\n")
+        verbs = tmp_path / f"sys/class/infiniband_verbs/uverbs{number}"
+        verbs.mkdir(parents=True)
+        (verbs / "ibdev").write_text(f"mlx5_{number}\n")
+        # The last one is the host's alone.
+        if number < 3:
+            (tmp_path / f"dev/infiniband/uverbs{number}").touch()
     assert look_at(address, tmp_path) == Network("eth7", (RdmaPort("mlx5_0:1", 400), RdmaPort("mlx5_2:1", 2.5)))
 
 

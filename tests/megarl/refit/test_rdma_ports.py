@@ -10,7 +10,7 @@ def test_where_all_have_a_port_nothing_is_said():
 def test_ranks_and_workers_without_a_port_are_named():
     assert restriction([True, True], [False, True]) == (
         ", but by way of sockets: no port of InfiniBand, RoCE or EFA is seen by engine worker 0"
-        " (/sys/class/infiniband). If the machines have ports, show them to the containers; else refit.delta=true lets"
+        " (/dev/infiniband). If the machines have ports, show them to the containers; else refit.delta=true lets"
         " changes alone travel"
     )
     found = restriction([False] * 3, [True] + [False] * 5)

@@ -73,8 +73,7 @@ def test_of_two_packages_that_for_the_cuda_of_torch_is_taken(monkeypatch):
     assert nixl_agent._package() is None
 
 
-def test_a_machine_with_a_port_has_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(nixl_agent, "_PORTS", tmp_path / "infiniband")
-    assert not nixl_agent.has_port()
-    (tmp_path / "infiniband" / "mlx5_0").mkdir(parents=True)
-    assert nixl_agent.has_port()
+@pytest.mark.parametrize("devices", [set(), {"mlx5_0"}])
+def test_a_process_that_can_use_a_device_has_a_port(monkeypatch, devices):
+    monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: devices)
+    assert nixl_agent.has_port() == bool(devices)

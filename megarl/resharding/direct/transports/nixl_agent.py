@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from converters.errors import UserError
+from megarl.process.rdma_devices import rdma_devices
 from megarl.resharding.direct.connections import TransferError
 from megatron_ext import device
 
-_PORTS = Path("/sys/class/infiniband")
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 # An operator's own UCX_TCP_TX_SEG_SIZE wins. At UCX's 8 KiB a read over TCP moves half as many bytes a second.
@@ -52,8 +51,8 @@ def is_installed() -> bool:
 
 
 def has_port() -> bool:
-    """Whether this machine has a port of InfiniBand, RoCE or EFA; without, UCX goes by way of memory and sockets."""
-    return _PORTS.is_dir() and any(_PORTS.iterdir())
+    """Whether this process may use a port of InfiniBand, RoCE or EFA; without, UCX takes memory and sockets."""
+    return bool(rdma_devices())
 
 
 def check_installed() -> None:
