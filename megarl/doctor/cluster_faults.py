@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from megarl.doctor.limits import UNLIMITED_LOCKS
 from megarl.doctor.node_probe import Link, Node
 from megarl.doctor.ways import late, rates_of, slow, slow_alone, slow_nodes
 
@@ -79,6 +80,13 @@ def _other_ports(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Faul
     for node in nodes:
         if _ports(node) != usual:
             yield Fault(node.name, f"its InfiniBand ports that are up are {_ports(node)}, elsewhere {usual}", LEAVE_OUT)
+
+
+def _locked_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for node in nodes:
+        if node.ports and node.limits.locked_memory_bytes is not None:
+            said = f"it has InfiniBand, for which a process may lock no more than {node.limits.locked_memory}"
+            yield Fault(node.name, said, UNLIMITED_LOCKS)
 
 
 def _unseen_folders(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
@@ -165,6 +173,7 @@ _CHECKS: tuple[Callable[[Sequence[Node], Sequence[Link]], Iterator[Fault]], ...]
     _wrong_results,
     _broken_devices,
     _no_way,
+    _locked_memory,
     _unseen_folders,
     _unseen_inputs,
     _other_versions,

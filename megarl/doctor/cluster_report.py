@@ -15,7 +15,18 @@ def print_cluster(report: ClusterReport) -> None:
     """Print a line for each node, then the faults and the warnings, then whether the cluster is sound."""
     console = whole_lines()
     table = Table(
-        *("node", "address", "device", "free memory", "slowest TFLOP/s", "GB/s", "ms there and back", "clock"),
+        *(
+            "node",
+            "address",
+            "device",
+            "free memory",
+            "slowest TFLOP/s",
+            "GB/s",
+            "ms there and back",
+            "clock",
+            "locked memory",
+            "open files",
+        ),
         title="Nodes",
         title_justify="left",
     )
@@ -44,4 +55,6 @@ def _row(node: Node, links: list[Link]) -> tuple[str, ...]:
         f"{median(link.gbyte_per_s for link in own):.3g}" if own else "",
         f"{median(link.latency_s for link in own) * 1e3:.2f}" if own else "",
         f"{node.clock_offset_s:+.2f} s",
+        node.limits.locked_memory,
+        str(node.limits.open_files or "no limit"),
     )

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megarl.doctor.inventory import Inventory
+from megarl.doctor.limits import UNLIMITED_LOCKS
 from megarl.rollout import ENGINES
 from megarl.schema import RefitConfig, RolloutConfig
 from megarl.tracking import LOGGERS
@@ -100,6 +101,13 @@ def _check_disk(inventory: Inventory) -> Iterator[Finding]:
         yield Finding(False, "checkpoints and exports", why, "make room, or set output_dir")
 
 
+def _check_locked_memory(inventory: Inventory) -> Iterator[Finding]:
+    if inventory.rdma_devices and inventory.limits.locked_memory_bytes is not None:
+        devices = ", ".join(inventory.rdma_devices)
+        why = f"memory for {devices} is locked, and a process may lock no more than {inventory.limits.locked_memory}"
+        yield Finding(False, "InfiniBand: NCCL, refit.transport=rdma", why, UNLIMITED_LOCKS)
+
+
 def _check_gpus(inventory: Inventory) -> Iterator[Finding]:
     if not inventory.gpus:
         yield Finding(
@@ -133,5 +141,6 @@ _CHECKS: tuple[Callable[[Inventory], Iterator[Finding]], ...] = (
     _check_memory,
     _check_disk,
     _check_gpus,
+    _check_locked_memory,
     _check_loggers,
 )

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from megarl.doctor.limits import Limits, limits_here
+from megarl.process.rdma_devices import rdma_devices
 from megarl.rollout import ENGINES
 from megarl.tracking import LOGGERS
 
@@ -63,6 +65,8 @@ class Inventory:
     gpus: list[Gpu]
     loopback: bool
     """Whether a socket can listen on 127.0.0.1."""
+    rdma_devices: list[str]
+    limits: Limits
 
     @property
     def torch_has_cuda(self) -> bool:
@@ -97,6 +101,8 @@ def take_inventory() -> Inventory:
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         gpus=_gpus(),
         loopback=_can_listen(),
+        rdma_devices=sorted(rdma_devices()),
+        limits=limits_here(),
     )
 
 

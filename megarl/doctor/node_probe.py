@@ -5,12 +5,13 @@ import platform
 import socket
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cluster.network_environment import RdmaPort, look_at
 from megarl.doctor.inventory import PACKAGES, installed_version
+from megarl.doctor.limits import Limits, limits_here
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +63,8 @@ class Node:
     """Folders in which it does not find what another node wrote."""
     unseen_inputs: tuple[str, ...] = ()
     """Files and folders that a run reads and it does not have."""
+    limits: Limits = field(default_factory=Limits)
+    """Limits of a process that Ray starts there."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class NodeProbe:
             versions,
             _multiply() if is_free else [],
             () if network is None else network.ports,
+            limits=limits_here(),
         )
 
     def clock(self) -> float:

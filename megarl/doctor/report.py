@@ -44,6 +44,9 @@ def _rows(inventory: Inventory) -> list[tuple[str, str]]:
         ("GPUs", gpus or "none"),
         ("memory", f"{inventory.memory_available_bytes / GIB:.1f} of {inventory.memory_bytes / GIB:.1f} GiB available"),
         ("/dev/shm", f"{inventory.shared_memory_bytes / GIB:.1f} GiB free"),
+        ("InfiniBand", ", ".join(inventory.rdma_devices) or "none"),
+        ("locked memory", inventory.limits.locked_memory),
+        ("open files", str(inventory.limits.open_files or "no limit")),
         ("disk here", f"{inventory.disk_free_bytes / GIB:.1f} GiB free"),
         *((name, version or "not installed") for name, version in inventory.packages.items()),
     ]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megarl.cluster.network_environment import RdmaPort
 from megarl.doctor.cluster_check import rounds
 from megarl.doctor.cluster_faults import find_faults
+from megarl.doctor.limits import Limits
 from megarl.doctor.node_probe import Compute, Link, Node
 from megarl.doctor.ways import SLOW
 
@@ -52,6 +53,10 @@ def test_a_sound_cluster_has_no_faults():
         (with_second(ports=()), "its InfiniBand ports that are up are none, elsewhere 1 of 400 Gbit/s"),
         (with_second(ports=(RdmaPort("mlx5_0:1", 100),)), "ports that are up are 1 of 100 Gbit/s, elsewhere"),
         (with_second(clock_offset_s=-90.0), "its clock is 90.0 s behind the others"),
+        (
+            with_second(limits=Limits(8 * 1024**2)),
+            "it has InfiniBand, for which a process may lock no more than 8 MiB",
+        ),
         (with_second(unseen_folders=("/data",)), "it does not see what n1 writes into /data"),
         (with_second(unseen_inputs=("/models/policy",)), "it does not see /models/policy"),
     ],
@@ -60,6 +65,10 @@ def test_the_node_with_the_fault_is_named(nodes, says):
     (fault,) = find_faults(nodes, LINKS)
     assert fault.node == "n2"
     assert says in fault.what
+
+
+def test_memory_is_locked_for_infiniband_alone():
+    assert find_faults([replace(node, ports=(), limits=Limits(65536)) for node in NODES], LINKS) == []
 
 
 def test_a_node_in_use_is_not_compared():

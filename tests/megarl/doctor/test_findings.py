@@ -6,6 +6,7 @@ import pytest
 
 from megarl.doctor.findings import GIB, Finding, find
 from megarl.doctor.inventory import PACKAGES, Gpu, Inventory
+from megarl.doctor.limits import Limits
 
 CPU_MACHINE = Inventory(
     python="3.11.7",
@@ -26,6 +27,8 @@ CPU_MACHINE = Inventory(
     disk_free_bytes=50 * GIB,
     gpus=[],
     loopback=True,
+    rdma_devices=["mlx5_0"],
+    limits=Limits(None, 1024),
 )
 GPU_MACHINE = dataclasses.replace(
     CPU_MACHINE,
@@ -60,6 +63,7 @@ def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
     engines = {"vllm": "vllm", "sglang": "sglang", "transformers": "transformers"}
     assert (GPU_MACHINE.device, GPU_MACHINE.engines) == ("cuda", engines)
     assert find(GPU_MACHINE) == []
+    assert find(dataclasses.replace(GPU_MACHINE, rdma_devices=[], limits=Limits(65536))) == []
 
 
 @pytest.mark.parametrize(
@@ -88,6 +92,10 @@ def test_what_blocks_the_main_job(inventory: Inventory, says: str) -> None:
         (dataclasses.replace(GPU_MACHINE, shared_memory_bytes=GIB // 2), "1.0 GiB of /dev/shm, 0.5 are free"),
         (dataclasses.replace(GPU_MACHINE, memory_available_bytes=4 * GIB), "8 GiB of memory, 4.0 are available"),
         (dataclasses.replace(GPU_MACHINE, disk_free_bytes=GIB), "1.0 GiB are free"),
+        (
+            dataclasses.replace(GPU_MACHINE, limits=Limits(8 * 1024**2)),
+            "memory for mlx5_0 is locked, and a process may lock no more than 8 MiB",
+        ),
         (with_packages(GPU_MACHINE, transformer_engine=None), "transformer-engine is not installed"),
         (with_packages(GPU_MACHINE, flash_attn=None), "flash-attn is not installed"),
         (with_packages(GPU_MACHINE, wandb=None), "wandb is not installed"),

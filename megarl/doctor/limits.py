@@ -1,0 +1,49 @@
+"""Limits that the kernel keeps of a process: memory that it may lock, and files that it may have open."""
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+_IPC_LOCK = 1 << 14
+"""The capability to lock memory beyond the limit, as a pod is given it."""
+_ALL_USERS = ["0", "0", "4294967295"]
+_PROCESS = Path("/proc/self")
+UNLIMITED_LOCKS = (
+    "let it lock memory without limit: LimitMEMLOCK=infinity of slurmd, `ulimit -l unlimited` before `ray start`, or"
+    " the capability IPC_LOCK for a pod"
+)
+"""The remedy for a limit of locked memory."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a process; None where there is none."""
+
+    locked_memory_bytes: int | None = None
+    """Also None for a process that the limit does not bind."""
+    open_files: int | None = None
+
+    @property
+    def locked_memory(self) -> str:
+        """In words."""
+        if self.locked_memory_bytes is None:
+            return "no limit"
+        return f"{self.locked_memory_bytes / 1024**2:.3g} MiB"
+
+
+def limits_here(process: Path = _PROCESS) -> Limits:
+    """The limits of this process."""
+    locked, files = (_soft(kind) for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
+    return Limits(None if _may_lock(process) else locked, files)
+
+
+def _soft(kind: int) -> int | None:
+    limit, _ = resource.getrlimit(kind)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _may_lock(process: Path) -> bool:
+    """Whether the process has the capability, which counts where its users are those of the host."""
+    status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line)
+    is_of_host = (process / "uid_map").read_text().split() == _ALL_USERS
+    return is_of_host and bool(int(status["CapEff"], 16) & _IPC_LOCK)
