@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _WRITE_BACK_BYTES = 2**23
-_LEAST_OPEN = 64
+_SHARE_OPEN = 4
+"""One of so many files that a process may have open is an output: a checkpoint for many ranks has thousands."""
 
 
 @dataclass
@@ -28,13 +29,12 @@ class _File:
 class OutputFiles:
     """Files below `folder`, made when first written to. Use as a context manager: leaving it closes them.
 
-    Only the `most_open` that were last written to are open, and those that are being written to: half of what a process
-    may have open unless it is given. A checkpoint for many ranks has thousands, and each that is closed waits for the
-    disk.
+    Only the `most_open` that were last written to are open, and those that are being written to. To close one takes
+    time, since all of it is on disk before: by default a part of what the process may have open is.
     """
 
     def __init__(self, folder: Path, *, most_open: int | None = None) -> None:
-        self._folder, self._most_open = folder, _half_of_all() if most_open is None else most_open
+        self._folder, self._most_open = folder, most_open or _most_open()
         self._open: dict[str, _File] = {}
         """By name, the one that was last written to at the end."""
         self._lock = threading.Lock()
@@ -113,9 +113,9 @@ class OutputFiles:
             self._let_go(opened)
 
 
-def _half_of_all() -> int:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return sys.maxsize if limit == resource.RLIM_INFINITY else max(_LEAST_OPEN, limit // 2)
+def _most_open() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // _SHARE_OPEN)
 
 
 def _close_synced(files: Sequence[_File]) -> None:

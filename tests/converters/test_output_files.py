@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -109,6 +110,14 @@ def test_the_last_ones_stay_open(opened, tmp_path):
         for name in ("a", "b", "a", "c"):
             files.write(name, memoryview(b"text"), 0)
         assert sorted(opened.names.values()) == ["a", "c"]
+
+
+def test_a_part_of_what_a_process_may_have_open_is(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (12, 100))
+    with OutputFiles(tmp_path) as files:
+        for name in range(9):
+            files.write(str(name), memoryview(b"text"), 0)
+        assert sorted(opened.names.values()) == ["6", "7", "8"]
 
 
 def test_an_error_that_comes_late_ends_the_writing(opened, tmp_path, monkeypatch):
