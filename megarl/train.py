@@ -21,7 +21,7 @@ from megarl.stages.staleness import with_staleness
 from megarl.stages.update import update_critic, update_implicit_reward_model, update_policy
 from megarl.tracking import MetricValue
 from megarl.tracking.clock import Clock
-from megarl.tracking.signs_of_life import signs_of_life
+from megarl.tracking.progress_lines import progress_lines
 
 
 def train(config: MegarlConfig) -> None:
@@ -47,7 +47,7 @@ def train(config: MegarlConfig) -> None:
 def _take_steps(job: Job) -> None:
     """Step after step to the last one, or to the one in which the run is told to end; saved where that is due."""
     config, clock = job.config, Clock()
-    with asked_to_stop(waits=config.checkpoint.on_signal) as stop, signs_of_life(partial(_present, job, clock)):
+    with asked_to_stop(waits=config.checkpoint.on_signal) as stop, progress_lines(partial(_present, job, clock)):
         while job.state.step < config.loop.steps:
             # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
             with job.timeline.of(job.state.step + 1):

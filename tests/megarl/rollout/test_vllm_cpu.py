@@ -268,6 +268,7 @@ def _codes():
     cpu_fp8.install()
     cpu_fp8.take_float32_activations()
     kernel = CPUFp8BlockScaledMMKernel.__new__(CPUFp8BlockScaledMMKernel)
+    torch.manual_seed(0)
     weight, x = torch.randn(130, 256), torch.randn(3, 256)
     codes, scales = quantise(weight)
     layer = SimpleNamespace(
@@ -277,7 +278,7 @@ def _codes():
     kept = torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
     product = kernel.apply_weights(layer, x, torch.ones(130))
     expected = x @ dequantise(codes, scales, torch.float32).T + 1
-    right = torch.allclose(product, expected, atol=1e-5)
+    right = torch.allclose(product, expected, atol=1e-4)
     return torch.cpu._is_amx_tile_supported(), stock, state(), kept, right, _other_codes()
 
 
@@ -296,7 +297,7 @@ def _other_codes():
         if layer.weight is not codes:
             return False
         product = kernel().apply_weights(layer, x, torch.ones(64))
-        return torch.allclose(product, x @ number_format.dequantise(codes, scales, torch.float32).T + 1, atol=1e-5)
+        return torch.allclose(product, x @ number_format.dequantise(codes, scales, torch.float32).T + 1, atol=1e-4)
 
     def of_int8():
         config = SimpleNamespace(is_static_input_scheme=False, is_channelwise=True, input_symmetric=True)

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megarl.tracking.clock import Clock
-from megarl.tracking.signs_of_life import signs_of_life
+from megarl.tracking.progress_lines import progress_lines
 
 
 def test_what_goes_on_is_said_again_and_again_until_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,10 +18,10 @@ def test_what_goes_on_is_said_again_and_again_until_it_ends(capsys: pytest.Captu
             all_said.set()
         return text or ""
 
-    with signs_of_life(present, every_s=0.001):
+    with progress_lines(present, every_s=0.001):
         assert all_said.wait(30)
     assert capsys.readouterr().out == "rollout\nupdate\n"
-    assert not [thread for thread in threading.enumerate() if thread.name == "signs of life"]
+    assert not [thread for thread in threading.enumerate() if thread.name == "progress lines"]
 
 
 def test_a_step_says_where_it_is_once_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:

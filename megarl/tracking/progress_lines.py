@@ -8,7 +8,7 @@ _EVERY_S = 60.0
 
 
 @contextmanager
-def signs_of_life(present: Callable[[], str], every_s: float = _EVERY_S) -> Iterator[None]:
+def progress_lines(present: Callable[[], str], every_s: float = _EVERY_S) -> Iterator[None]:
     """Print what `present` returns, unless it is empty, every so many seconds while what is inside goes on.
 
     It is called in a thread of its own.
@@ -20,7 +20,7 @@ def signs_of_life(present: Callable[[], str], every_s: float = _EVERY_S) -> Iter
             if text := present():
                 print(text, flush=True)
 
-    thread = threading.Thread(target=say, name="signs of life", daemon=True)
+    thread = threading.Thread(target=say, name="progress lines", daemon=True)
     thread.start()
     try:
         yield
