@@ -23,6 +23,9 @@ from megarl.tracking import MetricValue
 from megarl.tracking.clock import Clock
 from megarl.tracking.progress_lines import progress_lines
 
+_LONG_S = 60.0
+"""A step that takes longer says so often where it is."""
+
 
 def train(config: MegarlConfig) -> None:
     """Run the main job to its last step.
@@ -47,7 +50,10 @@ def train(config: MegarlConfig) -> None:
 def _take_steps(job: Job) -> None:
     """Step after step to the last one, or to the one in which the run is told to end; saved where that is due."""
     config, clock = job.config, Clock()
-    with asked_to_stop(waits=config.checkpoint.on_signal) as stop, progress_lines(partial(_present, job, clock)):
+    with (
+        asked_to_stop(waits=config.checkpoint.on_signal) as stop,
+        progress_lines(partial(_present, job, clock), _LONG_S),
+    ):
         while job.state.step < config.loop.steps:
             # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
             with job.timeline.of(job.state.step + 1):
@@ -64,8 +70,8 @@ def _take_steps(job: Job) -> None:
 
 
 def _present(job: Job, clock: Clock) -> str:
-    """A line about a step that takes longer than a minute."""
-    present = clock.present(longer_than_s=60)
+    """A line about a step that takes long."""
+    present = clock.present(longer_than_s=_LONG_S)
     return present and f"step {job.state.step + 1}: {present}; {job.rollouts.present()}"
 
 

@@ -121,11 +121,9 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 def _others(config: "MegarlConfig") -> dict[str, int]:
     """The models beside the policy, by name, with their ranks."""
-    from megarl.models.auxiliary import wanted_auxiliary
+    from megarl.models.auxiliary import auxiliary_options
 
-    return {
-        name: wanted.settings.ranks or config.cluster.trainer_ranks for name, wanted in wanted_auxiliary(config).items()
-    }
+    return {name: options.parallel.world_size for name, options in auxiliary_options(config).items()}
 
 
 def _lora(config: "MegarlConfig") -> "Lora | None":

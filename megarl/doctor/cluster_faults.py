@@ -7,7 +7,7 @@ from statistics import median
 
 from megarl.doctor.limits import UNLIMITED_LOCKS
 from megarl.doctor.node_probe import Link, Node
-from megarl.doctor.ways import late, rates_of, slow, slow_alone, slow_nodes
+from megarl.doctor.ways import late, rates_of, slow, slow_alone, slow_nodes, usual_latency_s
 
 SLOW_CPU = 0.5
 """Slower than this part of what the others reach is a fault of a CPU, which never has one thing alone to do."""
@@ -148,7 +148,7 @@ def _slow_links(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault
 
 
 def _late_links(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:
-    usual = median([link.latency_s for link in links if not link.failure] or [0.0])
+    usual = usual_latency_s(links)
     for link in late(links):
         said = f"a message to {link.receiver} and back takes {link.latency_s * 1e3:.1f} ms, usually {usual * 1e3:.2f}"
         yield Fault(link.sender, said, "see to the network between the two")

@@ -205,8 +205,12 @@ def _multiply_on(device: "torch.device") -> Compute:
     try:
         return _measure_products(device)
     except RuntimeError as error:
-        failure = next(iter(str(error).splitlines()), type(error).__name__)
-        return Compute(str(device), _name_of(device), 0, 0.0, is_right=False, failure=failure)
+        return Compute(str(device), _name_of(device), 0, 0.0, is_right=False, failure=first_line(error))
+
+
+def first_line(error: BaseException) -> str:
+    """Begin of what an error says; its type, where it says nothing."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _name_of(device: "torch.device") -> str:

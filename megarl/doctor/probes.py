@@ -10,7 +10,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.doctor.cluster_faults import LEAVE_OUT, Fault
-from megarl.doctor.node_probe import NodeProbe
+from megarl.doctor.node_probe import NodeProbe, first_line
 
 START_S = 120.0
 ANSWER_S = 300.0
@@ -54,7 +54,7 @@ class Probes:
             try:
                 found[address] = ray.get(reference)
             except RayTaskError as error:
-                self._drop(address, f"it did not {what} ({_first_line(error.cause or error)})", LEAVE_OUT)
+                self._drop(address, f"it did not {what} ({first_line(error.cause or error)})", LEAVE_OUT)
             except RayError:
                 self._drop(address, f"it did not {what}: its process died, or its Ray node", LEAVE_OUT)
         return found
@@ -72,7 +72,3 @@ def _probe(node: Mapping[str, Any], free: Sequence[str]) -> Any:
     actor = ray.remote(num_cpus=0, num_gpus=gpus, max_concurrency=2)(NodeProbe)
     place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     return actor.options(scheduling_strategy=place).remote(node["NodeManagerAddress"])
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

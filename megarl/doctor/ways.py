@@ -59,9 +59,13 @@ def slow(rates: Mapping[K, float]) -> Iterator[tuple[K, float, float]]:
 
 def late(links: Sequence[Link]) -> list[Link]:
     """Links over which a message takes much longer than usual."""
-    there = [link for link in links if not link.failure]
-    usual = median([link.latency_s for link in there] or [0.0])
-    return [link for link in there if link.latency_s > max(LATE_S, LATE * usual)]
+    bound_s = max(LATE_S, LATE * usual_latency_s(links))
+    return [link for link in links if not link.failure and link.latency_s > bound_s]
+
+
+def usual_latency_s(links: Sequence[Link]) -> float:
+    """The median of the links that there are; 0 of none."""
+    return median([link.latency_s for link in links if not link.failure] or [0.0])
 
 
 def slow_alone(rates: Mapping[Way, float]) -> Iterator[tuple[Way, float, float]]:

@@ -21,7 +21,7 @@ _SHORT_LIST = 6
 
 @dataclass
 class FallenOut:
-    """Candidates that lack memory."""
+    """Candidates that lack memory, or are none that a run can have."""
 
     who: str
     count: int = 0
@@ -30,6 +30,8 @@ class FallenOut:
     nearest: str = ""
     idle: int = 0
     """Further candidates, with more data-parallel parts than there are responses."""
+    unserved: int = 0
+    """Further candidates, which no run takes: see `PlannedRefit.check_served`."""
 
     def add(self, lacking: int, name: str) -> None:
         """Count one that lacks so many bytes."""
@@ -39,12 +41,15 @@ class FallenOut:
 
     def say(self) -> str:
         """A sentence; empty if there are none."""
-        if not self.count:
-            return ""
-        return (
-            f"{say_count(self.count, 'cut')} of {self.who} do not fit; the nearest, {self.nearest}, lacks"
-            f" {say_bytes(self.least_bytes)}"
-        )
+        said = []
+        if self.count:
+            said.append(
+                f"{say_count(self.count, 'cut')} of {self.who} do not fit; the nearest, {self.nearest}, lacks"
+                f" {say_bytes(self.least_bytes)}"
+            )
+        if self.unserved:
+            said.append(f"{say_count(self.unserved, 'cut')} of {self.who} are none that a run can have")
+        return "; ".join(said)
 
 
 @dataclass(frozen=True)
@@ -124,6 +129,7 @@ def _fitting_engines(template: PlannedStep, gpus: int, lacking: FallenOut) -> li
         try:
             engines.check_served()
         except UserError:
+            lacking.unserved += 1
             continue
         each = StepPrediction(replace(template, refit=engines))
         if each.engine_room >= 0:

@@ -13,13 +13,14 @@ from pathlib import Path
 from converters.errors import UserError
 from megarl.process.signals import held
 
-_SHORT = (Path("/tmp"), Path("/dev/shm"))
 _LONGEST_SOCKET = 107
 """Bytes of the path of a Unix socket."""
 _PREFIX = "megarl-"
 _MARKER = "held"
 _SEGMENTS = "megarl-segments"
 _SHARED_MEMORY = Path("/dev/shm")
+_SHORT = (Path("/tmp"), _SHARED_MEMORY)
+"""Folders with room for sockets whose paths are too long below TMPDIR."""
 
 
 @contextmanager

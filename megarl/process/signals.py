@@ -116,10 +116,10 @@ def asked_to_stop(*, waits: bool) -> Iterator[StopRequest]:
     The second one takes effect at once. A failure ends what was asked to end. The end of a job's time is foreseen, and
     ends it as SIGTERM does.
     """
-    request = StopRequest(JobTime.of(os.environ) if waits else JobTime())
     if not waits or threading.current_thread() is not threading.main_thread():
-        yield request
+        yield StopRequest(JobTime())
         return
+    request = StopRequest(JobTime.of(os.environ))
     before = {number: signal.getsignal(number) for number in _wanted(REQUEUEING)}
 
     def once(number: int, frame: FrameType | None) -> None:

@@ -24,6 +24,7 @@ from megarl.stages.batch import (
     at_trained_tokens,
     first_branches,
     group_of_each,
+    is_trained_on,
     rollout_of_each,
     sum_of_branches,
     trained_responses,
@@ -150,7 +151,7 @@ def _compared_units(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> T
 
 def _reward(trajectory: Trajectory, config: AlgorithmConfig) -> float:
     """The reward, with the scores of the turns of a trajectory that has no trained token to get them."""
-    if config.train_on_truncated_responses or not trajectory.is_truncated:
+    if is_trained_on(trajectory, config):
         return trajectory.reward
     scored = zip(trajectory.turns, trajectory.turn_scores, strict=bool(trajectory.turn_scores))
     return trajectory.reward + sum(score for turn, score in scored if len(turn.token_ids))

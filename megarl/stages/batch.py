@@ -164,10 +164,14 @@ def _aggregation_options(config: MegarlConfig) -> Mapping[str, Any]:
     return {"length": config.rollout.max_response_tokens, **options} if takes_length else options
 
 
+def is_trained_on(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
+    """Whether the policy learns from what it sampled there."""
+    return config.train_on_truncated_responses or not trajectory.is_truncated
+
+
 def _trained(trajectory: Trajectory, config: AlgorithmConfig) -> Values:
-    counts = config.train_on_truncated_responses or not trajectory.is_truncated
     sampled = trajectory.is_sampled
-    return (Runs(sampled.values & counts, sampled.lengths),)
+    return (Runs(sampled.values & is_trained_on(trajectory, config), sampled.lengths),)
 
 
 def _routed_experts(trajectory: Trajectory) -> Values:

@@ -7,6 +7,7 @@ from megarl.algorithms import ADVANTAGES
 from megarl.data import PromptGroup, Trajectory
 from megarl.rewards import OVERLONG, UNCHECKED
 from megarl.schema import AlgorithmConfig, MegarlConfig
+from megarl.stages.batch import is_trained_on
 from megarl.stages.reward import REWARD_MODEL
 
 _SHAPING = (OVERLONG, REWARD_MODEL)
@@ -59,7 +60,7 @@ def teaches(group: PromptGroup, config: AlgorithmConfig) -> bool:
     advantages of the usual size. The band is PRIME's (arXiv:2502.01456, online prompt filtering).
     """
     compared = _compared(group, config)
-    if all(each.is_truncated and not config.train_on_truncated_responses for each in compared.trajectories):
+    if not any(is_trained_on(each, config) for each in compared.trajectories):
         return False
     values = [sum(each) / len(each) for each in _measured(compared, config.filter_on)]
     mean = sum(values) / len(values)
@@ -91,9 +92,9 @@ def check_refills(kept: Collection[PromptGroup], dropped: Sequence[PromptGroup],
 
 def _compared(group: PromptGroup, config: AlgorithmConfig) -> PromptGroup:
     """The group of the trajectories that are in its statistics."""
-    if config.train_on_truncated_responses or config.truncated_responses_in_statistics:
+    if config.truncated_responses_in_statistics:
         return group
-    return group.with_members([each for each in group.trajectories if not each.is_truncated])
+    return group.with_members([each for each in group.trajectories if is_trained_on(each, config)])
 
 
 def _measured(group: PromptGroup, name: str) -> list[list[float]]:

@@ -1,14 +1,12 @@
-"""Says once a minute what a long step is at: who reads the log else cannot tell work from a hang."""
+"""Says now and then what a long step is at: who reads the log else cannot tell work from a hang."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_EVERY_S = 60.0
-
 
 @contextmanager
-def progress_lines(present: Callable[[], str], every_s: float = _EVERY_S) -> Iterator[None]:
+def progress_lines(present: Callable[[], str], every_s: float) -> Iterator[None]:
     """Print what `present` returns, unless it is empty, every so many seconds while what is inside goes on.
 
     It is called in a thread of its own.

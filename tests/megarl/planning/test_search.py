@@ -74,7 +74,10 @@ def test_more_gpus_than_a_step_has_work_for_are_said_to_be_so(colocated: bool) -
 def test_only_engines_that_a_run_can_have_are_proposed() -> None:
     template = small_step(colocated=True)
     template = replace(template, refit=replace(template.refit, engine_dtype="fp8"))
-    for each in (*search(template, 16).best, *(knob.prediction for knob in turned_knobs(template))):
+    found = search(template, 16)
+    assert found.fallen_out[1].unserved > 0
+    assert found.fallen_out[1].say().endswith("cuts of an engine are none that a run can have")
+    for each in (*found.best, *(knob.prediction for knob in turned_knobs(template))):
         if each.step.refit.engine != template.refit.engine:
             each.step.refit.check_served()
     sizes = [each for each in all_engine_sizes(template.refit.architecture, 16, 8) if each.world_size == 16]

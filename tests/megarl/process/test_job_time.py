@@ -1,6 +1,7 @@
 """A run ends with a checkpoint when the time of its job is too short for another step."""
 
 import time
+from threading import Thread
 
 import pytest
 
@@ -61,3 +62,18 @@ def test_a_run_ends_as_if_told_to_after_the_last_step_that_fits(passing, monkeyp
         else:
             run()
     assert len(steps) == done
+
+
+def test_a_run_in_another_thread_does_not_end_where_nothing_tells_its_program(passing, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(10**9))
+    said = []
+
+    def run() -> None:
+        with asked_to_stop(waits=True) as stop:
+            passing(400)
+            said.append(stop.end_step())
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert said == [False]
