@@ -13,7 +13,7 @@ import ray
 import torch
 
 from converters.layout import Shape
-from converters.layouts.traced_layout import LoadTrace
+from converters.layouts.traced_layout import PackedTrace
 from converters.number_formats import NumberFormat
 from megarl.cluster.asked import Asked, SoFar
 from megarl.cluster.calls import wait
@@ -230,7 +230,7 @@ class Engines:
 
     def trace_layouts(
         self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
-    ) -> list[list[LoadTrace]]:
+    ) -> list[list[PackedTrace]]:
         """Trace the layout of each engine's workers: where they keep the tensors of a HuggingFace checkpoint.
 
         Raises UserError for engines whose layout cannot be traced.

@@ -12,7 +12,7 @@ import torch
 from converters.architectures import Architecture
 from converters.errors import UserError
 from converters.layout import Shape
-from converters.layouts.traced_layout import LoadTrace, untraced
+from converters.layouts.traced_layout import LoadTrace, PackedTrace, untraced
 from converters.topology import Topology
 from megarl.cluster.calls import wait, wait_together
 from megarl.cluster.engines import Engines
@@ -200,17 +200,22 @@ def _traces(
         shapes = quantisation.number_format.checkpoint(architecture)[0]
     dtypes = held_dtypes(architecture, policy_dtypes, quantisation)
     try:
-        first, *others = engines.trace_layouts(shapes, dtypes)
+        # Equal ones unpack once: those of 8 engines of 32 workers of DeepSeek-V3 take 105 seconds.
+        first, *others = dict.fromkeys(map(tuple, engines.trace_layouts(shapes, dtypes)))
     except UserError as error:
         raise NoDirectPathError(str(error)) from error
+    traces = _unpacked(first)
     # Also for engines that take their weights through their loader.
-    check_traces(first, dtypes)
-    for trace in others:
-        if trace != first:
-            raise NoDirectPathError("the engines do not keep their weights alike")
-    for name, reason in untraced(first).items():
+    check_traces(traces, dtypes)
+    if any(_unpacked(other) != traces for other in others):
+        raise NoDirectPathError("the engines do not keep their weights alike")
+    for name, reason in untraced(traces).items():
         raise NoDirectPathError(f"{name} cannot be written in place: {reason}")
-    return first
+    return traces
+
+
+def _unpacked(traces: Sequence[PackedTrace]) -> list[LoadTrace]:
+    return [trace.unpacked() for trace in traces]
 
 
 def topology_of(trainer_nodes: Sequence[str], worker_nodes: Sequence[str]) -> Topology:

@@ -8,7 +8,7 @@ import torch
 
 from converters.errors import UserError
 from converters.layout import Shape
-from converters.layouts.traced_layout import LoadTrace
+from converters.layouts.traced_layout import PackedTrace
 from megarl.data import Turn
 from megarl.data.trajectory import FloatArray, IntArray
 from megarl.process.profiler import TimelineEvent
@@ -194,7 +194,7 @@ class Generator(Protocol):
 class LayoutSource(Protocol):
     """An inference engine as one who says where its weights are."""
 
-    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
+    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:
         """Where each worker keeps the tensors of a HuggingFace checkpoint, and why it cannot say so of some.
 
         Raises UserError for a version of the engine of which this is not known.

@@ -1,5 +1,8 @@
 """Traced layouts, against what the same loaders do with real values."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -14,7 +17,7 @@ from converters.boxes import Box
 from converters.errors import UserError
 from converters.layout import Shard
 from converters.layouts.load_tracer import LoadTracer, UntraceableError
-from converters.layouts.traced_layout import local_tensors, trace_loading, traced_layout, untraced
+from converters.layouts.traced_layout import PackedTrace, local_tensors, trace_loading, traced_layout, untraced
 
 
 def load_sharded(rank, parameters, weights):
@@ -75,6 +78,24 @@ def test_a_sharded_loader(device):
     layout = traced_layout(shards, shapes)
     assert layout.ranks == 2
     assert layout.shard(1) == shards[1]
+
+
+def packed_trace():
+    parameters, hf = sharded_parameters(), hf_tensors()
+    return PackedTrace.of(run(partial(load_sharded, 1), parameters, hf | {"surplus": torch.ones(3)}))
+
+
+def test_processes_that_trace_the_same_pack_the_same_bytes():
+    program = "from test_traced_layout import packed_trace; print(packed_trace().pickled.hex())"
+    path = os.pathsep.join(sys.path)
+    outputs = [
+        subprocess.check_output(
+            [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": seed}, text=True
+        )
+        for seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1]
+    assert PackedTrace(bytes.fromhex(outputs[0])).unpacked() == packed_trace().unpacked()
 
 
 @given(st.data())

@@ -113,7 +113,9 @@ def spec_of(architecture, trainer, engine, number_format):
     quantisation = Quantisation(number_format, torch.bfloat16) if number_format else None
     if number_format:
         shapes = number_format.checkpoint(architecture)[0]
-    traces = engine.trace_layout(shapes, held_dtypes(architecture, dtypes, quantisation))
+    traces = [
+        trace.unpacked() for trace in engine.trace_layout(shapes, held_dtypes(architecture, dtypes, quantisation))
+    ]
     topology = Topology.apart(1, len(traces))
     spec = TransferSpec(architecture, ONE, trainer.module_names(), traces, 1, topology, 2**16, quantisation)
     spec.check(dtypes)

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, TypeVarTuple, get_args
 import torch
 
 from converters.layout import Shape
-from converters.layouts.traced_layout import LoadTrace
+from converters.layouts.traced_layout import PackedTrace
 from megarl.data import Turn
 from megarl.process.profiler import TimelineEvent, by_worker
 from megarl.resharding.direct.weight_receiver import WeightReceiver, results
@@ -97,7 +97,7 @@ class SglangEngine(OwnedEngine):
         return version
 
     @by_owner
-    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
+    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:
         """See `LayoutSource.trace_layout` and `tracing.trace_model`."""
         from megarl.rollout.sglang import worker
 

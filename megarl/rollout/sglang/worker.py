@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from converters.layout import Shape
-from converters.layouts.traced_layout import LoadTrace
+from converters.layouts.traced_layout import PackedTrace
 from megarl.process.profiler import Profiler, TimelineEvent
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
 from megarl.resharding.loader.buckets import Bucket, loadable
@@ -113,9 +113,9 @@ def fill_slot(worker: _Worker) -> None:
     worker.slot.fill()
 
 
-def trace_layout(worker: _Worker, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
+def trace_layout(worker: _Worker, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> PackedTrace:
     """Where the tensors of a HuggingFace checkpoint lie in this worker (`tracing.trace_model`)."""
-    return tracing.trace_model(worker.model, hf_shapes, hf_dtypes)
+    return PackedTrace.of(tracing.trace_model(worker.model, hf_shapes, hf_dtypes))
 
 
 def call_receiver(worker: _Worker, method: Callable[..., Any], *arguments: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from converters.layout import Shape
-from converters.layouts.traced_layout import LoadTrace
+from converters.layouts.traced_layout import PackedTrace
 from megarl.data import Turn
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.resharding.loader.buckets import Bucket, views
@@ -62,10 +62,10 @@ class TransformersEngine(OwnedEngine):
         self._started = True
 
     @by_owner
-    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
+    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:
         """See `LayoutSource.trace_layout`."""
         require(self._away, "weights")
-        return [self._weights.trace(hf_shapes, hf_dtypes)]
+        return [PackedTrace.of(self._weights.trace(hf_shapes, hf_dtypes))]
 
     @by_owner
     def worker_parts(self) -> list[int]:

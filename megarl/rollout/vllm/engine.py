@@ -9,7 +9,7 @@ from typing import Any, TypeVar, TypeVarTuple, get_args
 import torch
 
 from converters.layout import Shape
-from converters.layouts.traced_layout import LoadTrace
+from converters.layouts.traced_layout import PackedTrace
 from megarl.data import Turn
 from megarl.process.loading import load
 from megarl.process.profiler import TimelineEvent, by_worker
@@ -65,7 +65,7 @@ class VllmEngine(OwnedEngine):
             self._workers("bound_keys_and_values")
 
     @by_owner
-    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[LoadTrace]:
+    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:
         """See `LayoutSource.trace_layout` and `tracing.trace_model`."""
         from megarl.rollout.vllm.tracing import check_version
 

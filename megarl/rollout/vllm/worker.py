@@ -15,7 +15,7 @@ from vllm.config import ModelConfig
 from vllm.platforms import current_platform
 
 from converters.layout import Shape
-from converters.layouts.traced_layout import LoadTrace
+from converters.layouts.traced_layout import PackedTrace
 from megarl.process.profiler import Profiler, TimelineEvent
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
 from megarl.rollout.vllm import (
@@ -105,9 +105,10 @@ class WorkerExtension:
         if self._weight_update_active:  # type: ignore[attr-defined]
             self.finish_weight_update()  # type: ignore[attr-defined]
 
-    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
+    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> PackedTrace:
         """Where the tensors of a HuggingFace checkpoint lie in this worker (`tracing.trace_model`)."""
-        return tracing.trace_model(self._loaded(), self.model_config, hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
+        trace = tracing.trace_model(self._loaded(), self.model_config, hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
+        return PackedTrace.of(trace)
 
     def part(self) -> int:
         """The number of the machine that this worker is on, among those that the engine spans."""

@@ -160,9 +160,10 @@ def a_scheduler_that_stands_still_does_not_say_how_it_is(engine):
 def weights_that_are_not_known_are_skipped_without_an_error(engine):
     known, unknown = "model.norm.weight", "model.surplus.weight"
     shape = (read_json(engine._model_path / CONFIG)["hidden_size"],)
-    (trace,) = engine.trace_layout(
+    (packed,) = engine.trace_layout(
         dict.fromkeys((unknown, known), shape), dict.fromkeys((unknown, known), torch.float32)
     )
+    trace = packed.unpacked()
     assert [placement.hf_name for placement in trace.shard.placements] == [known]
     assert (trace.untraced, trace.refused) == ({}, {})
 

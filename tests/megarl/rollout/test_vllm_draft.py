@@ -38,7 +38,7 @@ def draft_after_refits(folder):
     engine = LLMEngine.from_vllm_config(make_engine_config(folder, ARGUMENTS))
     worker = engine.model_executor.driver_worker.worker
     architecture, weights = read_architecture(read_json(folder / CONFIG)), load_file(folder / "model.safetensors")
-    trace = worker.trace_layout(architecture.hf_shapes, architecture.hf_dtypes(torch.float32))
+    trace = worker.trace_layout(architecture.hf_shapes, architecture.hf_dtypes(torch.float32)).unpacked()
     # It raises where a tensor is on no worker, and where a parameter is filled by nothing or twice.
     traced_layout([trace.shard], architecture.hf_shapes)
     names = list(architecture.hf_shapes)

@@ -49,7 +49,7 @@ def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_
     assert_greedy(folders[0], PROMPTS[0], greedy)
     check_experts(folders[0], greedy, ReturnedExperts.of(folders[0]).routing)
     shapes = {name: tuple(tensor.shape) for name, tensor in served.first.tensors.items()}
-    traces = served.engine.trace_layout(shapes, dict.fromkeys(shapes, torch.float32))
+    traces = [trace.unpacked() for trace in served.engine.trace_layout(shapes, dict.fromkeys(shapes, torch.float32))]
     layout = traced_layout([trace.shard for trace in traces], shapes)
     assert layout.ranks == 2
     assert not untraced(traces)
@@ -175,7 +175,8 @@ def check_that_a_next_turn_meets_the_keys_and_values_of_the_one_before(engine):
 
 def check_that_experts_are_shared_out_and_all_else_is_on_both(engine, folder):
     architecture = read_architecture(read_json(folder / CONFIG))
-    traces = engine.trace_layout(architecture.hf_shapes, architecture.hf_dtypes(torch.float32))
+    packed = engine.trace_layout(architecture.hf_shapes, architecture.hf_dtypes(torch.float32))
+    traces = [trace.unpacked() for trace in packed]
     assert not untraced(traces)
     sizes = ParallelSizes(world_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     assert different(architecture, traces, sizes) == set()

@@ -174,7 +174,8 @@ def test_a_running_engine_is_recorded_and_goes_on(served, assert_greedy):
     weights = served.first
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
     dtypes = {name: tensor.dtype for name, tensor in weights.tensors.items()}
-    (trace,) = served.engine.trace_layout(shapes, dtypes)
+    (packed,) = served.engine.trace_layout(shapes, dtypes)
+    trace = packed.unpacked()
     assert trace.untraced == {}
     held = held_elements(traced_layout([trace.shard], shapes).shard(0), shapes)
     assert all(mask.all() for mask in held.values())

@@ -62,7 +62,9 @@ class Trainer:
         quantisation = Quantisation(number_format, torch.float32) if number_format else None
         if number_format:
             shapes = number_format.checkpoint(architecture)[0]
-        traces = engine.trace_layout(shapes, held_dtypes(architecture, dtypes, quantisation))
+        traces = [
+            trace.unpacked() for trace in engine.trace_layout(shapes, held_dtypes(architecture, dtypes, quantisation))
+        ]
         topology = Topology.apart(RANKS.world_size, len(traces))
         self.spec = TransferSpec(architecture, RANKS, "local", traces, 1, topology, 20_000, quantisation)
         self.spec.check(dtypes)
