@@ -21,11 +21,11 @@ from scripted_engine import ScriptedEngine
 
 import megarl.rollout
 from megarl.cluster.calls import wait
+from megarl.cluster.colocation import OwnGpus
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import ENGINE, engine_role
 from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptSampler
 from megarl.process.garbage import what_there_is_left_alone
 from megarl.quickstart.tiny_models import make_tokenizer
@@ -33,7 +33,7 @@ from megarl.rewards import Scorer, reward_arguments
 from megarl.rewards.scorer import Samples
 from megarl.rollout.kind import EngineKind, EngineSizes
 from megarl.rollout.schedule import Schedule
-from megarl.run.rollouts import Rollouts, Served
+from megarl.run.rollouts import Rollouts, RolloutWorkers
 from megarl.schema import ClusterConfig, LoopConfig, MegarlConfig, RewardConfig, RolloutConfig, ScheduleConfig
 from megarl.tracking.clock import Clock
 
@@ -81,7 +81,7 @@ def controller(config: MegarlConfig) -> Iterator[Rollouts]:
             prompts,
             PromptSampler(len(prompts), shuffle=True, seed=0),
             Schedule(loop.prompts_per_step, schedule.max_staleness),
-            Served(engines, scorer, None, Turns(), make_tokenizer(), ()),
+            RolloutWorkers(engines, scorer, None, OwnGpus(), make_tokenizer(), ()),
         )
         with what_there_is_left_alone():
             yield rollouts
@@ -106,14 +106,14 @@ def events(in_flight: int, groups: int, median_tokens: float, pace_s: float) -> 
     slots, prompts = in_flight // SAMPLES, 32
 
     def told() -> int:
-        return sum(wait(rollouts._by.engines.begin(ScriptedEngine.told)))
+        return sum(wait(rollouts._workers.engines.begin(ScriptedEngine.told)))
 
     config = run_of(prompts, slots // prompts - 1, 10**9, pace_s=pace_s * ENGINES, median_tokens=median_tokens)
     with controller(config) as rollouts:
         clock, own, memory = Clock(), psutil.Process(), []
         for step in range(groups // prompts):
             rollouts.take(clock)
-            wait(rollouts._by.engines.begin(ScriptedEngine.serve, step + 1))
+            wait(rollouts._workers.engines.begin(ScriptedEngine.serve, step + 1))
             rollouts.release()
             if step == slots // prompts:
                 before = told()

@@ -30,7 +30,7 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import Event, Progress, Request, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.run.job import Job, open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 
 _FIRST, _PROMPT = 10, range(10, 42)
 _LENGTH, _TOKENS = 512, 440
@@ -121,7 +121,7 @@ def _job(folder: Path, model: Path, deaths: int) -> Iterator[Job]:
         "cluster.engine_threads=1",
         "tracking.loggers=[]",
     ]
-    with open_job(Start.of(compose("quickstart", overrides), "train")) as job:
+    with open_job(RunSetup.read(compose("quickstart", overrides), "train")) as job:
         yield job
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.cli.main import main
 from megarl.data.stretches import here
-from megarl.run.rollouts import Rollouts, Sampled
+from megarl.run.rollouts import RolloutBatch, Rollouts
 from megarl.tracking.clock import Clock
 
 NOTES = "FAULTS_NOTES"
@@ -16,7 +16,7 @@ NOTES = "FAULTS_NOTES"
 _take = Rollouts.take
 
 
-def _noted(self: Rollouts, clock: Clock) -> Sampled:
+def _noted(self: Rollouts, clock: Clock) -> RolloutBatch:
     batch = _take(self, clock)
     version = self._schedule.version
     trajectories = [each for group in batch.groups for each in group.trajectories]

@@ -30,7 +30,7 @@ from megarl.config.compose import compose  # noqa: E402
 from megarl.resharding.alignment import ALIGNMENT_BYTES  # noqa: E402
 from megarl.resharding.direct.changes import changes_of  # noqa: E402
 from megarl.run.job import Job, open_job  # noqa: E402
-from megarl.run.opening import Start  # noqa: E402
+from megarl.run.opening import RunSetup  # noqa: E402
 from megarl.tracking.clock import Clock  # noqa: E402
 from megarl.tracking.versions import versions  # noqa: E402
 from megarl.train import train_step  # noqa: E402
@@ -80,7 +80,7 @@ def measure(run: Run, workload: Workload, steps: int, folder: Path) -> dict[Run,
     """The changes of each step; of the pretrained model in bf16, also those that come to an engine in block FP8."""
     _, recipe, *overrides = workload.of_run(folder / "run", steps)
     config = compose(recipe, [*overrides, *run.overrides])
-    with open_job(Start.of(config, "train")) as job:
+    with open_job(RunSetup.read(config, "train")) as job:
         job.refit(0)
         seen = [_weights(job)]
         for _ in range(steps):

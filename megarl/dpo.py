@@ -6,7 +6,7 @@ from functools import partial
 from megarl.algorithms import PreferenceObjective
 from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
 from megarl.run.supervised import HeldOut, Training, open_training
 from megarl.schema import MegarlConfig
@@ -20,14 +20,14 @@ def dpo(config: MegarlConfig) -> None:
     The result is a HuggingFace folder below `config.output_dir`.
     """
     settings = config.preference
-    start = Start.of(config, "dpo")
-    if start.is_finished():
+    setup = RunSetup.read(config, "dpo")
+    if setup.is_finished():
         return
-    train, held_out = read_pairs(start)
-    sampler = start.sampler(len(train))
+    train, held_out = read_pairs(setup)
+    sampler = setup.sampler(len(train))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
-    with open_training(start) as training:
-        batches = draw_pairs(start, sampler, train, partial(_compared, training))
+    with open_training(setup) as training:
+        batches = draw_pairs(setup, sampler, train, partial(_compared, training))
         training.build(reference=True)
         training.resume()
         measurement = None

@@ -13,8 +13,8 @@ from megarl.process.phase import phase
 from megarl.rewards import Scorer
 from megarl.run.opening import open_processes
 from megarl.schema import MegarlConfig
-from megarl.stages.evaluate import evaluate
-from megarl.stages.rollout import rollout, sampling_parameters
+from megarl.stages.evaluate import evaluate, sample_all
+from megarl.stages.rollout import sampling_parameters
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class FreshEngines:
         drawn = [PromptGroup(prompt, place) for place, prompt in enumerate(self.prompts)]
         one = replace(self.config, loop=replace(self.config.loop, samples_per_prompt=1))
         sampling = sampling_parameters(one, self.model.stop_token_ids, range(len(drawn)))
-        groups = rollout(self.engines, drawn, sampling)
+        groups = sample_all(self.engines, drawn, sampling)
         return [(group.prompt.token_ids, group.trajectories[0].turns[0]) for group in groups]
 
 

@@ -6,7 +6,7 @@ from megarl.algorithms import RewardModelObjective
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.batch import Batch
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs
 from megarl.run.supervised import HeldOut, open_training
 from megarl.schema import MegarlConfig
@@ -19,12 +19,12 @@ def train_reward_model(config: MegarlConfig) -> None:
     The result is a HuggingFace folder below `config.output_dir`: a sequence classifier of one label.
     """
     settings = config.preference
-    start = Start.of(config, "reward-model")
-    if start.is_finished():
+    setup = RunSetup.read(config, "reward-model")
+    if setup.is_finished():
         return
-    train, held_out = read_pairs(start)
-    batches = draw_pairs(start, start.sampler(len(train)), train)
-    with open_training(start) as training:
+    train, held_out = read_pairs(setup)
+    batches = draw_pairs(setup, setup.sampler(len(train)), train)
+    with open_training(setup) as training:
         training.build(head="value")
         training.resume()
         measurement = None

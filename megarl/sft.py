@@ -8,7 +8,7 @@ from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Conversation, PromptSampler, load_conversations
 from megarl.run.batches import StepBatch
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.run.supervised import HeldOut, conversation_batch, open_training
 from megarl.schema import MegarlConfig
 
@@ -16,16 +16,16 @@ from megarl.schema import MegarlConfig
 def sft(config: MegarlConfig) -> None:
     """Fine-tune `config.model` on `config.sft`; the result is a HuggingFace folder below `config.output_dir`."""
     settings = config.sft
-    start = Start.of(config, "sft")
-    if start.is_finished():
+    setup = RunSetup.read(config, "sft")
+    if setup.is_finished():
         return
-    train = _read(start, settings.train_files)
-    held_out = _read(start, settings.eval_files) if settings.eval_files else []
+    train = _read(setup, settings.train_files)
+    held_out = _read(setup, settings.eval_files) if settings.eval_files else []
     enough = settings.stop_at_exact_match
     if enough is not None and not held_out:
         raise UserError("sft.stop_at_exact_match needs held-out conversations: set sft.eval_files")
-    batches = start.batches(start.sampler(len(train)), lambda sampler, _: [_draw(sampler, train, config)])
-    with open_training(start) as training:
+    batches = setup.batches(setup.sampler(len(train)), lambda sampler, _: [_draw(sampler, train, config)])
+    with open_training(setup) as training:
         training.build()
         training.resume()
         measurement = HeldOut(
@@ -44,10 +44,10 @@ def exact_match_share(trainer: TrainerGroup, conversations: Sequence[Conversatio
     return float(exact_matches(greedy, batch.fields["weights"] > 0, batch.lengths).float().mean())
 
 
-def _read(start: Start, files: list[str]) -> list[Conversation]:
-    config = start.config
+def _read(setup: RunSetup, files: list[str]) -> list[Conversation]:
+    config = setup.config
     return load_conversations(
-        files, start.model.tokenizer, config.sft.messages_column, config.loop.max_tokens_per_micro_batch
+        files, setup.model.tokenizer, config.sft.messages_column, config.loop.max_tokens_per_micro_batch
     )
 
 

@@ -22,7 +22,7 @@ from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.rollout.protocol import Request
 from megarl.run.batches import StepBatch
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import HeldOut, Training, open_training
 from megarl.schema import MegarlConfig
@@ -44,32 +44,32 @@ def spin(config: MegarlConfig) -> None:
     The result is a HuggingFace folder below `config.output_dir`.
     """
     settings = config.preference
-    start = Start.of(config, "spin")
-    if start.is_finished():
+    setup = RunSetup.read(config, "spin")
+    if setup.is_finished():
         return
-    exchanges = [last_exchange(conversation) for conversation in _read(start, settings.train_files)]
-    held_out = _read(start, settings.eval_files) if settings.eval_files else []
+    exchanges = [last_exchange(conversation) for conversation in _read(setup, settings.train_files)]
+    held_out = _read(setup, settings.eval_files) if settings.eval_files else []
     check_lengths(exchanges, config)
     check_context(config, (exchange.prompt for exchange in exchanges))
-    sampler = start.sampler(len(exchanges))
+    sampler = setup.sampler(len(exchanges))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
-    with open_training(start, engines=True) as training:
+    with open_training(setup, engines=True) as training:
         engines = training.processes.engines()
         engine_start = EngineStart(
-            training.trainer, engines, start.model, config, [exchange.prompt for exchange in exchanges]
+            training.trainer, engines, setup.model, config, [exchange.prompt for exchange in exchanges]
         )
         training.build()
-        if start.checkpoint is not None:
+        if setup.checkpoint is not None:
             engine_start.compare()
             training.resume()
         with phase("starting the engines"):
             refit = engine_start.finish()
-        if start.checkpoint is not None:
-            refit(start.step)  # the first one is another than those after it, and so are its metrics
+        if setup.checkpoint is not None:
+            refit(setup.step)  # the first one is another than those after it, and so are its metrics
         measurement = HeldOut(
             lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
         )
-        batches = start.batches(sampler, partial(draw_iteration, training, engines, refit, exchanges))
+        batches = setup.batches(sampler, partial(draw_iteration, training, engines, refit, exchanges))
         training.learn(batches, objective, measurement if held_out else None)
         training.export()
 
@@ -95,10 +95,10 @@ def _conversation(prompt: list[int], reply: list[int]) -> Conversation:
     return Conversation([*prompt, *reply], [False] * len(prompt) + [True] * len(reply))
 
 
-def _read(start: Start, files: list[str]) -> list[Conversation]:
-    config = start.config
+def _read(setup: RunSetup, files: list[str]) -> list[Conversation]:
+    config = setup.config
     limit = config.loop.max_tokens_per_micro_batch
-    return load_conversations(files, start.model.tokenizer, config.preference.messages_column, limit, "preference")
+    return load_conversations(files, setup.model.tokenizer, config.preference.messages_column, limit, "preference")
 
 
 def check_lengths(exchanges: Sequence[Exchange], config: MegarlConfig) -> None:
@@ -128,7 +128,7 @@ def draw_iteration(
     step: int,
 ) -> Iterator[StepBatch]:
     """The batches of pairs of the iteration that begins after `step`; none if the opponent's replies are the data's."""
-    config, clock = training.start.config, training.clock
+    config, clock = training.setup.config, training.clock
     settings = config.preference
     with clock.stage("refit"):
         # The version `step` is what the engines of a run that continues there have got already.
@@ -161,7 +161,7 @@ def _replies(
     training: Training, engines: EngineGroup, exchanges: Sequence[Exchange], ordinals: Sequence[int]
 ) -> list[list[int]]:
     """Replies of the opponent, one to each prompt; `ordinals` are the numbers of their draws."""
-    config, stop = training.start.config, training.start.model.stop_token_ids
+    config, stop = training.setup.config, training.setup.model.stop_token_ids
     sampling = sampling_parameters(config, stop, ordinals)
     requests = [
         Request(exchange.prompt, replace(parameters, samples=1))

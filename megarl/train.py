@@ -8,7 +8,7 @@ from megarl.cluster.batch import Batch
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
 from megarl.run.job import Job, open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.schema import LoopConfig, MegarlConfig
 from megarl.stages.advantage import kl_in_reward, with_advantages
 from megarl.stages.batch import mini_batches, to_batch
@@ -24,7 +24,7 @@ from megarl.tracking.clock import Clock
 from megarl.tracking.progress_lines import progress_lines
 
 _LONG_S = 60.0
-"""A step that takes longer says so often where it is."""
+"""A step that takes longer reports its progress each time so many seconds have passed."""
 
 
 def train(config: MegarlConfig) -> None:
@@ -32,10 +32,10 @@ def train(config: MegarlConfig) -> None:
 
     Everything it writes lies below `config.output_dir`: metrics, checkpoints, and the trained model in `huggingface`.
     """
-    start = Start.of(config, "train")
-    if start.is_finished():
+    setup = RunSetup.read(config, "train")
+    if setup.is_finished():
         return
-    with ExitStack() as at_end, open_job(start) as job:
+    with ExitStack() as at_end, open_job(setup) as job:
         with phase("first refit"):
             job.refit(job.state.step)
         print(f"refit: {job.refit.description}", flush=True)
@@ -48,15 +48,15 @@ def train(config: MegarlConfig) -> None:
 
 
 def _take_steps(job: Job) -> None:
-    """Step after step to the last one, or to the one in which the run is told to end; saved where that is due."""
+    """Take steps until the last, or until asked to stop; save checkpoints when they are due."""
     config, clock = job.config, Clock()
     with (
         asked_to_stop(waits=config.checkpoint.on_signal) as stop,
-        progress_lines(partial(_present, job, clock), _LONG_S),
+        progress_lines(partial(_status_line, job, clock), _LONG_S),
     ):
         while job.state.step < config.loop.steps:
             # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
-            with job.timeline.of(job.state.step + 1):
+            with job.timeline.record(job.state.step + 1):
                 metrics = train_step(job, clock)
             job.log(metrics)
             is_last = stop.end_step() if job.state.step < config.loop.steps else bool(stop)
@@ -69,32 +69,35 @@ def _take_steps(job: Job) -> None:
         job.checkpoints.complete()
 
 
-def _present(job: Job, clock: Clock) -> str:
-    """A line about a step that takes long."""
-    present = clock.present(longer_than_s=_LONG_S)
-    return present and f"step {job.state.step + 1}: {present}; {job.rollouts.present()}"
+def _status_line(job: Job, clock: Clock) -> str:
+    """A line about a step that takes long; empty for one that does not."""
+    present = clock.status_line(longer_than_s=_LONG_S)
+    return present and f"step {job.state.step + 1}: {present}; {job.rollouts.status_line()}"
 
 
 def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
-    """Sample with version v of the weights, train on that, serve version v + 1. Returns the step's metrics."""
+    """Sample with version v of the weights, train on that, serve version v + 1. Returns the step's metrics.
+
+    Rollout and reward run concurrently in threads of `job.rollouts` (`run/rollouts.py`), which gives finished batches.
+    """
     config, algorithm, state = job.config, job.config.algorithm, job.state
     version = state.step
 
-    sampled, groups, rollouts = job.rollouts.take(clock)
+    taken = job.rollouts.take(clock)
 
-    job.turns.give_to(job.trainer)
+    job.gpus.switch_to(job.trainer)
     with clock.stage("advantage"):
-        compared = without_small_groups(groups, algorithm)
-        batch = job.trainer.place(to_batch(compared, algorithm))
+        groups = without_small_groups(taken.groups, algorithm)
+        batch = job.trainer.place(to_batch(groups, algorithm))
         gaps = replay_gaps(batch, job.trainer, temperature=config.rollout.temperature)
-        batch = with_model_outputs(batch, compared, job.trainer, job.auxiliary, job.objective, config)
+        batch = with_model_outputs(batch, groups, job.trainer, job.auxiliary, job.objective, config)
         kl = kl_in_reward(batch, job.objective.with_kl_coefficient(state.kl.coefficient))
-        batch = with_advantages(batch, compared, config, kl=kl, kl_coefficient=state.kl.coefficient)
-        batch = with_staleness(batch, compared, version, config)
-        batches = mini_batches(batch, compared, config)
+        batch = with_advantages(batch, groups, config, kl=kl, kl_coefficient=state.kl.coefficient)
+        batch = with_staleness(batch, groups, version, config)
+        batches = mini_batches(batch, groups, config)
 
     with clock.stage("update"):
-        job.refit.withhold()
+        job.refit.mark_outdated()
         metrics = _update(job, batches, len(batch), None if kl is None else float(kl.mean()))
 
     with clock.stage("rollout"):
@@ -105,12 +108,12 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     job.rollouts.release()
 
     metrics |= job.rollouts.metrics()
-    metrics |= step_metrics(sampled, batch, version, config) | gaps
-    metrics |= {"groups/rollouts": float(rollouts), "groups/left_out": left_out(sampled, compared)}
+    metrics |= step_metrics(taken.sampled, batch, version, config) | gaps
+    metrics |= {"groups/rollouts": float(taken.rounds), "groups/left_out": left_out(taken.sampled, groups)}
     if job.data.eval_prompts and evaluates_after(state.step, config.loop):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
-    metrics |= job.turns.end_step() | job.engines.end_step() | job.checkpoints.take_metrics()
+    metrics |= job.gpus.end_step() | job.engines.end_step() | job.checkpoints.take_metrics()
     timings = clock.end_step(tokens=batch.total_tokens)
     waited = sum(timings.get(f"seconds/{stage}", 0.0) for stage in ("rollout", "reward"))
     metrics["throughput/trainer_idle"] = waited / timings["seconds/step"]
@@ -133,19 +136,25 @@ def _update(job: Job, batches: Sequence[Batch], responses: int, kl: float | None
         job.trainer, batches, objective, temperature=config.rollout.temperature, seed=seed
     )
     metrics |= updated
-    kl = kl_in_loss if kl is None else kl
-    if kl is not None:
-        metrics |= {"policy/kl_to_reference": kl, "policy/kl_coefficient": state.kl.coefficient}
-        state.kl.update(kl, responses)
+    metrics |= _control_kl(job, kl_in_loss if kl is None else kl, responses)
     refresh = config.algorithm.refresh_reference_every
     if refresh and (state.step + 1) % refresh == 0:
         job.trainer.refresh_reference()
     return metrics
 
 
+def _control_kl(job: Job, kl: float | None, responses: int) -> dict[str, MetricValue]:
+    """Adapt the coefficient of the KL to the step's mean, if there is one."""
+    if kl is None:
+        return {}
+    coefficient = job.state.kl.coefficient
+    job.state.kl.update(kl, responses)
+    return {"policy/kl_to_reference": kl, "policy/kl_coefficient": coefficient}
+
+
 def _evaluate(job: Job) -> dict[str, float]:
     loop = job.config.loop
-    job.turns.give_to(job.engines)
+    job.gpus.switch_to(job.engines)
     return evaluate(
         job.engines,
         job.data.eval_prompts,
@@ -160,7 +169,7 @@ def _evaluate(job: Job) -> dict[str, float]:
 
 
 def evaluates_after(step: int, loop: LoopConfig) -> bool:
-    """Whether the held-out prompts are answered after a step: the last and all between, or none at all."""
+    """Whether to evaluate after `step`: every `eval_every` steps and after the last, or never if that is 0."""
     return loop.eval_every > 0 and _due(step, loop.eval_every, loop.steps)
 
 

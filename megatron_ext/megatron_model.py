@@ -33,7 +33,7 @@ from megatron_ext.log_probs import LogProbs
 from megatron_ext.model import build_model, local_tensors
 from megatron_ext.multi_token_prediction import prepare_layers
 from megatron_ext.objective import Objective, StepResult
-from megatron_ext.offload import Residence, optimizer_tensors
+from megatron_ext.offload import OffloadableState, optimizer_tensors
 from megatron_ext.optimizer import Wrapped, build_optimizer, build_scheduler, wrap_distributed
 from megatron_ext.options import MegatronOptions
 from megatron_ext.overlap import gather_weights, gathers_in_forward
@@ -83,7 +83,7 @@ class MegatronModel:
         self._weights_are_complete = True
         self.chunks: Sequence[Wrapped] = []
         """The chunks with their buffers; none before `prepare_training`."""
-        self.residence = Residence(self._weight_tensors)
+        self.residence = OffloadableState(self._weight_tensors)
         """Where the state is: all of it on the device, until somebody moves it."""
         self._wait_for_reader: Callable[[], None] | None = None
 
@@ -175,7 +175,7 @@ class MegatronModel:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
         self._expert_load = ExpertLoad(self.bare_chunks, self.architecture.num_layers)
         self._balance = RouterBalance(self.bare_chunks, RouterLosses.of(options.transformer))
-        self.residence = Residence(self._weight_tensors, self._training_tensors, self.chunks)
+        self.residence = OffloadableState(self._weight_tensors, self._training_tensors, self.chunks)
 
     def freeze(self) -> None:
         """Leave the model as it is, in the place of `prepare_training`: no gradients, no optimizer, no buffers."""

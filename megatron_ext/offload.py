@@ -19,7 +19,7 @@ _NAMES: Mapping[StatePart, str] = {
 }
 
 
-class Residence:
+class OffloadableState:
     """Where a rank's state is, its device or the host. Tensors stay the same objects; what is away may not be touched.
 
     `weights` and `training` give the tensors of the two parts as they are now: an optimizer makes its own in its first

@@ -78,10 +78,10 @@ class TrainingCommand:
                 module, _, function = self.program.partition(":")
                 program = load(module, function)
                 from megarl.doctor.cluster_check import require_sound_nodes
-                from megarl.run.resumption import run_to_its_end
+                from megarl.run.resumption import run_with_restarts
             models = [path for _, path in models_of(config)]
             require_sound_nodes(config.cluster, [Path(config.output_dir)], models)
-            run_to_its_end(program, config)
+            run_with_restarts(program, config)
         print_places(Path(config.output_dir))
         return 0
 

@@ -15,7 +15,7 @@ from megarl.cluster.engine_load import load_metrics, work_metrics
 from megarl.cluster.engine_starter import EngineStarter
 from megarl.cluster.engines import Engines, SharedByEngines
 from megarl.cluster.reservation import Seats
-from megarl.cluster.restarts import Restarts, Start
+from megarl.cluster.restarts import Restarts, StartStages
 from megarl.cluster.router import Router
 from megarl.cluster.worker import Call, WorkerFailed, WorkerGone
 from megarl.cluster.worker_group import WorkerGroup
@@ -41,7 +41,7 @@ class EngineGroup(Engines):
         at_once = kind.at_once(config.engine_args)
         handles = [EngineHandle(workers[start : start + nodes], at_once) for start in range(0, len(workers), nodes)]
         self._starter = EngineStarter(config, kind, self.processes)
-        again = Restarts(restarts, Start(self._starter.prepare, self._starter.load), up_within_s=seats.timeout_s)
+        again = Restarts(restarts, StartStages(self._starter.prepare, self._starter.load), up_within_s=seats.timeout_s)
         shared = SharedByEngines(again, Router(handles, again), number_format(config.weights))
         super().__init__(handles, shared)
         self._step_began_s = time.monotonic()

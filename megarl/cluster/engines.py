@@ -111,7 +111,7 @@ class Engines:
         """The process that answers for each engine: another one after a restart."""
         return [handle.worker for handle in self.handles]
 
-    def but(self, workers: Collection[Worker]) -> "Engines":
+    def excluding(self, workers: Collection[Worker]) -> "Engines":
         """The engines for which others answer than these."""
         return self._those(handle for handle in self.handles if handle.worker not in workers)
 

@@ -21,7 +21,7 @@ Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
 _LOOK_AGAIN_S = 1.0
 
 
-class Start(NamedTuple):
+class StartStages(NamedTuple):
     """The two halves of the start of an engine that died: only the second one takes memory of its device."""
 
     prepare: Steps
@@ -61,7 +61,7 @@ class Restarts:
     `hold_off`, an engine is prepared and no more.
     """
 
-    def __init__(self, many: int, start: Start, *, up_within_s: float) -> None:
+    def __init__(self, many: int, start: StartStages, *, up_within_s: float) -> None:
         """An engine's processes come up within so many seconds, or have died once more."""
         self.count = 0
         """How many there were."""

@@ -103,7 +103,7 @@ class StopRequest:
             print(f"megarl: {said}", file=sys.stderr, flush=True)
         return bool(self)
 
-    def obey(self) -> None:
+    def raise_if_requested(self) -> None:
         """End as the signal says, if there was one or the time is over."""
         if self._number is not None:
             signal.raise_signal(self._number)
@@ -111,7 +111,7 @@ class StopRequest:
 
 @contextmanager
 def asked_to_stop(*, waits: bool) -> Iterator[StopRequest]:
-    """If it `waits`, SIGTERM and SIGHUP take effect at the end of what is inside, which has been asked to end soon.
+    """If it `waits`, delay SIGTERM and SIGHUP to the end of the block, which looks at the request and ends soon.
 
     The second one takes effect at once. A failure ends what was asked to end. The end of a job's time is foreseen, and
     ends it as SIGTERM does.
@@ -133,7 +133,7 @@ def asked_to_stop(*, waits: bool) -> Iterator[StopRequest]:
         if request:
             failure.may_resume = False
         raise
-    request.obey()
+    request.raise_if_requested()
 
 
 def _wanted(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:

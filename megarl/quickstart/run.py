@@ -29,7 +29,7 @@ from megarl.quickstart.models import MODELS, SCHEDULES, QuickstartModel
 from megarl.quickstart.questions import QuestionFiles
 from megarl.rollout import engine_kind
 from megarl.run.checkpoints import checkpoints_folder
-from megarl.run.resumption import run_to_its_end
+from megarl.run.resumption import run_with_restarts
 from megarl.schema import MegarlConfig, RolloutConfig
 from megarl.sft import sft
 from megarl.tracking import read_history
@@ -72,10 +72,10 @@ def _run(options: argparse.Namespace, output: Path) -> int:
         if warm_up is not None:
             told = "supervised, until about a third of the held-out answers are right"
             with _phase(console, seconds, "warm-up", told):
-                run_to_its_end(sft, warm_up)
+                run_with_restarts(sft, warm_up)
         with _phase(console, seconds, "training", f"GRPO, {job.loop.steps} steps of {_step_size(job)}"):
             validate(job, "train")
-            run_to_its_end(train, job)
+            run_with_restarts(train, job)
         with (
             _phase(console, seconds, "check", f"a fresh {_engine(job)} engine loads the export"),
             fresh_engines(_check_config(job, output)) as fresh,

@@ -83,7 +83,7 @@ class DirectPath:
         """See `Path.to`. Engines that are new are asked where they keep their weights, as the first ones were."""
         if engines.workers() == self._workers:
             return self
-        new = engines.but(self._workers)
+        new = engines.excluding(self._workers)
         if len(new) and self._trace(new) != self._spec.traces:
             raise RuntimeError("an engine that was started anew keeps its weights elsewhere than before")
         path = copy(self)
@@ -137,8 +137,8 @@ class DirectPath:
             raise failure
         self._is_connected = False
 
-    def settle(self, version: int) -> "DirectPath":  # noqa: ARG002
-        """See `Path.settle`."""
+    def next_path(self, version: int) -> "DirectPath":  # noqa: ARG002
+        """See `Path.next_path`."""
         return self
 
     def close(self) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from converters.architectures import Architecture, adapter_architecture
 from converters.errors import UserError
+from megarl.cluster.colocation import GpuSharing, OwnGpus
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.turns import Turns
 from megarl.cluster.worker import WorkerFailed
 from megarl.models.policy import Model, check_loadable
 from megarl.refit.choice import adapter_path, check_machines, direct_path, loader_path
@@ -38,7 +38,7 @@ class EngineStart:
         model: Model,
         config: MegarlConfig,
         prompts: Sequence[list[int]],
-        turns: Turns | None = None,
+        gpus: GpuSharing | None = None,
     ) -> None:
         """`prompts` are token ids of which a refit may be checked by some answers.
 
@@ -54,13 +54,13 @@ class EngineStart:
         self._trainer, self._engines, self._model, self._config = trainer, engines, model, config
         self._prompts = prompts[:_CHECKED_PROMPTS]
         self._refit: Refit | None = None
-        self._turns = turns or Turns()
+        self._gpus = gpus or OwnGpus()
         load_weights = self._is_apart or self._adapter is not None
         self._starting = engines.begin_start(model.folder, load_weights=load_weights, adapter=self._adapter)
-        if self._turns.are_taken:
+        if self._gpus.are_shared:
             # They measure how much memory there is.
             self._wait_for_engines()
-            self._turns.give_to(trainer)
+            self._gpus.switch_to(trainer)
 
     def compare(self) -> None:
         """Check that engines and ranks begin with the same weights, if both have read them."""
@@ -80,7 +80,7 @@ class EngineStart:
         if self._starting:
             self._engines.wait_started(self._starting)
             self._starting = []
-            self._turns.add(self._engines)
+            self._gpus.add(self._engines)
 
     @property
     def _parties(self) -> tuple[TrainerGroup, EngineGroup, Architecture, RefitConfig]:
@@ -104,7 +104,7 @@ class EngineStart:
             timeout_s=self._config.refit.timeout_s,
             kv="keep" if self._config.schedule.in_flight == "keep" else "recompute",
             check=self._log_prob_check(),
-            turns=self._turns,
+            gpus=self._gpus,
         )
         self._engines.bring_back_with(refit.catch_up)
         return refit
@@ -113,14 +113,14 @@ class EngineStart:
         """A path to engines that are all up; made once more where one dies and another has taken its place."""
         while True:
             # Where engines keep their weights is traced with these in place.
-            self._turns.begin_refit()
+            self._gpus.begin_refit()
             try:
                 if len(self._engines.up) == len(self._engines):
                     return make_path()
             except WorkerFailed:
                 if not self._engines.restart_dead():
                     raise
-            self._turns.give_to(self._engines)
+            self._gpus.switch_to(self._engines)
             self._engines.wait_for_all()
 
     def _log_prob_check(self) -> LogProbCheck | None:

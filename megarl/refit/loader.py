@@ -90,8 +90,8 @@ class LoaderPath:
             ) from failure
         raise failure
 
-    def settle(self, version: int) -> Path:
-        """See `Path.settle`."""
+    def next_path(self, version: int) -> Path:
+        """See `Path.next_path`."""
         if self.candidate is None:
             return self
         try:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from megarl.cluster.batch import Batch, opened_values
+from megarl.cluster.colocation import GpuSharing
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.turns import Turns
 from megarl.data import Turn
 from megarl.data.stretches import here
 from megarl.rollout.protocol import Request, SamplingParameters
@@ -34,16 +34,16 @@ class LogProbCheck:
     max_tokens: int
     tolerance: float
 
-    def __call__(self, trainer: TrainerGroup, engines: EngineGroup, turns: Turns) -> dict[str, float]:
+    def __call__(self, trainer: TrainerGroup, engines: EngineGroup, gpus: GpuSharing) -> dict[str, float]:
         """Metrics. Raises LogProbMismatchError if log-probabilities of engine and trainer differ, in nats, by more than
         `tolerance` in the mean of any response.
         """
         ranks = trainer.parallel.data_parallel_size
         prompts = list(islice(cycle(self.prompts), max(_PROMPTS_PER_ENGINE, ceil(ranks / len(engines)))))
         sampling = SamplingParameters(temperature=0.0, max_tokens=self.max_tokens)
-        turns.give_to(engines)
+        gpus.switch_to(engines)
         answered = engines.generate_in_each([Request(prompt, sampling, _BEFORE_ALL) for prompt in prompts])
-        turns.give_to(trainer)
+        gpus.switch_to(trainer)
         if not answered:  # who comes in the place of one that died gets its weights first
             return {}
         asked = [(prompt, given[0]) for of_engine in answered for prompt, given in zip(prompts, of_engine, strict=True)]

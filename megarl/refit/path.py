@@ -25,5 +25,5 @@ class Path(Protocol):
     def recover(self, failure: WorkerFailed) -> None:
         """Prepare to send again after `failure`; raise it, or what it means, where that is no use."""
 
-    def settle(self, version: int) -> "Path":
+    def next_path(self, version: int) -> "Path":
         """Return the path of the next refits, now that the engines have `version`, which the ranks still have."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
+from megarl.cluster.colocation import GpuSharing, OwnGpus
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.turns import Turns
 from megarl.cluster.worker import WorkerFailed
 from megarl.refit.log_prob_check import LogProbCheck
 from megarl.refit.path import Path
@@ -17,7 +17,7 @@ class Refit:
 
     `path` is that of the first refit, after which it may hand over to another one. `names` are those of all HF tensors.
     Engines that have a version already, from the folder that they started with, do not get it again. One that dies is
-    left out, and gets the weights when it was started anew. Where trainer and engines take `turns`, a refit has one of
+    left out, and gets the weights when it was started anew. Where trainer and engines share `gpus`, a refit has one of
     its own.
     """
 
@@ -31,7 +31,7 @@ class Refit:
         timeout_s: float,
         kv: KeysAndValues = "recompute",
         check: LogProbCheck | None = None,
-        turns: Turns | None = None,
+        gpus: GpuSharing | None = None,
     ) -> None:
         """`kv` says what becomes of keys and values of responses in flight."""
         self._trainer = trainer
@@ -45,7 +45,7 @@ class Refit:
         self._version = -1
         self._is_outdated = False
         """Whether the ranks have newer weights than those of `_version`."""
-        self._turns = turns or Turns()
+        self._gpus = gpus or OwnGpus()
 
     @property
     def description(self) -> str:
@@ -62,11 +62,11 @@ class Refit:
             metrics["refit/changed"] = moved.changed / moved.compared
         self._version, self._is_outdated = version, False
         if self._check is not None:
-            metrics |= self._check(self._trainer, self._engines, self._turns)
+            metrics |= self._check(self._trainer, self._engines, self._gpus)
         return metrics
 
-    def withhold(self) -> None:
-        """Note that the ranks learn: the version that the engines serve is gone from there, until the next refit."""
+    def mark_outdated(self) -> None:
+        """Note that the ranks' weights are newer than those that the engines serve, until the next refit."""
         self._is_outdated = True
 
     def catch_up(self) -> None:
@@ -76,10 +76,10 @@ class Refit:
         """
         if self._is_outdated:
             return
-        if self._turns.are_taken and len(self._engines.with_version(self._version)):
+        if self._gpus.are_shared and len(self._engines.with_version(self._version)):
             return
         self._update(self._version)
-        self._turns.give_to(self._engines)
+        self._gpus.switch_to(self._engines)
 
     def _update(self, version: int) -> tuple[Moved, bool]:
         """How much was sent, and whether that had to be repeated."""
@@ -91,7 +91,7 @@ class Refit:
         while True:
             try:
                 moved = self._send(version)
-                self._path = self._path.to(self._engines.with_version(version)).settle(version)
+                self._path = self._path.to(self._engines.with_version(version)).next_path(version)
             except WorkerFailed as failure:
                 repeated = True
                 if self._engines.restart_dead():
@@ -108,7 +108,7 @@ class Refit:
         """A transaction with those engines that are up and do not have the version; how much was sent."""
         moved = Moved()
         while True:
-            self._turns.begin_refit()
+            self._gpus.begin_refit()
             if len(engines := self._engines.without_version(version)):
                 self._path = self._path.to(engines)
                 engines.begin_update(version, self._names, self._timeout_s)

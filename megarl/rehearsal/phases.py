@@ -1,8 +1,8 @@
 """Phases of a step on a GPU: who is there, with what of its memory, and who is asleep.
 
-Models and engines that share GPUs take turns (`megarl.cluster.turns`): in a rollout the policy has nothing there but
-its buckets, in predictions and updates the engines nothing but theirs, in a refit all have their weights. All models
-have their turn at once: while one computes, the others have their state beside it.
+Models and engines that share GPUs take turns (`megarl.cluster.colocation`): in a rollout the policy has nothing there
+but its buckets, in predictions and updates the engines nothing but theirs, in a refit all have their weights. All
+models have their turn at once: while one computes, the others have their state beside it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -228,10 +228,10 @@ class OwnedEngine(ABC):
         return 0 if kv == "keep" else tokens_of(self._samples())
 
     def start_profiler(self) -> None:  # noqa: B027 - most compute in this process
-        """See `Recorded.start_profiler`."""
+        """See `Profiled.start_profiler`."""
 
     def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
-        """See `Recorded.stop_profiler`."""
+        """See `Profiled.stop_profiler`."""
         return {}
 
     # The methods below, too, run in the owner thread.

@@ -269,7 +269,7 @@ class Sleeper(Protocol):
         """Count what it holds, from now on, where there is no GPU to do it. Raises as `wake_up`."""
 
 
-class Recorded(Protocol):
+class Profiled(Protocol):
     """An inference engine as one whose work is in a timeline: as far as other processes do it than its own."""
 
     def start_profiler(self) -> None:
@@ -289,5 +289,5 @@ class EnginePart(Protocol):
         """End its workers."""
 
 
-class Engine(Generator, LayoutSource, WeightTarget, Sleeper, Recorded, Protocol):
+class Engine(Generator, LayoutSource, WeightTarget, Sleeper, Profiled, Protocol):
     """An inference engine in this process. Every method may be called from any thread."""

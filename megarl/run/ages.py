@@ -16,7 +16,7 @@ _KEYS = {
     "prompts_per_step": "loop.prompts_per_step",
     "in_flight": "schedule.in_flight",
 }
-"""The keys of the configuration by their names in `settings_of`."""
+"""The keys of the configuration by their names in `schedule_settings`."""
 
 
 def oldest_version(turns: Iterable[Turn]) -> int | None:
@@ -41,7 +41,7 @@ def check_ages(groups: Iterable[PromptGroup], version: int, bound: int) -> None:
             )
 
 
-def settings_of(config: MegarlConfig) -> dict[str, Any]:
+def schedule_settings(config: MegarlConfig) -> dict[str, Any]:
     """The schedule as a checkpoint tells of it."""
     schedule = config.schedule
     return {
@@ -52,9 +52,9 @@ def settings_of(config: MegarlConfig) -> dict[str, Any]:
     }
 
 
-def changes(saved: Mapping[str, Any], config: MegarlConfig) -> str:
-    """How the schedule differs from the `settings_of` an earlier run; nothing if it does not, or they are not known."""
-    found = settings_of(config).items()
+def changed_settings(saved: Mapping[str, Any], config: MegarlConfig) -> str:
+    """How the schedule differs from that of an earlier run, as `schedule_settings` gave it; empty if it does not."""
+    found = schedule_settings(config).items()
     different = [f"{_KEYS[name]}={now}, was {saved[name]}" for name, now in found if saved.get(name, now) != now]
     return "; ".join(different)
 
@@ -89,7 +89,7 @@ def check_carried_over(
         )
 
 
-def said_of(changed: str, finished: Sequence[int], unfinished: Sequence[int]) -> str:
+def schedule_change_message(changed: str, finished: Sequence[int], unfinished: Sequence[int]) -> str:
     """A sentence for whoever goes on with another schedule than that of the checkpoint."""
     return (
         f"another schedule than that of the checkpoint ({changed}): the {len(finished)} groups that wait and the "

@@ -81,7 +81,7 @@ def check_trained_alike(folder: Path, adapter: AdapterOptions | None) -> None:
         )
 
 
-class NotSaved(RunFailed):
+class CheckpointFailed(RunFailed):
     """A checkpoint could not be written for want of a disk that answers, here or on the machine of a rank."""
 
     details = ""
@@ -110,7 +110,7 @@ class Checkpoints:
         """Begin a checkpoint after `step`, once the one before is complete; without `async_save`, complete it, too.
 
         `state_in` writes further files of the controller to a folder and gives the rest of its state. Raises UserError
-        where the disk has no room, NotSaved where it does not answer.
+        where the disk has no room, CheckpointFailed where it does not answer.
         """
         started = time.perf_counter()
         self.complete()
@@ -159,8 +159,8 @@ class Checkpoints:
             reason = error.error if isinstance(error, WorkerFailed) else error
             if isinstance(reason, OSError):
                 reason = checkpoint_folder.disk_error(reason, self._root)
-            if isinstance(reason, checkpoint_folder.DiskAway):
-                raise NotSaved(reason) from error
+            if isinstance(reason, checkpoint_folder.DiskUnavailable):
+                raise CheckpointFailed(reason) from error
             raise
 
     def _abandon(self) -> None:

@@ -8,10 +8,10 @@ from megarl.data import PromptGroup
 
 
 class Dropped:
-    """Dropped groups, in the order of their draws, that no batch has told of.
+    """Dropped groups, in the order of their draws, that are not reported yet.
 
-    A batch tells of those that were drawn before its last group. How far behind it others are dropped by then is a
-    matter of the clock, and theirs are the batches that follow.
+    A batch reports the groups that were drawn before its last one. Later ones are reported with later batches, so that
+    metrics do not depend on timing.
     """
 
     def __init__(self, groups: Iterable[PromptGroup] = ()) -> None:
@@ -34,7 +34,7 @@ class Dropped:
         return self._groups[: self._place(ordinal)]
 
     def take_before(self, ordinal: int) -> list[PromptGroup]:
-        """The same, which are told of now."""
+        """The same, which count as reported from now on."""
         taken, self._groups = self.before(ordinal), self._groups[self._place(ordinal) :]
         return taken
 

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from megarl.algorithms import AdaptiveKl, PolicyObjective
+from megarl.cluster.colocation import GpuSharing
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.heartbeat import Ranks
 from megarl.cluster.roles import POLICY
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.turns import Turns
 from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.diagnostics.alerts import Alerts
@@ -27,8 +27,8 @@ from megarl.refit.refit import Refit
 from megarl.rewards import Scorer
 from megarl.rollout.schedule import Schedule
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.opening import Start, open_processes
-from megarl.run.rollouts import Rollouts, Served
+from megarl.run.opening import RunSetup, open_processes
+from megarl.run.rollouts import Rollouts, RolloutWorkers
 from megarl.run.timeline import Timeline
 from megarl.schema import MegarlConfig
 from megarl.stages.throughput import Throughput
@@ -56,7 +56,7 @@ class LoopState:
 class Job:
     """A run with all its processes up."""
 
-    start: Start
+    setup: RunSetup
     config: MegarlConfig
     model: Model
     data: PromptData
@@ -65,7 +65,7 @@ class Job:
     trainer: TrainerGroup
     auxiliary: AuxiliaryModels
     engines: EngineGroup
-    turns: Turns
+    gpus: GpuSharing
     refit: Refit
     tracker: Tracker
     throughput: Throughput
@@ -84,8 +84,8 @@ class Job:
 
     def export(self) -> None:
         """Write the trained models as HuggingFace folders, which then take the place of earlier ones of this run."""
-        self.turns.give_to(self.trainer)
-        self.start.export_policy(self.trainer, self.state.step)
+        self.gpus.switch_to(self.trainer)
+        self.setup.export_policy(self.trainer, self.state.step)
         for name, trained in self.auxiliary.trained.items():
             write = partial(trained.export, copy_from=self.model.folder)
             write_export(write, Path(self.config.output_dir) / name, self.state.step)
@@ -93,7 +93,7 @@ class Job:
     def save(self) -> None:
         """Write a checkpoint of the present step, or begin to."""
         state = self.state
-        self.turns.give_to(self.trainer)
+        self.gpus.switch_to(self.trainer)
         self.checkpoints.save(
             state.step,
             lambda folder: {
@@ -106,12 +106,12 @@ class Job:
 
 
 @contextmanager
-def open_job(start: Start) -> Iterator[Job]:
+def open_job(setup: RunSetup) -> Iterator[Job]:
     """Check everything that can be checked without a process, then start them all; they end with the context.
 
     A run whose output_dir holds a complete checkpoint continues from it, unless `checkpoint.resume` is never.
     """
-    config, model, checkpoint = start.config, start.model, start.checkpoint
+    config, model, checkpoint = setup.config, setup.model, setup.checkpoint
     for sentence in without_effect(config):
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
     with ExitStack() as stack:
@@ -119,49 +119,49 @@ def open_job(start: Start) -> Iterator[Job]:
             data = _read_prompt_data(config, model)
             check_auxiliary(config, model, data.prompts)
             objective = PolicyObjective(config.algorithm)
-            state = _position(start, len(data.prompts))
+            state = _position(setup, len(data.prompts))
             scorer = stack.enter_context(Scorer(config.reward))
             scorer.check_data_sources({prompt.data_source for prompt in (*data.prompts, *data.eval_prompts)})
-        models = {POLICY: start.options, **auxiliary_options(config)}
+        models = {POLICY: setup.options, **auxiliary_options(config)}
         processes = stack.enter_context(open_processes(config, models, engines=True))
-        tracker = processes.tracker(start)
-        with phase(f"starting trainer and engines{f', from step {start.step}' if checkpoint else ''}"):
+        tracker = processes.tracker(setup)
+        with phase(f"starting trainer and engines{f', from step {setup.step}' if checkpoint else ''}"):
             engines = processes.engines()
             # Older checkpoints do not tell of engines.
             if checkpoint is not None and "engines" in checkpoint.state:
                 engines.load_state_dict(checkpoint.state["engines"])
-            trainer = processes.trainer(start.options)
+            trainer = processes.trainer(setup.options)
             prompts = [prompt.token_ids for prompt in data.prompts]
-            turns = processes.turns(engines)
-            engine_start = EngineStart(trainer, engines, model, config, prompts, turns)
+            gpus = processes.gpus(engines)
+            engine_start = EngineStart(trainer, engines, model, config, prompts, gpus)
             trainer.start()
-            total_steps = start.steps * config.algorithm.updates_per_step
+            total_steps = setup.steps * config.algorithm.updates_per_step
             trainer.build(model.folder, model.megatron_checkpoint, total_steps, reference=objective.needs_reference)
-            turns.add(trainer)
-            auxiliary = open_auxiliary(config, total_steps, processes.trainer, made=turns.add)
+            gpus.add(trainer)
+            auxiliary = open_auxiliary(config, total_steps, processes.trainer, made=gpus.add)
             if checkpoint is not None:
                 engine_start.compare()
-                turns.give_to(trainer)
+                gpus.switch_to(trainer)
                 trainer.load(checkpoint.folder)
                 for name, group in auxiliary.trained.items():
                     group.load(checkpoint.folder / name)
             refit = engine_start.finish()
-            scored_by = Served(
+            workers = RolloutWorkers(
                 engines,
                 scorer,
                 auxiliary.reward_model,
-                turns,
+                gpus,
                 model.tokenizer,
                 tuple(model.stop_token_ids),
                 Ranks([trainer, *auxiliary.groups]),
             )
-            rollouts = Rollouts(config, data.prompts, state.sampler, _schedule(config, state.step), scored_by)
+            rollouts = Rollouts(config, data.prompts, state.sampler, _schedule(config, state.step), workers)
             if checkpoint is not None:
                 rollouts.load(checkpoint.folder, checkpoint.state)
         checkpoints = stack.enter_context(Checkpoints(config, "train", {"": trainer, **auxiliary.trained}))
         stack.enter_context(what_there_is_left_alone())
         yield Job(
-            start=start,
+            setup=setup,
             config=config,
             model=model,
             data=data,
@@ -170,7 +170,7 @@ def open_job(start: Start) -> Iterator[Job]:
             trainer=trainer,
             auxiliary=auxiliary,
             engines=engines,
-            turns=turns,
+            gpus=gpus,
             refit=refit,
             tracker=tracker,
             throughput=processes.throughput(trainer, "advantage", "update"),
@@ -210,9 +210,9 @@ def _read_prompts(files: list[str], config: MegarlConfig, model: Model) -> list[
     return found.prompts
 
 
-def _position(start: Start, prompts: int) -> LoopState:
+def _position(setup: RunSetup, prompts: int) -> LoopState:
     """Where the loop stands at the start."""
-    state = LoopState(start.step, start.sampler(prompts), AdaptiveKl.from_config(start.config.algorithm))
-    if start.checkpoint is not None:
-        state.kl.load_state_dict(start.checkpoint.state["kl"])
+    state = LoopState(setup.step, setup.sampler(prompts), AdaptiveKl.from_config(setup.config.algorithm))
+    if setup.checkpoint is not None:
+        state.kl.load_state_dict(setup.checkpoint.state["kl"])
     return state

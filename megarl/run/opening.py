@@ -11,13 +11,13 @@ from pathlib import Path
 import ray
 
 from converters.gc_pause import gc_frozen
+from megarl.cluster.colocation import GpuSharing, OwnGpus, SharedGpus
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.placement import table
 from megarl.cluster.reservation import Seats, reserve
 from megarl.cluster.roles import ENGINE, POLICY, engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.turns import Turns, TurnsOnSharedGpus
 from megarl.config.megatron import megatron_options
 from megarl.config.validate import COMMANDS
 from megarl.data import PromptSampler
@@ -52,10 +52,10 @@ _WITH_ENGINES = ("train", "spin")
 
 
 @dataclass(frozen=True)
-class Start:
+class RunSetup:
     """State that a run of a command that trains begins or continues with, checked before any process starts.
 
-    Example: Start.of(config, "sft") reads config.model and the last checkpoint below config.output_dir.
+    Example: RunSetup.read(config, "sft") reads config.model and the last checkpoint below config.output_dir.
     """
 
     config: MegarlConfig
@@ -65,7 +65,7 @@ class Start:
     checkpoint: Checkpoint | None = None
 
     @classmethod
-    def of(cls, config: MegarlConfig, command: str) -> "Start":
+    def read(cls, config: MegarlConfig, command: str) -> "RunSetup":
         """Raises UserError for a model or a layout that cannot be trained, and where an export is in the way."""
         with phase("checking the model"):
             check_name(config.model)
@@ -80,12 +80,12 @@ class Start:
                 check_held(model, config.rollout)
                 if options.adapter is not None and not options.adapter.merge:
                     with_adapter_slot(config.rollout, model.architecture, options.adapter.lora)
-            start = cls(config, command, model, options, latest_checkpoint(config, command))
-            if start.checkpoint is not None:
-                check_trained_alike(start.checkpoint.folder, options.adapter)
-        if start.checkpoint is None:
-            check_that_none_is_lost(start.exports)
-        return start
+            setup = cls(config, command, model, options, latest_checkpoint(config, command))
+            if setup.checkpoint is not None:
+                check_trained_alike(setup.checkpoint.folder, options.adapter)
+        if setup.checkpoint is None:
+            check_that_none_is_lost(setup.exports)
+        return setup
 
     @property
     def exports(self) -> list[Path]:
@@ -112,17 +112,17 @@ class Start:
         return reduce(getattr, COMMANDS[self.command].steps.split("."), self.config)  # type: ignore[return-value]
 
     @property
-    def has_learned_enough(self) -> bool:
+    def has_converged(self) -> bool:
         """Whether the run has ended before its last step."""
         return bool(self.checkpoint and self.checkpoint.state.get("is_enough"))
 
     def is_finished(self) -> bool:
         """Whether nothing is left to do; then that is said."""
-        is_over = self.step >= self.steps or self.has_learned_enough
+        is_over = self.step >= self.steps or self.has_converged
         if not is_over or any(step_of_export(export) != self.step for export in self.exports):
             return False
-        if self.has_learned_enough:
-            print(f"all is learned after {self.step} steps; choose another output_dir to begin anew", flush=True)
+        if self.has_converged:
+            print(f"converged after {self.step} steps; choose another output_dir to start a new run", flush=True)
         else:
             key = COMMANDS[self.command].steps
             print(f"all {self.step} steps are done; raise {key} to go on from the last one", flush=True)
@@ -150,9 +150,9 @@ class Processes:
         self._config, self._seats, self._stack = config, seats, stack
         self._logs = Path(config.output_dir) / LOGS
 
-    def tracker(self, start: Start) -> Tracker:
+    def tracker(self, setup: RunSetup) -> Tracker:
         """Loggers that go on after the steps that are done."""
-        return self._stack.enter_context(open_tracker_of(self._config, step=start.step, last_step=start.steps))
+        return self._stack.enter_context(open_tracker_of(self._config, step=setup.step, last_step=setup.steps))
 
     def trainer(self, options: MegatronOptions, name: str = POLICY) -> TrainerGroup:
         """Ranks that are placed, without a model."""
@@ -174,15 +174,15 @@ class Processes:
         own = sum(seats.role.gpus * len(seats) for seats in self._seats.values() if seats.shared_gpus is None)
         return Throughput(trainer, stages, int(own) + len(shared), self._config.tracking.peak_tflops)
 
-    def turns(self, engines: EngineGroup) -> Turns:
+    def gpus(self, engines: EngineGroup) -> GpuSharing:
         """Whose turn it is, between `engines` and the models that are placed on the same GPUs."""
         cluster, memory = self._config.cluster, None
         if not cluster.sharing():
-            return Turns()
+            return OwnGpus()
         if not self._seats[ENGINE].role.gpus:
             folder = Path(ray.get_runtime_context().get_temp_dir())
             memory = CountedMemory(folder / f"device_{secrets.token_hex(8)}", cluster.device_memory_bytes)
-        return TurnsOnSharedGpus(engines, cluster.sharing(), memory)
+        return SharedGpus(engines, cluster.sharing(), memory)
 
     def engines_with(self, model: Model) -> EngineGroup:
         """Engines that serve a HuggingFace folder as it is."""

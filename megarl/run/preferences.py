@@ -9,18 +9,18 @@ from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
 from megarl.data import PreferencePair, PromptSampler, load_pairs
 from megarl.run.batches import BatchStream, StepBatch
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.run.supervised import conversation_batch
 from megatron_ext.objective import Objective
 from megatron_ext.packing import RaggedBatch, pack
 
 
-def read_pairs(start: Start) -> tuple[list[PreferencePair], list[PreferencePair]]:
+def read_pairs(setup: RunSetup) -> tuple[list[PreferencePair], list[PreferencePair]]:
     """The pairs to train on, and those held out (which may be none)."""
-    config = start.config
+    config = setup.config
     limit, once = config.loop.max_tokens_per_micro_batch, config.loop.shared_prefixes
     train, held_out = (
-        load_pairs(files, start.model.tokenizer, config.preference, limit, shared_prefixes=once) if files else []
+        load_pairs(files, setup.model.tokenizer, config.preference, limit, shared_prefixes=once) if files else []
         for files in (config.preference.train_files, config.preference.eval_files)
     )
     return train, held_out
@@ -32,18 +32,18 @@ def pair_batch(pairs: Sequence[PreferencePair]) -> RaggedBatch:
 
 
 def draw_pairs(
-    start: Start,
+    setup: RunSetup,
     sampler: PromptSampler,
     train: Sequence[PreferencePair],
     prepare: Callable[[RaggedBatch], RaggedBatch] = lambda batch: batch,
 ) -> BatchStream:
     """Batches of `preference.pairs_per_step` pairs without end, each as `prepare` makes it."""
-    count = start.config.preference.pairs_per_step
+    count = setup.config.preference.pairs_per_step
 
     def make(sampler: PromptSampler, _step: int) -> list[StepBatch]:
         return [StepBatch(prepare(pair_batch([train[index] for index in sampler.next(count)])))]
 
-    return start.batches(sampler, make)
+    return setup.batches(sampler, make)
 
 
 def with_reference(batch: RaggedBatch, log_probs: Tensor) -> RaggedBatch:

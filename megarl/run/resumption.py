@@ -15,7 +15,7 @@ MOST_IN_VAIN = 3
 """Failures in a row, without a checkpoint between them, after which a run is given up: it comes no further."""
 
 
-class GivenUp(RunFailed):
+class TooManyFailures(RunFailed):
     """A run failed too often: a sentence and the end of a log."""
 
     may_resume = False
@@ -26,11 +26,11 @@ class GivenUp(RunFailed):
         self.details = details
 
 
-def run_to_its_end(program: Callable[[MegarlConfig], None], config: MegarlConfig) -> None:
+def run_with_restarts(program: Callable[[MegarlConfig], None], config: MegarlConfig) -> None:
     """Run `program`; where it fails of something that may pass, again, from the last checkpoint or else the start.
 
-    Everything that a try has started ends with it. Raises GivenUp after `cluster.max_restarts` restarts, or where
-    failures follow each other without a checkpoint between them; a fault of the program is then raised as it is.
+    Everything that a try has started ends with it. Raises TooManyFailures after `cluster.max_restarts` restarts, or
+    where failures follow each other without a checkpoint between them; a fault of the program is then raised as it is.
     """
     failures = _Failures(config)
     while True:
@@ -58,7 +58,7 @@ class _Failures:
         self._saved = complete_iterations(self._checkpoints)[-1:]
 
     def add(self, failure: Resumable) -> None:
-        """Say that the run goes on after a failure. Raises GivenUp, or the failure, if it does not."""
+        """Say that the run goes on after a failure. Raises TooManyFailures, or the failure, if it does not."""
         self._first = self._first or (failure.happened, failure.details)
         saved = complete_iterations(self._checkpoints)[-1:]
         self._in_vain = self._in_vain + 1 if saved == self._saved else 1
@@ -78,7 +78,7 @@ class _Failures:
     @staticmethod
     def _give_up(failure: Resumable, why: str, what: str, details: str) -> None:
         if isinstance(failure, RunFailed):
-            raise GivenUp(f"{why}: {what}", details) from None
+            raise TooManyFailures(f"{why}: {what}", details) from None
         failure.add_note(f"{why}: {what}")
         raise failure
 

@@ -13,22 +13,22 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms import ADVANTAGES, Source
+from megarl.cluster.colocation import GpuSharing
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.heartbeat import INTERVAL_S, Ranks
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptGroup, PromptSampler
 from megarl.rewards import PendingScores, Scorer
 from megarl.rollout.schedule import Schedule
 from megarl.run.ages import (
-    changes,
+    changed_settings,
     check_ages,
     check_carried_over,
     check_room,
     oldest_of_group,
     oldest_version,
-    said_of,
-    settings_of,
+    schedule_change_message,
+    schedule_settings,
 )
 from megarl.run.dropped import Dropped
 from megarl.run.saved_groups import read_groups, save_groups
@@ -43,26 +43,26 @@ from megarl.tracking.clock import Clock
 P = ParamSpec("P")
 
 
-class Sampled(NamedTuple):
-    """A batch of groups: all that were `sampled` for it, those of them to train on, and rollouts of so many prompts."""
+class RolloutBatch(NamedTuple):
+    """All groups that were sampled for a batch, the groups of them to train on, and the number of sampling rounds."""
 
     sampled: list[PromptGroup]
     groups: list[PromptGroup]
-    rollouts: int
+    rounds: int
 
 
 @dataclass(frozen=True)
-class Served:
-    """Everybody who makes a scored group of a drawn prompt."""
+class RolloutWorkers:
+    """The engines, reward functions and reward model that turn prompts into scored groups."""
 
     engines: EngineGroup
     scorer: Scorer
     reward_model: TrainerGroup | None
-    turns: Turns
+    gpus: GpuSharing
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     ranks: Ranks = field(default_factory=Ranks)
-    """All that wait meanwhile."""
+    """Trainer ranks that wait meanwhile."""
 
 
 @dataclass
@@ -83,10 +83,10 @@ class Lengths:
         self.responses += len(group.trajectories)
 
 
-def _told(
+def _callback(
     method: Callable[Concatenate["Rollouts", P], None],
 ) -> Callable[Concatenate["Rollouts", P], None]:
-    """Let a method run when a thread of engines or rewards calls it; its failure is raised where a batch is taken."""
+    """Make a method the callback of threads of engines and rewards; `take` raises the first exception of any."""
 
     @functools.wraps(method)
     def call(self: "Rollouts", *arguments: P.args, **options: P.kwargs) -> None:
@@ -95,7 +95,7 @@ def _told(
                 method(self, *arguments, **options)
             except BaseException as failure:  # noqa: BLE001 - `take` raises it
                 self._failure = self._failure or failure
-            # To be woken for each group, only to wait for the next, would cost as much as the rest of this.
+            # Waking the waiter for each group, only to wait for the next, would double the cost of a callback.
             if self._failure is not None or self._awaited():
                 self._changed.notify_all()
 
@@ -110,15 +110,21 @@ class Rollouts:
     """
 
     def __init__(
-        self, config: MegarlConfig, prompts: Sequence[Prompt], sampler: PromptSampler, schedule: Schedule, by: Served
+        self,
+        config: MegarlConfig,
+        prompts: Sequence[Prompt],
+        sampler: PromptSampler,
+        schedule: Schedule,
+        workers: RolloutWorkers,
     ) -> None:
-        self._config, self._prompts, self._sampler, self._schedule, self._by = config, prompts, sampler, schedule, by
+        self._config, self._prompts, self._sampler = config, prompts, sampler
+        self._schedule, self._workers = schedule, workers
         self._is_ahead = schedule.slots > config.loop.prompts_per_step
         self._changed = Condition()
         self._awaited: Callable[[], bool] = lambda: False
         """Whether there is what somebody waits for."""
         self._failure: BaseException | None = None
-        self._unfinished = Unfinished(by.engines)
+        self._unfinished = Unfinished(workers.engines)
         """Groups until the functions have scored them."""
         self._sampled: set[int] = set()
         """Ordinals of groups that the engines have answered, until these are finished or dropped."""
@@ -133,7 +139,7 @@ class Rollouts:
         self._again: list[int] = []
         """Draws that were being sampled when the state was saved."""
 
-    def take(self, clock: Clock) -> Sampled:
+    def take(self, clock: Clock) -> RolloutBatch:
         """Wait for the next batch, with what was dropped among it since the one before.
 
         Raises what an engine, a reward or the filter failed of, UserError where too many prompts teach nothing, and
@@ -145,7 +151,7 @@ class Rollouts:
             with self._changed:
                 are_sampled = self._next_are(self._sampled)
             if not are_sampled:
-                self._by.turns.give_to(self._by.engines)
+                self._workers.gpus.switch_to(self._workers.engines)
             with clock.stage("rollout"):
                 self._wait(lambda: self._is_decided() or self._next_are(self._sampled))
             with clock.stage("reward"):
@@ -165,14 +171,14 @@ class Rollouts:
                 "schedule/dropped_unscored": float(unscored),
                 "schedule/dropped_equal": float(len(dropped) - unscored),
             }
-        if self._by.turns.are_taken:
-            # In the trainers' turn nothing would end.
+        if self._workers.gpus.are_shared:
+            # While the trainer has the GPUs no response would end.
             with clock.stage("rollout"):
                 self._hold(self._is_quiet)
         sampled = sorted([*kept, *dropped], key=lambda group: group.ordinal)
         check_any_scored(sampled)
-        rollouts = ceil(len(sampled) / self._config.loop.prompts_per_step)
-        return Sampled(sampled, groups_to_train_on(kept, self._config.algorithm), rollouts)
+        rounds = ceil(len(sampled) / self._config.loop.prompts_per_step)
+        return RolloutBatch(sampled, groups_to_train_on(kept, self._config.algorithm), rounds)
 
     def hold(self) -> None:
         """Wait, before new weights come, for what is in flight, unless it may go on with them.
@@ -180,11 +186,11 @@ class Rollouts:
         Engines that take turns with trainers have had theirs by then, and end in `take` what has to end. Where none is
         left that has the old weights, the rest is sampled with the new ones.
         """
-        self._hold(lambda: self._is_quiet() or not self._by.engines.any_serving)
+        self._hold(lambda: self._is_quiet() or not self._workers.engines.any_serving)
 
     def _hold(self, reached: Callable[[], bool]) -> None:
         if self._config.schedule.in_flight == "wait" and not self._is_quiet():
-            self._by.turns.give_to(self._by.engines)
+            self._workers.gpus.switch_to(self._workers.engines)
             self._wait(reached)
 
     def release(self) -> None:
@@ -205,7 +211,7 @@ class Rollouts:
             groups = [*self._finished.values(), *self._unjudged.values(), *self._dropped.all]
             return {
                 "sampler": self._sampler.state_dict(),
-                "schedule": {**self._schedule.state_dict(), "settings": settings_of(self._config)},
+                "schedule": {**self._schedule.state_dict(), "settings": schedule_settings(self._config)},
                 "groups": save_groups(groups, folder),
                 "dropped": [group.ordinal for group in self._dropped.all],
                 "partials": save_partials(self._partials(), folder),
@@ -220,7 +226,7 @@ class Rollouts:
         if "schedule" not in state:  # of a run that had none
             return
         # Older checkpoints do not tell of the settings.
-        changed = changes(state["schedule"].get("settings", {}), self._config)
+        changed = changed_settings(state["schedule"].get("settings", {}), self._config)
         check_room(len(state["schedule"]["draws"]), self._schedule.slots, self._config)
         self._schedule.load_state_dict(state["schedule"])
         self._lengths |= {name: Lengths(**each) for name, each in state.get("lengths", {}).items()}
@@ -239,7 +245,7 @@ class Rollouts:
         }
         check_carried_over(oldest, self._schedule, changed, self._config)
         if changed:
-            print(said_of(changed, self._schedule.waiting, self._schedule.unfinished), flush=True)
+            print(schedule_change_message(changed, self._schedule.waiting, self._schedule.unfinished), flush=True)
 
     def metrics(self) -> dict[str, float]:
         """How many groups are on their way, what was dropped for the last batch, and how long responses are."""
@@ -253,7 +259,7 @@ class Rollouts:
             **lengths,
         }
 
-    def present(self) -> str:
+    def status_line(self) -> str:
         """How many groups wait for the trainer, and how many are on their way, in words."""
         with self._changed:
             ready, underway = len(self._schedule.waiting), len(self._schedule.unfinished)
@@ -274,8 +280,8 @@ class Rollouts:
                     raise self._failure
             if is_reached:
                 return
-            self._by.engines.look_after()
-            self._by.ranks.look_after()
+            self._workers.engines.look_after()
+            self._workers.ranks.look_after()
 
     def _is_decided(self) -> bool:
         """Whether the next batch is finished, or too many were dropped for it."""
@@ -329,30 +335,30 @@ class Rollouts:
 
     def _begin(self, draws: Sequence[tuple[int, int]]) -> None:
         """Let the engines sample draws, of which the ordinal and the index of the prompt are known."""
-        by, config = self._by, self._config
+        workers, config = self._workers, self._config
         groups = [PromptGroup(self._prompts[index], ordinal) for ordinal, index in draws]
-        sampling = sampling_parameters(config, by.stop_token_ids, [group.ordinal for group in groups])
+        sampling = sampling_parameters(config, workers.stop_token_ids, [group.ordinal for group in groups])
         with_baselines = Source.GREEDY_RESPONSES in ADVANTAGES[config.algorithm.advantage].sources
         requests = requests_for(groups, sampling, with_baselines=with_baselines)
         self._unfinished.begin(groups, requests, self._sampled_one)
 
-    @_told
+    @_callback
     def _sampled_one(self, group: PromptGroup, answers: Sequence[Future]) -> None:
         """Begin to score a group whose samples are there."""
         self._sampled.add(group.ordinal)
         complete = answered(group, [answer.result() for answer in answers])
-        pending = self._by.scorer.begin()
-        begin_scoring(pending, complete, self._by.tokenizer)
+        pending = self._workers.scorer.begin()
+        begin_scoring(pending, complete, self._workers.tokenizer)
         pending.when_finished(lambda: self._scored_one(complete, pending))
 
-    @_told
+    @_callback
     def _scored_one(self, group: PromptGroup, pending: PendingScores) -> None:
         """Judge a group that the reward functions have scored, or let the reward model add to it."""
         self._unfinished.end(group.ordinal)
         self._lengths["sampled"].count(group)
         limit = self._config.rollout.max_response_tokens
         scored = with_outcomes(group, pending.finish(), self._config.reward, limit)
-        if self._by.reward_model is None:
+        if self._workers.reward_model is None:
             self._settle(scored)
         else:
             self._unjudged[group.ordinal] = scored
@@ -362,9 +368,9 @@ class Rollouts:
         with self._changed:
             groups = [self._unjudged.pop(each) for each in self._to_judge()]
         # Without one there are some all the same where a run goes on that had one.
-        if groups and self._by.reward_model is not None:
-            self._by.turns.give_to(self._by.reward_model)
-            groups = with_model_scores(groups, self._by.reward_model, self._config.reward_model.weight)
+        if groups and self._workers.reward_model is not None:
+            self._workers.gpus.switch_to(self._workers.reward_model)
+            groups = with_model_scores(groups, self._workers.reward_model, self._config.reward_model.weight)
         with self._changed:
             for group in groups:
                 self._settle(group)

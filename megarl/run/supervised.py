@@ -17,7 +17,7 @@ from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
 from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.opening import Processes, Start, open_processes
+from megarl.run.opening import Processes, RunSetup, open_processes
 from megarl.run.timeline import Timeline
 from megarl.stages.throughput import Throughput
 from megarl.stages.update import update
@@ -49,7 +49,7 @@ class Position:
 class Training:
     """The ranks and the loggers of a run."""
 
-    start: Start
+    setup: RunSetup
     processes: Processes
     trainer: TrainerGroup
     tracker: Tracker
@@ -61,33 +61,33 @@ class Training:
 
     def build(self, *, reference: bool = False, **options: Any) -> None:
         """Start the ranks and read the weights; the `options` are those of `TrainerGroup.build`."""
-        model = self.start.model
+        model = self.setup.model
         with phase("starting the trainer"):
             self.trainer.start()
             self.trainer.build(
-                model.folder, model.megatron_checkpoint, self.start.steps, reference=reference, **options
+                model.folder, model.megatron_checkpoint, self.setup.steps, reference=reference, **options
             )
 
     def resume(self) -> None:
         """Let the ranks continue from the checkpoint, where there is one; the reference stays what was built."""
-        if self.start.checkpoint is not None:
-            self.trainer.load(self.start.checkpoint.folder)
+        if self.setup.checkpoint is not None:
+            self.trainer.load(self.setup.checkpoint.folder)
 
     def learn(self, batches: BatchStream, objective: Objective, held_out: HeldOut | None) -> None:
         """One optimizer step per batch, until there are all, no more batches, or it is enough."""
-        checkpoints, position = self.start.config.checkpoint, self.position
+        checkpoints, position = self.setup.config.checkpoint, self.position
         self.clock.end_step(tokens=0)  # the time of the start is no step's
         with asked_to_stop(waits=checkpoints.on_signal) as stop:
-            while position.step < self.start.steps and not position.is_enough:
+            while position.step < self.setup.steps and not position.is_enough:
                 if (step_batch := batches.after(position.step)) is None:
                     position.is_enough = True
                 else:
-                    with self.timeline.of(position.step + 1):
+                    with self.timeline.record(position.step + 1):
                         metrics = self._step(step_batch, objective, held_out)
                     # Logged, then saved: a resumed run cuts off lines that are too many.
                     self.tracker.log(position.step, metrics)
                     position.is_enough = bool(held_out and held_out.is_enough(numbers(metrics)))
-                is_last = position.is_enough or position.step == self.start.steps or stop.end_step()
+                is_last = position.is_enough or position.step == self.setup.steps or stop.end_step()
                 with self.clock.stage("checkpoint"):
                     self.checkpoints.complete_if_written()
                     if is_last or (checkpoints.every and position.step % checkpoints.every == 0):
@@ -101,7 +101,7 @@ class Training:
         with self.clock.stage("update"):
             batch = Batch.of(step_batch.batch)
             metrics = {**update(self.trainer, [batch], objective, temperature=1.0), **step_batch.metrics}
-        if held_out and (step % held_out.every == 0 or step == self.start.steps):
+        if held_out and (step % held_out.every == 0 or step == self.setup.steps):
             with self.clock.stage("evaluate"):
                 metrics |= held_out.measure()
         metrics |= self.checkpoints.take_metrics()
@@ -116,23 +116,23 @@ class Training:
     def export(self) -> None:
         """Write the trained model as a HuggingFace folder below `output_dir`."""
         with phase("writing the trained model"):
-            self.start.export_policy(self.trainer, self.position.step)
+            self.setup.export_policy(self.trainer, self.position.step)
 
 
 @contextmanager
-def open_training(start: Start, *, engines: bool = False) -> Iterator[Training]:
+def open_training(setup: RunSetup, *, engines: bool = False) -> Iterator[Training]:
     """The processes of a run, placed but without a model: see `Training.build`. They end with the context.
 
     With `engines` there is room for these, too.
     """
-    with open_processes(start.config, {POLICY: start.options}, engines=engines) as processes:
-        tracker = processes.tracker(start)
-        trainer = processes.trainer(start.options)
-        position = Position(start.step, start.has_learned_enough)
+    with open_processes(setup.config, {POLICY: setup.options}, engines=engines) as processes:
+        tracker = processes.tracker(setup)
+        trainer = processes.trainer(setup.options)
+        position = Position(setup.step, setup.has_converged)
         throughput = processes.throughput(trainer, "reference", "update", "evaluate")
-        timeline = Timeline(start.config.tracking.profile, Path(start.config.output_dir), trainer.workers, None, None)
-        with Checkpoints(start.config, start.command, {"": trainer}) as checkpoints:
-            yield Training(start, processes, trainer, tracker, position, throughput, timeline, checkpoints)
+        timeline = Timeline(setup.config.tracking.profile, Path(setup.config.output_dir), trainer.workers, None, None)
+        with Checkpoints(setup.config, setup.command, {"": trainer}) as checkpoints:
+            yield Training(setup, processes, trainer, tracker, position, throughput, timeline, checkpoints)
 
 
 def conversation_batch(conversations: Sequence[Conversation], aggregation: str, unit: int = 1) -> RaggedBatch:

@@ -31,7 +31,7 @@ class Timeline:
         self._workers, self._engines, self._scorer = workers, engines, scorer
 
     @contextmanager
-    def of(self, step: int) -> Iterator[None]:
+    def record(self, step: int) -> Iterator[None]:
         """Record what is inside if this is the step; nothing is written where it fails."""
         if step != self._step:
             yield

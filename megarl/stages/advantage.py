@@ -56,7 +56,7 @@ def with_advantages(
     kl: Tensor | None,
     kl_coefficient: float,
 ) -> Batch:
-    """`batch`, that of `to_batch` with the predictions of the models, with the field `advantages`.
+    """Add the field `advantages` to a batch that has the predictions of the models.
 
     Also `returns` where a critic learns, and `outcomes` where an implicit reward model does. `kl`, if there is one, is
     that of `kl_in_reward`. Where responses to a prompt are compared, all branches of a rollout together are one

@@ -67,10 +67,10 @@ def weighted(
     options: Mapping[str, Any] | None = None,
     rollouts: Tensor | None = None,
 ) -> Batch:
-    """`batch`, that of one optimizer step, with the field `weights`: 0 at tokens that are not trained on.
+    """Add the field `weights` to the batch of one optimizer step: 0 at tokens that are not trained on.
 
-    `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it; `options` are its.
-    With `rollouts` long[N], all branches of a rollout together count as one response.
+    `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it; `options` are the
+    aggregation's. With `rollouts` long[N], all branches of a rollout together count as one response.
     """
     lengths = trained_responses(batch).lengths
     if rollouts is not None:

@@ -1,7 +1,7 @@
 """How good the policy is: greedy responses to held-out prompts, or several sampled ones."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,9 +12,8 @@ from megarl.diagnostics.answers import answer_of
 from megarl.diagnostics.validation import Answers, by_source
 from megarl.rewards import Scorer
 from megarl.rollout.protocol import SamplingParameters
-from megarl.stages.reward import score, text_of
-from megarl.stages.rollout import rollout
-from megarl.tracking.clock import Clock
+from megarl.stages.reward import begin_scoring, check_any_scored, text_of, with_outcomes
+from megarl.stages.rollout import answered, requests_for
 
 # Keeps the seeds of an evaluation apart from others that are made of loop.seed and a number.
 _EVALUATION = 0xE7A1
@@ -41,10 +40,9 @@ def evaluate(
     the same `seed` samples with the same random streams.
     """
     sampling = _sampling(len(prompts), samples, temperature, max_tokens, tuple(stop_token_ids), seed)
-    # A clock of its own: to a training step an evaluation is one stage, which the loop times.
-    # Below those of draws: none is a conversation of theirs, and the run waits for these alone.
+    # Negative ordinals: these prompts share no conversation with those of training, and are served first.
     drawn = [PromptGroup(prompt, place - len(prompts)) for place, prompt in enumerate(prompts)]
-    groups = score(rollout(engines, drawn, sampling), scorer, tokenizer, Clock())
+    groups = score_all(sample_all(engines, drawn, sampling), scorer, tokenizer)
     sampled = [each for group in groups for each in group.trajectories]
     # Later samples must not depend on whether an evaluation came before.
     engines.reset_prefix_cache()
@@ -54,6 +52,35 @@ def evaluate(
         "eval/truncated_fraction": float(np.mean([each.is_truncated for each in sampled])),
         "eval/response_length": float(np.mean([each.sampled_tokens for each in sampled])),
     }
+
+
+def sample_all(
+    engines: Engines, groups: Sequence[PromptGroup], sampling: Sequence[SamplingParameters]
+) -> Iterator[PromptGroup]:
+    """Sample every group, with the parameters in its place; each comes as soon as it is finished, in any order."""
+    for place, turns in engines.generate_each(requests_for(groups, sampling, with_baselines=False)):
+        yield answered(groups[place], [turns])
+
+
+def score_all(sampled: Iterable[PromptGroup], scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[PromptGroup]:
+    """Score groups while others are still being sampled; returns them in the order of their ordinals.
+
+    Raises RewardFailed with the sample if the configuration says to stop for it, and UserError if nothing is scored or
+    no reward is for a data_source.
+    """
+    pending, groups = scorer.begin(), []
+    try:
+        for group in sampled:
+            groups.append(group)
+            begin_scoring(pending, group, tokenizer)
+        outcomes = pending.finish()
+    except BaseException:
+        pending.cancel()
+        raise
+    groups.sort(key=lambda each: each.ordinal)
+    scored = [with_outcomes(group, outcomes, scorer.config, max_response_tokens=None) for group in groups]
+    check_any_scored(scored)
+    return scored
 
 
 def evaluation_metrics(

@@ -1,6 +1,6 @@
 """Sampled groups to scored groups: the reward function, the penalty of long responses, the reward model."""
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,53 +10,16 @@ from converters.errors import UserError
 from megarl.algorithms.finite import check_finite
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Prompt, PromptGroup, Trajectory
-from megarl.rewards import OVERLONG, Outcome, PendingScores, RewardLost, RewardTimedOut, Score, Scorer, reward_arguments
+from megarl.rewards import OVERLONG, Outcome, PendingScores, RewardLost, RewardTimedOut, Score, reward_arguments
 from megarl.schema import RewardConfig
 from megarl.stages.batch import whole
-from megarl.tracking.clock import Clock
 
 REWARD_MODEL = "reward_model"
 """The name of a reward model's score among the terms of a reward."""
 
 
-def score(
-    finished: Iterable[PromptGroup],
-    scorer: Scorer,
-    tokenizer: PreTrainedTokenizerBase,
-    clock: Clock,
-    *,
-    max_response_tokens: int | None = None,
-) -> list[PromptGroup]:
-    """Score groups while others are still being sampled; returns them in the order of their ordinals.
-
-    The text that is scored leaves special tokens out; what is trained on stays the sampled tokens. With
-    `max_response_tokens`, responses bear the soft penalty of `reward.overlong_buffer_tokens`; without, as in an
-    evaluation, none does.
-
-    Raises RewardFailed with the sample if the configuration says to stop for it, and UserError if nothing is scored or
-    no reward is for a data_source.
-    """
-    pending, groups = scorer.begin(), []
-    try:
-        with clock.stage("rollout"):
-            for group in finished:
-                groups.append(group)
-                begin_scoring(pending, group, tokenizer)
-        with clock.stage("reward"):
-            outcomes = pending.finish()
-    except BaseException:
-        pending.cancel()
-        raise
-    scored = [
-        with_outcomes(group, outcomes, scorer.config, max_response_tokens)
-        for group in sorted(groups, key=lambda each: each.ordinal)
-    ]
-    check_any_scored(scored)
-    return scored
-
-
 def begin_scoring(pending: PendingScores, group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Begin to score all members of a group."""
+    """Begin to score all members of a group by their text, which leaves special tokens out."""
     pending.add(
         {
             (group.ordinal, number): _arguments(group.prompt, trajectory, tokenizer)
@@ -68,7 +31,10 @@ def begin_scoring(pending: PendingScores, group: PromptGroup, tokenizer: PreTrai
 def with_outcomes(
     group: PromptGroup, outcomes: Mapping[Hashable, Outcome], config: RewardConfig, max_response_tokens: int | None
 ) -> PromptGroup:
-    """The group with what scoring its members gave; `max_response_tokens` as for `score`."""
+    """The group with what scoring its members gave.
+
+    With `max_response_tokens`, responses bear the soft penalty of `reward.overlong_buffer_tokens`; without, none does.
+    """
     members = [
         _with_outcome(trajectory, outcomes[group.ordinal, number], config, max_response_tokens)
         for number, trajectory in enumerate(group.members)

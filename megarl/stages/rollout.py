@@ -1,11 +1,10 @@
-"""Drawn prompts to groups: the engines sample trajectories."""
+"""Drawn prompts to requests to the engines, and their answers to groups."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from megarl.cluster.engines import Engines
 from megarl.data import PromptGroup, Trajectory, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import MegarlConfig
@@ -36,26 +35,6 @@ def sampling_parameters(
         )
         for ordinal in ordinals
     ]
-
-
-def rollout(
-    engines: Engines,
-    groups: Sequence[PromptGroup],
-    sampling: Sequence[SamplingParameters],
-    *,
-    with_baselines: bool = False,
-) -> Iterator[PromptGroup]:
-    """Sample the trajectories of every group, with the parameters in its place; `with_baselines` a greedy one more.
-
-    Each group comes as soon as it is finished, in any order, while the engines go on with the others.
-    """
-    requests = requests_for(groups, sampling, with_baselines=with_baselines)
-    answers: dict[int, list[Turn]] = {}
-    for place, turns in engines.generate_each(requests):
-        answers[place] = turns
-        own = range(place % len(groups), len(requests), len(groups))
-        if all(part in answers for part in own):
-            yield answered(groups[own.start], [answers.pop(part) for part in own])
 
 
 def requests_for(

@@ -27,7 +27,7 @@ class Clock:
             self._present = around
             self._seconds[name] += time.perf_counter() - started
 
-    def present(self, longer_than_s: float) -> str:
+    def status_line(self, longer_than_s: float) -> str:
         """The stage that a step is in which takes longer than that, with its time; empty for a shorter one."""
         seconds = time.perf_counter() - self._started
         if seconds < longer_than_s:

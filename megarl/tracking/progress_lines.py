@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def progress_lines(present: Callable[[], str], every_s: float) -> Iterator[None]:
-    """Print what `present` returns, unless it is empty, every so many seconds while what is inside goes on.
+def progress_lines(status_line: Callable[[], str], every_s: float) -> Iterator[None]:
+    """Print what `status_line` returns, unless it is empty, every so many seconds while what is inside goes on.
 
     It is called in a thread of its own.
     """
@@ -15,7 +15,7 @@ def progress_lines(present: Callable[[], str], every_s: float) -> Iterator[None]
 
     def say() -> None:
         while not ended.wait(every_s):
-            if text := present():
+            if text := status_line():
                 print(text, flush=True)
 
     thread = threading.Thread(target=say, name="progress lines", daemon=True)

@@ -10,12 +10,12 @@ import torch
 
 from megarl.cluster.asked import SoFar
 from megarl.cluster.batch import opened_values
-from megarl.cluster.turns import Turns
+from megarl.cluster.colocation import OwnGpus
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rollout.protocol import Request
 from megarl.rollout.schedule import Schedule
-from megarl.run.rollouts import Rollouts, Served
+from megarl.run.rollouts import Rollouts, RolloutWorkers
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig, ScheduleConfig
 
 TOKENIZER = make_tokenizer()
@@ -107,20 +107,20 @@ class TenTimesTheToken:
         return torch.tensor([10.0 * float(TOKENIZER.decode(token)) for token in last])
 
 
-class InTurns(Turns):
+class RecordedGpus(OwnGpus):
     """Notes who is given a turn."""
 
-    are_taken = True
+    are_shared = True
 
     def __init__(self):
         self.given = []
 
-    def give_to(self, group):
+    def switch_to(self, group):
         self.given.append(group)
 
 
 def job_of(
-    scorer, engines, *, reward_model=None, prompts_per_step=3, schedule=None, turns=None, extra_info=None, **algorithm
+    scorer, engines, *, reward_model=None, prompts_per_step=3, schedule=None, gpus=None, extra_info=None, **algorithm
 ):
     """As much of a job as sampling asks for: ten prompts, drawn in their order."""
     config = MegarlConfig(
@@ -132,7 +132,7 @@ def job_of(
     prompts = [Prompt(index, "any", [index], "truth", extra_info or {}) for index in range(10)]
     schedule = Schedule(prompts_per_step, config.schedule.max_staleness, config.schedule.window)
     engines.version = lambda: schedule.version
-    by = Served(engines, scorer, reward_model, turns or Turns(), TOKENIZER, ())
+    by = RolloutWorkers(engines, scorer, reward_model, gpus or OwnGpus(), TOKENIZER, ())
     rollouts = Rollouts(config, prompts, sampler, schedule, by)
     return SimpleNamespace(config=config, engines=engines, rollouts=rollouts, sampler=sampler)
 

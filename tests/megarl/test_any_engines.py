@@ -15,7 +15,7 @@ from megarl.cluster.streams import Stream
 from megarl.data import PromptGroup, Turn
 from megarl.rollout.protocol import Event, Progress
 from megarl.run.job import Job, open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.schema import MegarlConfig
 from megarl.stages.rollout import requests_for, sampling_parameters
 from megarl.tracking.clock import Clock
@@ -77,7 +77,7 @@ def run(
     """
     config.output_dir = str(output)
     batches, lines, asked_at_once = list[list[PromptGroup]](), list[dict[str, Any]](), list[list[Turn]]()
-    with open_job(Start.of(config, "train")) as job:
+    with open_job(RunSetup.read(config, "train")) as job:
         if order is not None:
             reorder(job.engines._router, order)
         job.refit(0)

@@ -15,8 +15,8 @@ from megarl.data import PromptGroup, Turn
 from megarl.data.stretches import here
 from megarl.output.places import EXPORT
 from megarl.run.job import open_job
-from megarl.run.opening import Start
-from megarl.run.rollouts import Sampled
+from megarl.run.opening import RunSetup
+from megarl.run.rollouts import RolloutBatch
 from megarl.schema import MegarlConfig
 from megarl.tracking import MetricValue
 from megarl.tracking.clock import Clock
@@ -80,10 +80,10 @@ def ahead(folder: Path) -> MegarlConfig:
 def steps(config: MegarlConfig, versions: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """All steps to the last; the weights of each version are left in a folder of its number."""
     found = list[Step]()
-    with open_job(Start.of(config, "train")) as job:
-        taken, take = list[Sampled](), job.rollouts.take
+    with open_job(RunSetup.read(config, "train")) as job:
+        taken, take = list[RolloutBatch](), job.rollouts.take
 
-        def note(clock: Clock) -> Sampled:
+        def note(clock: Clock) -> RolloutBatch:
             taken.append(take(clock))
             return taken[-1]
 

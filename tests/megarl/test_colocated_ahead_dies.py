@@ -22,7 +22,7 @@ import megarl.train
 from megarl.output.places import EXPORT, LOGS
 from megarl.process.writers import other_writers
 from megarl.run.job import Job, open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.schema import MegarlConfig
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
@@ -78,12 +78,12 @@ class Run:
 
     def __call__(self, versions: Path | None = None) -> list[Step]:
         """All steps; the weights of each version are left in `versions`, in a folder of its number."""
-        with self._monkeypatch.context() as patched, open_job(Start.of(self._config, "train")) as job:
+        with self._monkeypatch.context() as patched, open_job(RunSetup.read(self._config, "train")) as job:
             patched.setattr(megarl.train, "_evaluate", self._evaluated)
             taken, take = [], job.rollouts.take
             patched.setattr(job.rollouts, "take", lambda clock: taken.append(take(clock)) or taken[-1])
             refit = functools.partial(self._refit, job)
-            refit.withhold = job.refit.withhold  # type: ignore[attr-defined]
+            refit.mark_outdated = job.refit.mark_outdated  # type: ignore[attr-defined]
             disturbed, clock = replace(job, refit=refit), Clock()
             job.refit(0)
             while (version := job.state.step) < STEPS:
@@ -107,7 +107,7 @@ class Run:
 
     def _evaluated(self, job: Job) -> dict[str, float]:
         if job.state.step in self._deaths.evaluating:
-            job.turns.give_to(job.engines)
+            job.gpus.switch_to(job.engines)
             run_in(job.engines, self._deaths.evaluating[job.state.step], die_after_steps, 20)
         return self._evaluate(job)
 

@@ -18,7 +18,7 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.run.job import Job, open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.schema import MegarlConfig
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
@@ -34,7 +34,7 @@ def test_engines_killed_asleep_and_while_they_sample_come_back_and_no_bit_is_ano
     tmp_path: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = in_turns(tmp_path)
-    with open_job(Start.of(config, "train")) as job:
+    with open_job(RunSetup.read(config, "train")) as job:
         expected = steps(job, Undisturbed())
         job.export()
     weights = exported(config)
@@ -48,7 +48,7 @@ def test_engines_killed_asleep_and_while_they_sample_come_back_and_no_bit_is_ano
 
     # In the start of the run, when the trainer reads its weights.
     monkeypatch.setattr(EngineStart, "finish", kill_and_finish)
-    with open_job(Start.of(config, "train")) as job:
+    with open_job(RunSetup.read(config, "train")) as job:
         found = steps(job, Disturbed())
         job.export()
     said = capfd.readouterr().err

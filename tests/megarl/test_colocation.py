@@ -14,7 +14,7 @@ from megarl.cluster.worker import WorkerFailed
 from megarl.output.places import EXPORT
 from megarl.rollout.protocol import Engine
 from megarl.run.job import Job, open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.schema import MegarlConfig, PoolConfig
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
@@ -36,7 +36,7 @@ def test_taking_turns_changes_no_bit_and_halves_the_memory(
 ) -> None:
     config = small(tmp_path)
     config.schedule.max_staleness = max_staleness
-    with open_job(Start.of(config, "train")) as job:
+    with open_job(RunSetup.read(config, "train")) as job:
         _, *expected = steps(job)
         job.export()
     weights = exported(config)
@@ -45,7 +45,7 @@ def test_taking_turns_changes_no_bit_and_halves_the_memory(
     # It goes on from the checkpoint of a run that did not take turns.
     copy_checkpoint(tmp_path / "run", tmp_path / "colocated", step=1)
     capfd.readouterr()
-    with open_job(Start.of(config, "train")) as job:
+    with open_job(RunSetup.read(config, "train")) as job:
         said = capfd.readouterr().err
         assert "trainer 0 and engine 0 in turns" in said
         assert ("schedule.max_staleness=1 makes tokens older and nothing faster" in said) == bool(max_staleness)
@@ -103,7 +103,7 @@ def refuses_both_at_once(job: Job) -> None:
     waking = job.engines.begin(Engine.wake_up, ["kv_cache", "weights"])
     with pytest.raises(DeviceFullError, match=r"the kv_cache of an engine, .* do not fit beside"):
         wait(waking)
-    job.turns.give_to(job.engines)
+    job.gpus.switch_to(job.engines)
     with pytest.raises(WorkerFailed, match=r"it is not the trainers' turn"):
         job.trainer.write(None)
 

@@ -20,7 +20,7 @@ from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
 
@@ -55,14 +55,14 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
     source = Path(config.model.path)
     if model == CONVERTED:
         begin_with_a_converted_checkpoint(config, tmp_path / "converted")
-    with open_job(Start.of(config, "train")) as job:
+    with open_job(RunSetup.read(config, "train")) as job:
         if model == CONVERTED:
             check_that_training_begins_with(source, job, tmp_path / "run" / EXPORT)
         job.refit(0)
         clock, hold, outdated = Clock(), job.rollouts.hold, []
         job.rollouts.hold = lambda: (outdated.append(job.refit._is_outdated), hold())
         for step in range(STEPS):
-            with job.timeline.of(step + 1):
+            with job.timeline.record(step + 1):
                 metrics = train_step(job, clock)
             assert metrics["log_prob_difference/max"] < 1e-4
             assert metrics["policy/gradient_norm"] > 0

@@ -4,7 +4,7 @@ from threading import Thread
 
 import pytest
 from eventually import eventually
-from sampling_job import Answers, InTurns, TenTimesTheToken, job_of, sample
+from sampling_job import Answers, RecordedGpus, TenTimesTheToken, job_of, sample
 
 from megarl.rewards import RewardFailed
 from megarl.schema import ScheduleConfig
@@ -29,26 +29,26 @@ def test_the_next_batch_is_sampled_while_this_one_is_trained_on_and_both_are_tho
 
 @pytest.mark.parametrize("in_flight", ["wait", "recompute"])
 def test_the_engines_turn_ends_with_the_batch_or_with_all_that_has_to_end(scorer, in_flight) -> None:
-    ahead, turns = ScheduleConfig(max_staleness=1, in_flight=in_flight), InTurns()
-    job = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ahead, turns=turns)
+    ahead, gpus = ScheduleConfig(max_staleness=1, in_flight=in_flight), RecordedGpus()
+    job = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ahead, gpus=gpus)
     assert [group.ordinal for group in job.rollouts.take(Clock()).groups] == [0, 1]
     job.rollouts.hold()
     job.engines.answering.clear()
     job.rollouts.release()
     assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 2)
-    turns.given.clear()
+    gpus.given.clear()
     taken = []
     taking = Thread(target=lambda: taken.append(job.rollouts.take(Clock())))
     taking.start()
     if in_flight == "wait":
-        assert eventually(lambda: turns.given == [job.engines])
+        assert eventually(lambda: gpus.given == [job.engines])
         assert taking.is_alive()
         job.engines.answering.set()
     taking.join(60)
     assert [group.ordinal for group in taken[0].groups] == [2, 3]
     if in_flight == "recompute":
         # The next batch was there: nobody had to wait for the rest.
-        assert turns.given == []
+        assert gpus.given == []
         assert job.rollouts.metrics()["schedule/groups_in_flight"] == 2
         job.engines.answering.set()
 
@@ -71,12 +71,12 @@ def test_what_no_engine_with_the_old_weights_is_left_for_is_not_waited_for(score
 
 
 def test_engines_that_have_answered_all_of_a_batch_get_no_turn_before_the_reward_model(scorer) -> None:
-    ahead, turns, model = ScheduleConfig(max_staleness=1), InTurns(), TenTimesTheToken()
-    job = job_of(scorer, Answers(*["01"] * 10), reward_model=model, prompts_per_step=2, schedule=ahead, turns=turns)
+    ahead, gpus, model = ScheduleConfig(max_staleness=1), RecordedGpus(), TenTimesTheToken()
+    job = job_of(scorer, Answers(*["01"] * 10), reward_model=model, prompts_per_step=2, schedule=ahead, gpus=gpus)
     sample(job, Clock())
-    turns.given.clear()
+    gpus.given.clear()
     assert [group.ordinal for group in sample(job, Clock()).groups] == [2, 3]
-    assert turns.given[0] == model
+    assert gpus.given[0] == model
 
 
 def test_a_token_that_is_too_old_is_named_and_not_trained_on(scorer) -> None:

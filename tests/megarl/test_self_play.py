@@ -14,7 +14,7 @@ from megarl.cluster.batch import sequences_of
 from megarl.data import Conversation, Turn
 from megarl.run.batches import StepBatch
 from megarl.run.checkpoints import Checkpoints, latest_checkpoint
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import HeldOut, Position, Training, conversation_batch
 from megarl.run.timeline import Timeline
@@ -85,15 +85,15 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
         rollout=RolloutConfig(max_response_tokens=4),
         loop=LoopConfig(max_tokens_per_micro_batch=10),
     )
-    start = Start(config, "spin", SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config, "spin"))
-    trainer, position = FakeTrainer(start.step), Position(start.step, is_enough=False)
+    setup = RunSetup(config, "spin", SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config, "spin"))
+    trainer, position = FakeTrainer(setup.step), Position(setup.step, is_enough=False)
     throughput, timeline = Throughput(trainer, (), 0, None), Timeline(None, folder, [], None, None)
     checkpoints = Checkpoints(config, "spin", {"": trainer})
-    return Training(start, SimpleNamespace(), trainer, Log(), position, throughput, timeline, checkpoints)
+    return Training(setup, SimpleNamespace(), trainer, Log(), position, throughput, timeline, checkpoints)
 
 
 def self_play(run, engines, refit):
-    return run.start.batches(run.start.sampler(len(EXCHANGES)), partial(draw_iteration, run, engines, refit, EXCHANGES))
+    return run.setup.batches(run.setup.sampler(len(EXCHANGES)), partial(draw_iteration, run, engines, refit, EXCHANGES))
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4), st.integers(0, 3))
@@ -181,11 +181,11 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_starts(training):
     run = training(steps=1)
     run.learn(self_play(run, FakeEngines(lambda prompt: [9, 2]), lambda version: {}), None, None)
     with pytest.raises(UserError, match="prompt sampler has size=3 and this run size=4"):
-        training(steps=2).start.sampler(4)
+        training(steps=2).setup.sampler(4)
 
 
 def test_a_pair_that_has_no_place_is_refused_before_anything_starts(training):
-    config = training(1).start.config
+    config = training(1).setup.config
     check_lengths([Exchange([1, 1], [2, 2])], config)
     with pytest.raises(UserError, match=r"has 11 tokens, more than loop.max_tokens_per_micro_batch=10: raise"):
         check_lengths([Exchange([1], [2]), Exchange([1, 1], [2, 2, 2])], config)
@@ -201,7 +201,7 @@ def test_training_ends_with_its_steps_or_when_it_is_enough(tmp_path):
         return [StepBatch(conversation_batch([Conversation([1, sampler.next(1)[0]], [False, True])], "token_mean"))]
 
     def batches():
-        return run.start.batches(run.start.sampler(2), make)
+        return run.setup.batches(run.setup.sampler(2), make)
 
     run, measured = make_training(tmp_path / "all", steps=5), []
 

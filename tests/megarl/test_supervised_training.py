@@ -93,7 +93,7 @@ def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned, given, tmp
     capfd.readouterr()
     assert run("sft", folder, *given, *FINE_TUNING) == steps
     said = capfd.readouterr()
-    assert said.out.startswith(f"all is learned after {last} steps")
+    assert said.out.startswith(f"converged after {last} steps")
     assert "starting the trainer" not in said.err
 
 

@@ -23,7 +23,7 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.refit.choice import check_machines
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.job import open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.schema import PoolConfig, RefitConfig
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
@@ -84,7 +84,7 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path, capsys):
     config.rollout.engine = "vllm"
     config.rollout.engine_args = {**arguments, "nnodes": 2, "tensor_parallel_size": 2}
     config.cluster.pools = {}
-    with open_job(Start.of(config, "train")) as job:
+    with open_job(RunSetup.read(config, "train")) as job:
         assert job.state.step == 1
         check_that_the_workers_of_the_engine_are_apart(job)
         assert "\n127.0.0.1   trainer 0, engine 0\n127.0.0.2   engine 1\n" in capsys.readouterr().err
@@ -107,7 +107,7 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path, capsys):
 
 
 def begin_and_be_killed(config):
-    with open_job(Start.of(config, "train")) as job:
+    with open_job(RunSetup.read(config, "train")) as job:
         assert len({*job.trainer.nodes(), *job.engines.nodes()}) == 2
         metrics = job.refit(0)
         assert (metrics["refit/direct"], metrics["refit/bytes"]) == (1, 0)
@@ -168,7 +168,7 @@ def test_engines_that_cannot_begin_with_the_weights_of_the_ranks_are_refused(con
     # Said without another start of everything, which takes a quarter of a minute.
     config.model.path = str(converted / HUGGINGFACE)
     with pytest.raises(UserError, match=r"run on 2 machines, .* it has none: .*; export model\.megatron_checkpoint"):
-        check_loadable(Start.of(config, "train").model, machines=2)
+        check_loadable(RunSetup.read(config, "train").model, machines=2)
 
 
 def test_what_the_machines_do_not_hold_is_refused_before_anything_starts(config, tmp_path):
@@ -183,7 +183,7 @@ def test_what_the_machines_do_not_hold_is_refused_before_anything_starts(config,
 
 
 def start(config):
-    with open_job(Start.of(config, "train")):
+    with open_job(RunSetup.read(config, "train")):
         pass
 
 

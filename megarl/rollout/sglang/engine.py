@@ -159,14 +159,14 @@ class SglangEngine(OwnedEngine):
 
     @by_owner
     def start_profiler(self) -> None:
-        """See `Recorded.start_profiler`."""
+        """See `Profiled.start_profiler`."""
         from megarl.rollout.sglang import worker
 
         self._workers(worker.start_profiler)
 
     @by_owner
     def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
-        """See `Recorded.stop_profiler`."""
+        """See `Profiled.stop_profiler`."""
         from megarl.rollout.sglang import worker
 
         return by_worker(self._workers(worker.stop_profiler))

@@ -112,12 +112,12 @@ class VllmEngine(OwnedEngine):
 
     @by_owner
     def start_profiler(self) -> None:
-        """See `Recorded.start_profiler`."""
+        """See `Profiled.start_profiler`."""
         self._workers("start_profiler", os.getpid())
 
     @by_owner
     def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
-        """See `Recorded.stop_profiler`."""
+        """See `Profiled.stop_profiler`."""
         return by_worker(self._workers("stop_profiler"))
 
     # The methods below, too, run in the owner thread.

@@ -33,7 +33,7 @@ class OnThePath:
     def recover(self, failure):
         raise failure
 
-    def settle(self, version):
+    def next_path(self, version):
         return self
 
 
@@ -60,14 +60,14 @@ def script(tmp_path, monkeypatch):
 @pytest.fixture
 def open_group(tmp_path):
     @contextmanager
-    def make(replicas, restarts, turns=lambda _engines: None, **cluster):
+    def make(replicas, restarts, gpus=lambda _engines: None, **cluster):
         config = RolloutConfig(engine="echo", replicas=replicas)
         with (
             reserve([engine_role(ClusterConfig(), config)], ClusterConfig(**cluster)) as seats,
             EngineGroup(config, seats[ENGINE], tmp_path, restarts) as engines,
         ):
             engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
-            refit = Refit(None, engines, OnThePath(), ["weight"], timeout_s=60, turns=turns(engines))
+            refit = Refit(None, engines, OnThePath(), ["weight"], timeout_s=60, gpus=gpus(engines))
             engines.bring_back_with(refit.catch_up)
             yield engines, refit
 

@@ -13,10 +13,10 @@ from test_evaluation_in_mid_run import HELD_OUT, note_answers
 from test_restarts_in_turns import Trainer, died
 
 import megarl.rollout
+from megarl.cluster.colocation import SharedGpus
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import ENGINE, POLICY, engine_role
-from megarl.cluster.turns import TurnsOnSharedGpus
 from megarl.data import PromptSampler
 from megarl.data.stretches import here
 from megarl.quickstart.tiny_models import make_tokenizer
@@ -36,19 +36,19 @@ def test_engines_die_in_any_turn_and_no_token_is_lost_or_too_old(
     replicas, script, tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setitem(megarl.rollout.ENGINES, "napping", NAPPING)
-    with Scorer(RewardConfig(function=REWARD)) as scorer, in_turns(replicas, tmp_path) as (engines, refit, turns):
+    with Scorer(RewardConfig(function=REWARD)) as scorer, in_turns(replicas, tmp_path) as (engines, refit, gpus):
         trainer = Trainer(tmp_path / "script")
-        turns.add(trainer)
+        gpus.add(trainer)
         refit(0)
         evaluated = note_answers(engines, monkeypatch)
-        rollouts = rollouts_of(configuration(replicas), engines, scorer, PromptSampler(100, False, 0), turns)
+        rollouts = rollouts_of(configuration(replicas), engines, scorer, PromptSampler(100, False, 0), gpus)
         trained = []
         for version in range(STEPS):
             if version == 0:
                 script("generate", suffix=".late")
             trained += rollouts.take(Clock()).groups
             assert eventually(lambda seen=version: all(each.versions[-1] == seen for each in in_flight(rollouts)))
-            turns.give_to(trainer)
+            gpus.switch_to(trainer)
             if version == 0:
                 # All that the first one had told of before it ended a response.
                 assert (
@@ -61,7 +61,7 @@ def test_engines_die_in_any_turn_and_no_token_is_lost_or_too_old(
                 script("commit_update")
             refit(version + 1)
             rollouts.release()
-            turns.give_to(engines)
+            gpus.switch_to(engines)
             if version == 2:
                 script("generate")
             evaluate(engines, HELD_OUT, scorer, make_tokenizer(), max_tokens=32, stop_token_ids=[])
@@ -93,10 +93,10 @@ def in_turns(replicas, folder):
         EngineGroup(rollout, seats[ENGINE], folder, DEATHS) as engines,
     ):
         engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
-        turns = TurnsOnSharedGpus(engines, {POLICY, ENGINE}, None)
-        refit = Refit(None, engines, OnThePath(), ["weight"], timeout_s=60, turns=turns)
+        gpus = SharedGpus(engines, {POLICY, ENGINE}, None)
+        refit = Refit(None, engines, OnThePath(), ["weight"], timeout_s=60, gpus=gpus)
         engines.bring_back_with(refit.catch_up)
-        yield engines, refit, turns
+        yield engines, refit, gpus
 
 
 def in_flight(rollouts):

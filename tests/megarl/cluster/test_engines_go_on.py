@@ -11,17 +11,17 @@ from eventually import eventually
 from patient_engine import PROMPTS, TOLD, log_prob, response
 
 import megarl.rollout
+from megarl.cluster.colocation import OwnGpus
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import ENGINE, engine_role
-from megarl.cluster.turns import Turns
 from megarl.data import Prompt, PromptSampler
 from megarl.data.stretches import here
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.rollout.kind import EngineSizes
 from megarl.rollout.schedule import Schedule
-from megarl.run.rollouts import Rollouts, Served
+from megarl.run.rollouts import Rollouts, RolloutWorkers
 from megarl.schema import (
     AlgorithmConfig,
     ClusterConfig,
@@ -111,9 +111,9 @@ def heard(rollouts):
     }
 
 
-def rollouts_of(config, engines, scorer, sampler, turns=None):
+def rollouts_of(config, engines, scorer, sampler, gpus=None):
     prompts = [Prompt(index, "any", [index, 9], "truth", {}) for index in range(100)]
-    by = Served(engines, scorer, None, turns or Turns(), make_tokenizer(), ())
+    by = RolloutWorkers(engines, scorer, None, gpus or OwnGpus(), make_tokenizer(), ())
     return Rollouts(config, prompts, sampler, Schedule(PROMPTS, STALENESS), by)
 
 

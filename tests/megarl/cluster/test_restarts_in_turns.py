@@ -5,9 +5,9 @@ from echo_engine import TAKEN
 from eventually import eventually
 from test_restarts import EXPECTED, answered, states
 
+from megarl.cluster.colocation import SharedGpus
 from megarl.cluster.roles import ENGINE, POLICY
 from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.turns import TurnsOnSharedGpus
 
 pytestmark = [pytest.mark.usefixtures("shared_cluster"), pytest.mark.long]
 
@@ -41,22 +41,22 @@ def test_engines_that_die_start_in_their_turn_and_join_with_the_next_refit(open_
     """In one test, because processes take seconds to start."""
     made = []
 
-    def turns_of(engines):
-        made.append(TurnsOnSharedGpus(engines, {POLICY, ENGINE}, None))
+    def gpus_of(engines):
+        made.append(SharedGpus(engines, {POLICY, ENGINE}, None))
         return made[0]
 
-    with open_group(2, restarts=9, turns=turns_of) as (engines, refit):
-        (turns,), trainer = made, Trainer(tmp_path / "script")
-        turns.add(trainer)
+    with open_group(2, restarts=9, gpus=gpus_of) as (engines, refit):
+        (gpus,), trainer = made, Trainer(tmp_path / "script")
+        gpus.add(trainer)
         refit(0)
-        turns.give_to(engines)
+        gpus.switch_to(engines)
         assert answered(engines) == EXPECTED
-        check_the_death_of_one_asleep(engines, refit, turns, trainer, script)
-        check_the_death_of_all_asleep(engines, refit, turns, trainer, script)
-        check_the_death_of_all_awake(engines, turns, trainer, script)
-        check_a_death_between_turns(engines, refit, turns, trainer, script)
-        check_that_one_that_starts_is_waited_for(engines, refit, turns, trainer, script)
-        turns.give_to(engines)
+        check_the_death_of_one_asleep(engines, refit, gpus, trainer, script)
+        check_the_death_of_all_asleep(engines, refit, gpus, trainer, script)
+        check_the_death_of_all_awake(engines, gpus, trainer, script)
+        check_a_death_between_turns(engines, refit, gpus, trainer, script)
+        check_that_one_that_starts_is_waited_for(engines, refit, gpus, trainer, script)
+        gpus.switch_to(engines)
         assert answered(engines) == EXPECTED
         assert states(engines) == [("serving", 6, 0)] * 2
 
@@ -70,8 +70,8 @@ def stages(engines):
     return sorted(each.stage for each in engines._restarts._under_way.values())
 
 
-def check_the_death_of_one_asleep(engines, refit, turns, trainer, script):
-    turns.give_to(trainer)
+def check_the_death_of_one_asleep(engines, refit, gpus, trainer, script):
+    gpus.switch_to(trainer)
     # Heard of at once, and prepared; the trainer stays as it is.
     script("version")
     assert eventually(lambda: died(engines, 1) and stages(engines) == ["prepared"])
@@ -79,19 +79,19 @@ def check_the_death_of_one_asleep(engines, refit, turns, trainer, script):
     refit(1)
     assert trainer.moves == [-1]
     assert sorted(states(engines)) == [("restarting", -1, 0), ("serving", 1, 0)]
-    turns.give_to(engines)
+    gpus.switch_to(engines)
     # Up beside the one that serves, it waits for the refit.
     assert eventually(lambda: answered(engines) == EXPECTED and stages(engines) == ["loaded"])
     assert sorted(states(engines)) == [("serving", 1, 0), ("starting", -1, 0)]
     trainer.moves.clear()
-    turns.give_to(trainer)
+    gpus.switch_to(trainer)
     assert trainer.moves == [2]
     refit(2)
     assert states(engines) == [("serving", 2, 0)] * 2
 
 
-def check_the_death_of_all_asleep(engines, refit, turns, trainer, script):
-    turns.give_to(trainer)
+def check_the_death_of_all_asleep(engines, refit, gpus, trainer, script):
+    gpus.switch_to(trainer)
     script("version", "version")
     assert eventually(lambda: died(engines, 3))
     trainer.moves.clear()
@@ -99,12 +99,12 @@ def check_the_death_of_all_asleep(engines, refit, turns, trainer, script):
     # The refit has somebody to go to: one side has given all back, and then half was taken.
     assert trainer.moves == [-2, 1]
     assert ("serving", 3, 0) in states(engines)
-    turns.give_to(engines)
-    all_serve(engines, refit, turns, trainer, 4)
+    gpus.switch_to(engines)
+    all_serve(engines, refit, gpus, trainer, 4)
 
 
-def check_the_death_of_all_awake(engines, turns, trainer, script):
-    turns.give_to(engines)
+def check_the_death_of_all_awake(engines, gpus, trainer, script):
+    gpus.switch_to(engines)
     trainer.moves.clear()
     script("generate", "generate")
     assert answered(engines) == EXPECTED
@@ -113,28 +113,28 @@ def check_the_death_of_all_awake(engines, turns, trainer, script):
     assert trainer.moves[:2] == [1, -1]
 
 
-def check_a_death_between_turns(engines, refit, turns, trainer, script):
+def check_a_death_between_turns(engines, refit, gpus, trainer, script):
     script("sleep")
-    turns.give_to(trainer)
+    gpus.switch_to(trainer)
     script("wake_up")
-    turns.give_to(engines)
+    gpus.switch_to(engines)
     assert died(engines, 7)
-    all_serve(engines, refit, turns, trainer, 5)
+    all_serve(engines, refit, gpus, trainer, 5)
 
 
-def check_that_one_that_starts_is_waited_for(engines, refit, turns, trainer, script):
-    turns.give_to(engines)
+def check_that_one_that_starts_is_waited_for(engines, refit, gpus, trainer, script):
+    gpus.switch_to(engines)
     script("generate")
     assert eventually(lambda: answered(engines) == EXPECTED and stages(engines) in (["load"], ["loaded"]))
-    turns.give_to(trainer)
+    gpus.switch_to(trainer)
     assert stages(engines) == ["loaded"]
     refit(6)
     assert died(engines, 8)
 
 
-def all_serve(engines, refit, turns, trainer, version):
+def all_serve(engines, refit, gpus, trainer, version):
     """Let those that died start in the engines' turn, and join."""
     assert eventually(lambda: answered(engines) == EXPECTED and set(stages(engines)) <= {"loaded"})
-    turns.give_to(trainer)
+    gpus.switch_to(trainer)
     refit(version)
     assert states(engines) == [("serving", version, 0)] * 2

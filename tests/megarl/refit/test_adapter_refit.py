@@ -15,7 +15,7 @@ from megarl.output.places import ADAPTER
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.run.job import open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.schema import MegarlConfig
 from megarl.tracking import MetricValue
 from megarl.tracking.clock import Clock
@@ -75,7 +75,7 @@ def config_of(tmp_path: Path, model_type: str) -> Any:
 
 def run(config: MegarlConfig, *, dies_after: int | None = None) -> list[dict[str, Any]]:
     """The metrics of each step; after one of them the engine may die."""
-    with open_job(Start.of(config, "train")) as job:
+    with open_job(RunSetup.read(config, "train")) as job:
         clock, metrics = Clock(), [job.refit(0)]
         for step in range(1, STEPS + 1):
             metrics.append(train_step(job, clock))
@@ -117,4 +117,4 @@ def test_an_adapter_alone_makes_the_run_that_merged_weights_make(config_of: Any,
 def test_a_model_whose_adapter_has_no_slot_is_refused_before_anything_starts(config_of: Any, tmp_path: Path) -> None:
     other = write_tiny_model("deepseek_v3", tmp_path / "latent")
     with pytest.raises(UserError, match=r"would leave out that of kv_b_proj: .*, or set lora\.merge=true"):
-        Start.of(config_of("run", "lora.merge=false", f"model.path={other}"), "train")
+        RunSetup.read(config_of("run", "lora.merge=false", f"model.path={other}"), "train")

@@ -45,7 +45,7 @@ class Noting:
     def to(self, engines):
         return self
 
-    def settle(self, version):
+    def next_path(self, version):
         return self
 
     def send(self, version):
@@ -63,7 +63,7 @@ def test_no_engine_serves_weights_of_another_version_than_it_says(dies_in) -> No
         engine.version = -1
         refit.catch_up()
         assert engine.version == 0
-    refit.withhold()
+    refit.mark_outdated()
     ranks["step"] = 1
     if dies_in == "the update":
         engine.version = -1

@@ -34,7 +34,7 @@ from megarl.resharding.direct.transfer_spec import check_traces
 from megarl.rollout.protocol import Engine, Request, SamplingParameters
 from megarl.rollout.schedule import Schedule
 from megarl.run.job import open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.run.rollouts import Rollouts
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
@@ -64,7 +64,7 @@ def open_run(tmp_path):
                 *overrides,
             ],
         )
-        return open_job(Start.of(config, "train"))
+        return open_job(RunSetup.read(config, "train"))
 
     return make
 
@@ -274,13 +274,13 @@ def check_that_each_engine_is_asked(job):
     busy = job.engines.handles[1]
     busy.load += 1000
     assert busy.is_full
-    job.refit._check(job.trainer, job.engines, job.turns)
+    job.refit._check(job.trainer, job.engines, job.gpus)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     wait([busy.begin(Engine.call_receivers, scale, 2.0)])
     with pytest.raises(LogProbMismatchError):
-        job.refit._check(job.trainer, job.engines, job.turns)
+        job.refit._check(job.trainer, job.engines, job.gpus)
     wait([busy.begin(Engine.call_receivers, scale, 0.5)])
-    job.refit._check(job.trainer, job.engines, job.turns)
+    job.refit._check(job.trainer, job.engines, job.gpus)
     busy.load -= 1000
 
 

@@ -16,7 +16,7 @@ from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.kind import VERSIONS
 from megarl.run.job import open_job
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.schema import ClusterConfig
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
@@ -71,7 +71,7 @@ def test_a_run_over_sglang_goes_on_after_its_server_was_killed(stand_in, config,
         config.lora.rank, config.lora.merge = 4, False
         config.megatron["lr"] = 1e-2
     with ray_cluster(ClusterConfig()):
-        with open_job(Start.of(config, "train")) as job:
+        with open_job(RunSetup.read(config, "train")) as job:
             killed, other = train_over_a_killed_server(job, direct=int(not adapter))
             job.export()
             check_greedy(job, adapter)

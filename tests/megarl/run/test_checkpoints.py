@@ -8,8 +8,8 @@ import pytest
 
 from converters.errors import UserError
 from megarl.cluster.worker import WorkerFailed
-from megarl.run.checkpoints import Checkpoints, NotSaved, checkpoints_folder
-from megarl.run.resumption import run_to_its_end
+from megarl.run.checkpoints import CheckpointFailed, Checkpoints, checkpoints_folder
+from megarl.run.resumption import run_with_restarts
 from megarl.schema import MegarlConfig
 from megatron_ext import checkpoint_folder
 
@@ -37,7 +37,7 @@ def test_a_run_whose_disk_is_away_goes_on_from_the_last_checkpoint(config, monke
     save(config, 1)
     renames = iter([failing(errno.ESTALE), checkpoint_folder.rename, checkpoint_folder.rename])
     monkeypatch.setattr(checkpoint_folder, "rename", lambda *paths: next(renames)(*paths))
-    run_to_its_end(lambda config: save(config, 2), config)
+    run_with_restarts(lambda config: save(config, 2), config)
     root = checkpoints_folder(config)
     assert checkpoint_folder.complete_iterations(root) == [1, 2]
     said = f"cannot write a checkpoint below {root}: Stale file handle; the run goes on from the checkpoint of step 1"
@@ -57,13 +57,13 @@ class Rank:
     def finish_save(self) -> None:
         if isinstance(self._failure, UserError):
             raise self._failure
-        raise WorkerFailed(f"DiskAway: {self._failure}", self._log, self._failure)
+        raise WorkerFailed(f"DiskUnavailable: {self._failure}", self._log, self._failure)
 
 
 @pytest.mark.parametrize(
     ("number", "kind", "says"),
     [
-        (errno.EIO, NotSaved, "below /runs/checkpoints: Input/output error: see to the file system; the same command"),
+        (errno.EIO, CheckpointFailed, "below /runs/checkpoints: Input/output error: see to the file system; the same"),
         (errno.ENOSPC, UserError, "below /runs/checkpoints: No space left on device; free space or choose another"),
         (errno.EACCES, UserError, "below /runs/checkpoints: Permission denied; free space or choose another"),
     ],
@@ -83,5 +83,5 @@ def test_what_the_controller_itself_saves_is_told_alike(config):
         failing(errno.ETIMEDOUT)()
         return {}
 
-    with pytest.raises(NotSaved, match="Connection timed out"), Checkpoints(config, "train", {}) as checkpoints:
+    with pytest.raises(CheckpointFailed, match="Connection timed out"), Checkpoints(config, "train", {}) as checkpoints:
         checkpoints.save(1, state)

@@ -13,7 +13,7 @@ from megarl.cluster.worker import WorkerFailed, WorkerGone
 from megarl.data.stretches import ValuesGone
 from megarl.process.signals import asked_to_stop, interruption
 from megarl.run.checkpoints import checkpoints_folder
-from megarl.run.resumption import MOST_IN_VAIN, GivenUp, run_to_its_end
+from megarl.run.resumption import MOST_IN_VAIN, TooManyFailures, run_with_restarts
 from megarl.schema import MegarlConfig
 from megatron_ext import checkpoint_folder
 
@@ -56,7 +56,7 @@ def gone(rank: int, folder: Path) -> WorkerGone:
 
 def test_a_run_goes_on_from_its_last_checkpoint_and_is_told_so(config, tmp_path, capsys):
     program = Program((None, gone(0, tmp_path)), (20, RayNotStarted()), (40, gone(1, tmp_path)), (60, None))
-    run_to_its_end(program, config)
+    run_with_restarts(program, config)
     assert program.is_over
     # The checkpoints that it finds after a failure are its own.
     assert program.resumes == ["never", "auto", "auto", "auto"]
@@ -72,7 +72,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_and_is_told_so(config, tmp_path,
 
 def test_values_that_went_with_a_process_are_such_a_failure(config, capsys):
     program = Program((20, ValuesGone("lost")), (40, None))
-    run_to_its_end(program, config)
+    run_with_restarts(program, config)
     assert program.is_over
     said = capsys.readouterr().err
     assert "values of this step with it; the run goes on from the checkpoint of step 20 (restart 1 of 4)" in said
@@ -80,8 +80,8 @@ def test_values_that_went_with_a_process_are_such_a_failure(config, capsys):
 
 def test_the_first_cause_stands_in_the_end_of_a_run_that_fails_too_often(config, tmp_path):
     program = Program(*((step, gone(step, tmp_path)) for step in range(1, 6)))
-    with pytest.raises(GivenUp) as caught:
-        run_to_its_end(program, config)
+    with pytest.raises(TooManyFailures) as caught:
+        run_with_restarts(program, config)
     assert program.is_over
     assert caught.value.sentence == (
         "the run failed more often than cluster.max_restarts=4 allows, the last time: the process of trainer_5 died; "
@@ -94,8 +94,10 @@ def test_the_first_cause_stands_in_the_end_of_a_run_that_fails_too_often(config,
 def test_failures_in_a_row_without_a_checkpoint_between_end_a_run_with_the_last(saved_first, config, tmp_path):
     tries = [(saved_first if number == 0 else None, gone(number, tmp_path)) for number in range(MOST_IN_VAIN)]
     program = Program(*tries)
-    with pytest.raises(GivenUp, match=rf"failed {MOST_IN_VAIN} times in a row .*: the process of trainer_2 died: see"):
-        run_to_its_end(program, config)
+    with pytest.raises(
+        TooManyFailures, match=rf"failed {MOST_IN_VAIN} times in a row .*: the process of trainer_2 died: "
+    ):
+        run_with_restarts(program, config)
     assert program.is_over
 
 
@@ -103,8 +105,8 @@ def test_a_checkpoint_between_failures_is_progress(config, tmp_path):
     config.cluster.max_restarts = 10
     saves: Sequence[int | None] = (None, None, 5, None, 10, None, None)
     program = Program(*((step, gone(number, tmp_path)) for number, step in enumerate(saves)))
-    with pytest.raises(GivenUp, match="in a row"):
-        run_to_its_end(program, config)
+    with pytest.raises(TooManyFailures, match="in a row"):
+        run_with_restarts(program, config)
     assert program.is_over
 
 
@@ -115,21 +117,21 @@ def test_a_checkpoint_between_failures_is_progress(config, tmp_path):
 def test_what_does_not_pass_ends_a_run_at_once(failure: Callable[[Path], BaseException], config, tmp_path):
     program, error = Program((None, failure(tmp_path))), type(failure(tmp_path))
     with pytest.raises(error):
-        run_to_its_end(program, config)
+        run_with_restarts(program, config)
 
 
 def test_without_restarts_the_first_failure_ends_a_run_as_it_is(config, tmp_path):
     config.cluster.max_restarts, failure = 0, gone(0, tmp_path)
     with pytest.raises(WorkerGone) as caught:
-        run_to_its_end(Program((20, failure)), config)
+        run_with_restarts(Program((20, failure)), config)
     assert caught.value is failure
 
 
 def test_a_fault_in_a_rank_may_pass_and_flies_where_it_does_not(config, tmp_path):
     failures = [WorkerFailed(f"RuntimeError: NCCL error {number}", tmp_path / "log") for number in range(MOST_IN_VAIN)]
-    run_to_its_end(Program((20, failures[0]), (40, None)), config)
+    run_with_restarts(Program((20, failures[0]), (40, None)), config)
     with pytest.raises(WorkerFailed, match="NCCL error 2") as caught:
-        run_to_its_end(Program(*((None, failure) for failure in failures)), config)
+        run_with_restarts(Program(*((None, failure) for failure in failures)), config)
     assert caught.value.__notes__[0].startswith(f"the run failed {MOST_IN_VAIN} times in a row")
 
 
@@ -141,7 +143,7 @@ def test_a_run_that_was_told_to_end_is_not_begun_again(config, tmp_path):
             raise gone(0, tmp_path)
 
     with interruption(), pytest.raises(WorkerGone):
-        run_to_its_end(program, config)
+        run_with_restarts(program, config)
 
 
 def test_nothing_of_a_failed_try_is_held_by_the_next(config, tmp_path):
@@ -159,4 +161,4 @@ def test_nothing_of_a_failed_try_is_held_by_the_next(config, tmp_path):
         held.append(weakref.ref(mine))
         raise gone(0, tmp_path)
 
-    run_to_its_end(program, config)
+    run_with_restarts(program, config)

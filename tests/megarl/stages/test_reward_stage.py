@@ -13,8 +13,8 @@ from megarl.diagnostics import reward_metrics
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import RewardFailed, Score, Scorer
 from megarl.schema import RewardConfig
-from megarl.stages.reward import overlong_penalty, score
-from megarl.tracking.clock import Clock
+from megarl.stages import evaluate
+from megarl.stages.reward import begin_scoring, overlong_penalty, with_outcomes
 
 TOKENIZER = make_tokenizer()
 # An async one: no process has to start.
@@ -31,9 +31,16 @@ def group(*texts, ordinal=0, ground_truth="truth", data_source="any"):
     return PromptGroup(prompt, ordinal, [response(text) for text in texts])
 
 
-def score_all(groups, *, max_response_tokens=None, **config):
+def score_all(groups, **config):
     with Scorer(RewardConfig(function=NUMBER, workers=2, **config)) as scorer:
-        return score(groups, scorer, TOKENIZER, Clock(), max_response_tokens=max_response_tokens)
+        return evaluate.score_all(groups, scorer, TOKENIZER)
+
+
+def score_with_limit(group, max_response_tokens, **config):
+    with Scorer(RewardConfig(function=NUMBER, workers=2, **config)) as scorer:
+        pending = scorer.begin()
+        begin_scoring(pending, group, TOKENIZER)
+        return with_outcomes(group, pending.finish(), scorer.config, max_response_tokens)
 
 
 def test_every_response_gets_the_score_of_its_text_whatever_comes_first():
@@ -77,7 +84,7 @@ def test_the_text_of_a_conversation_is_all_after_the_first_prompt():
         Turn.of(prompt, own, [0], [0], "stop") for prompt, own in zip([[1], TOKENIZER("3").input_ids], ids, strict=True)
     ]
     talk = PromptGroup(group().prompt, 0, [Trajectory(turns, "stop")])
-    (scored,) = score_all([talk], overlong_buffer_tokens=1, max_response_tokens=2)
+    scored = score_with_limit(talk, 2, overlong_buffer_tokens=1)
     # One of the two sampled tokens is in the buffer of one.
     assert scored.rewards == [132.0 - 1.0]
 
@@ -94,7 +101,7 @@ def test_what_takes_too_long_stays_with_a_zero_unless_it_is_dropped_and_is_count
     )
     config = RewardConfig(function=f"{file}:act", workers=2, timeout_s=2.0, on_error="drop", **how)
     with Scorer(config) as scorer:
-        (scored,) = score([group("1", "x", "slow", "2")], scorer, TOKENIZER, Clock())
+        (scored,) = evaluate.score_all([group("1", "x", "slow", "2")], scorer, TOKENIZER)
     assert [each.score and each.reward for each in scored.trajectories] == rewards
     assert [each.failure for each in scored.trajectories] == [None, "failed", "timed_out", None]
     metrics = reward_metrics([scored])
@@ -123,7 +130,7 @@ def test_overlong_penalty_is_between_nothing_and_its_factor(buffer, more, tokens
 def test_long_responses_are_penalised_in_training_only():
     config = {"overlong_buffer_tokens": 4, "overlong_penalty": 0.5}
     responses = group("1", "1.0", "1.00000")  # 2, 4 and 8 tokens
-    (shaped,) = score_all([responses], max_response_tokens=8, **config)
+    shaped = score_with_limit(responses, 8, **config)
     assert shaped.rewards == [1.0, 1.0, 0.5]
     long = shaped.trajectories[2].score
     assert long == Score(0.5, {"half": 0.5, "overlong": -0.5}, {"score": 1.0, "overlong": -0.5})

@@ -30,12 +30,12 @@ def test_a_step_says_where_it_is_once_it_is_long(monkeypatch: pytest.MonkeyPatch
     clock = Clock()
     with clock.stage("rollout"):
         now += 59
-        assert clock.present(60) == ""
+        assert clock.status_line(60) == ""
         now += 121
-        assert clock.present(60) == "rollout, 3 min since the step began"
+        assert clock.status_line(60) == "rollout, 3 min since the step began"
         with clock.stage("reward"):
-            assert clock.present(60).startswith("reward, ")
-        assert clock.present(60).startswith("rollout, ")
-    assert clock.present(60).startswith("between two stages, ")
+            assert clock.status_line(60).startswith("reward, ")
+        assert clock.status_line(60).startswith("rollout, ")
+    assert clock.status_line(60).startswith("between two stages, ")
     clock.end_step(tokens=1)
-    assert clock.present(60) == ""
+    assert clock.status_line(60) == ""
