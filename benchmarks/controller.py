@@ -32,8 +32,8 @@ from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer, reward_arguments
 from megarl.rewards.scorer import Samples
 from megarl.rollout.kind import EngineKind, EngineSizes
-from megarl.rollout.schedule import Schedule
 from megarl.run.rollouts import Rollouts, RolloutWorkers
+from megarl.run.schedule import Schedule
 from megarl.schema import ClusterConfig, LoopConfig, MegarlConfig, RewardConfig, RolloutConfig, ScheduleConfig
 from megarl.tracking.clock import Clock
 

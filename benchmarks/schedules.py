@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from machine import at_least_one, describe
 
-from megarl.rollout.schedule import Schedule
+from megarl.run.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parent.parent
 PLOT = ROOT / "docs" / "images" / "schedules.png"

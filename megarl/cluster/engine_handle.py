@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, TypeVarTuple
 
 from megarl.cluster.calls import wait
-from megarl.cluster.meeting import check_that_all_meet, listen
+from megarl.cluster.reachability import check_that_all_meet, listen
 from megarl.cluster.streams import Stream
 from megarl.cluster.worker import Call, Worker, WorkerFailed, WorkerGone
 from megarl.rollout.kind import Arguments, EngineKind

@@ -16,7 +16,7 @@ from megarl.cluster.runtime import ray_cluster
 from megarl.doctor.cluster_faults import Fault, find_faults
 from megarl.doctor.node_probe import Link, Node
 from megarl.doctor.probes import Probes
-from megarl.doctor.ways import measured_again
+from megarl.doctor.slow_links import measured_again
 from megarl.process.errors import MachinesUnfit, RunFailed
 from megarl.process.phase import phase
 from megarl.schema import ClusterConfig

@@ -7,7 +7,7 @@ from statistics import median
 
 from megarl.doctor.limits import UNLIMITED_LOCKS
 from megarl.doctor.node_probe import Link, Node
-from megarl.doctor.ways import late, rates_of, slow, slow_alone, slow_nodes, usual_latency_s
+from megarl.doctor.slow_links import late, rates_of, slow, slow_alone, slow_nodes, usual_latency_s
 
 SLOW_CPU = 0.5
 """Slower than this part of what the others reach is a fault of a CPU, which never has one thing alone to do."""

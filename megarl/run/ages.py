@@ -7,7 +7,7 @@ from typing import Any
 from converters.errors import UserError
 from megarl.data import PromptGroup, Turn
 from megarl.data.stretches import Runs
-from megarl.rollout.schedule import Schedule
+from megarl.run.schedule import Schedule
 from megarl.schema import MegarlConfig
 
 _KEYS = {

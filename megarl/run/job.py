@@ -25,13 +25,13 @@ from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.rewards import Scorer
-from megarl.rollout.schedule import Schedule
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.opening import RunSetup, open_processes
 from megarl.run.rollouts import Rollouts, RolloutWorkers
+from megarl.run.schedule import Schedule
+from megarl.run.throughput import Throughput
 from megarl.run.timeline import Timeline
 from megarl.schema import MegarlConfig
-from megarl.stages.throughput import Throughput
 from megarl.tracking import MetricValue, Tracker
 
 

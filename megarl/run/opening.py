@@ -41,8 +41,8 @@ from megarl.rollout import engine_configuration
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.run.batches import BatchStream, StepBatch, read_waiting
 from megarl.run.checkpoints import Checkpoint, check_trained_alike, latest_checkpoint
+from megarl.run.throughput import Throughput
 from megarl.schema import MegarlConfig
-from megarl.stages.throughput import Throughput
 from megarl.tracking import Run, Tracker, open_tracker
 from megatron_ext.device_memory import CountedMemory
 from megatron_ext.options import MegatronOptions

@@ -19,7 +19,6 @@ from megarl.cluster.heartbeat import INTERVAL_S, Ranks
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.data import Prompt, PromptGroup, PromptSampler
 from megarl.rewards import PendingScores, Scorer
-from megarl.rollout.schedule import Schedule
 from megarl.run.ages import (
     changed_settings,
     check_ages,
@@ -33,6 +32,7 @@ from megarl.run.ages import (
 from megarl.run.dropped import Dropped
 from megarl.run.saved_groups import read_groups, save_groups
 from megarl.run.saved_partials import Partial, read_partials, save_partials
+from megarl.run.schedule import Schedule
 from megarl.run.unfinished import Unfinished
 from megarl.schema import MegarlConfig
 from megarl.stages.filtering import check_refills, groups_to_train_on

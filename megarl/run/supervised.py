@@ -18,8 +18,8 @@ from megarl.process.signals import asked_to_stop
 from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.opening import Processes, RunSetup, open_processes
+from megarl.run.throughput import Throughput
 from megarl.run.timeline import Timeline
-from megarl.stages.throughput import Throughput
 from megarl.stages.update import update
 from megarl.tracking import MetricValue, Tracker
 from megarl.tracking.clock import Clock

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.cluster.engines import Engines
 from megarl.data import Prompt, PromptGroup
 from megarl.diagnostics.answers import answer_of
-from megarl.diagnostics.validation import Answers, by_source
+from megarl.diagnostics.pass_at_k import Answers, by_source
 from megarl.rewards import Scorer
 from megarl.rollout.protocol import SamplingParameters
 from megarl.stages.reward import begin_scoring, check_any_scored, text_of, with_outcomes

@@ -14,8 +14,8 @@ from megarl.cluster.colocation import OwnGpus
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rollout.protocol import Request
-from megarl.rollout.schedule import Schedule
 from megarl.run.rollouts import Rollouts, RolloutWorkers
+from megarl.run.schedule import Schedule
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig, ScheduleConfig
 
 TOKENIZER = make_tokenizer()

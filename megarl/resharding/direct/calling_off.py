@@ -4,7 +4,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from megarl.resharding.direct.connections import Link, TransferError
-from megarl.resharding.direct.meeting import connect_all
+from megarl.resharding.direct.handshake import connect_all
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.wire import Failure

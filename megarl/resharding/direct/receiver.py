@@ -19,7 +19,7 @@ from megarl.resharding.direct.connections import (
     ready,
     ready_now,
 )
-from megarl.resharding.direct.meeting import connect_all
+from megarl.resharding.direct.handshake import connect_all
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import addresses, blocks, differing, pack, unpack

@@ -18,7 +18,7 @@ from megarl.resharding.direct.connections import (
     notify_peers_on_error,
     ready,
 )
-from megarl.resharding.direct.meeting import Listener, connect
+from megarl.resharding.direct.handshake import Listener, connect
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import addresses, blocks, pack

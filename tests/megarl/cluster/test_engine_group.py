@@ -17,7 +17,7 @@ from converters.errors import UserError
 from megarl.cluster import router
 from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.meeting import check_that_all_meet, listen
+from megarl.cluster.reachability import check_that_all_meet, listen
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import ENGINE, engine_role
 from megarl.cluster.worker import WorkerGone

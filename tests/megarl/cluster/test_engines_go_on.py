@@ -20,8 +20,8 @@ from megarl.data.stretches import here
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.rollout.kind import EngineSizes
-from megarl.rollout.schedule import Schedule
 from megarl.run.rollouts import Rollouts, RolloutWorkers
+from megarl.run.schedule import Schedule
 from megarl.schema import (
     AlgorithmConfig,
     ClusterConfig,

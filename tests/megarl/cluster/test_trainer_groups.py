@@ -31,8 +31,8 @@ from megarl.cluster.worker import WorkerGone
 from megarl.data import stretches
 from megarl.data.stretches import Stored, joined
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.run.throughput import Throughput
 from megarl.schema import ClusterConfig
-from megarl.stages.throughput import Throughput
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 

@@ -32,10 +32,10 @@ from megarl.refit.refit import Refit
 from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.transfer_spec import check_traces
 from megarl.rollout.protocol import Engine, Request, SamplingParameters
-from megarl.rollout.schedule import Schedule
 from megarl.run.job import open_job
 from megarl.run.opening import RunSetup
 from megarl.run.rollouts import Rollouts
+from megarl.run.schedule import Schedule
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
 

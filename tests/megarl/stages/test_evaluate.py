@@ -7,7 +7,7 @@ import pytest
 from known_metrics import is_known
 
 from megarl.data import Prompt, Turn
-from megarl.diagnostics.validation import powers_of_two
+from megarl.diagnostics.pass_at_k import powers_of_two
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.schema import RewardConfig

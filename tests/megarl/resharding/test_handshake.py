@@ -11,7 +11,7 @@ from threading import Barrier
 import pytest
 
 from megarl.resharding.direct.connections import Link, TransferError
-from megarl.resharding.direct.meeting import Listener, connect, connect_all
+from megarl.resharding.direct.handshake import Listener, connect, connect_all
 from megarl.resharding.direct.wire import Failure, Hello
 from megatron_ext.loopback import LOOPBACK
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megarl.doctor.cluster_check import rounds
 from megarl.doctor.cluster_faults import find_faults
 from megarl.doctor.node_probe import Link, Node
-from megarl.doctor.ways import SLOW, TIMES, measured_again, slow
+from megarl.doctor.slow_links import SLOW, TIMES, measured_again, slow
 
 SIGMA = 0.15
 SEEDS = range(3)

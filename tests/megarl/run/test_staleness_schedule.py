@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.rollout.schedule import Schedule
+from megarl.run.schedule import Schedule
 
 
 @dataclass

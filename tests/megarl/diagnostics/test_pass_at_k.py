@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.diagnostics.answers import answer_of
-from megarl.diagnostics.validation import Answers, best_at, by_source, majority_at, pass_at, powers_of_two
+from megarl.diagnostics.pass_at_k import Answers, best_at, by_source, majority_at, pass_at, powers_of_two
 
 ANSWER = st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.25, 0.75, 1.0, -1.0]))
 RESPONSES = st.lists(ANSWER, min_size=1, max_size=7)
