@@ -6,12 +6,10 @@ Where adapters are trained, only they are in it, beside their adapter_config.jso
 """
 
 import argparse
-import gc
 import io
 import pickle
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,6 +26,7 @@ from megatron.core.models.gpt import GPTModel
 
 from converters.errors import UserError
 from converters.formats.torch_dist import COMMON, StoredObject, TorchDistCheckpoint, unwrapped
+from converters.gc_pause import gc_paused
 from megatron_ext import compat, device, versions
 from megatron_ext.checkpoint_fit import require_fit
 from megatron_ext.checkpoint_state import (
@@ -85,7 +84,8 @@ class Saving:
         """
         if self._pending is not None:
             raise RuntimeError("the save before this one is not finished")
-        with _garbage_left():
+        # Lists of all tensors make Python look for garbage in every object of the process.
+        with gc_paused():
             state = _state(self._model)
             parts, last = _parts(state), self._planned
             is_known = last is not None and last.parts == parts
@@ -107,7 +107,7 @@ class Saving:
         """Collective: wait until all is written; the folder is complete then. Raises as `is_written`."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            with _garbage_left():
+            with gc_paused():
                 pending.finish()
 
 
@@ -161,18 +161,6 @@ def _take_weights(chunk: GPTModel, loaded: Mapping[str, Any], *, is_partial: boo
     unexpected = chunk.load_state_dict(values, strict=not cut and not is_partial).unexpected_keys
     if unexpected:
         raise ValueError(f"the model has no {unexpected[0]}")
-
-
-@contextmanager
-def _garbage_left() -> Iterator[None]:
-    """Inside, Python does not look for garbage: lists of all tensors make it go through every object of the process."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _load_common(stored: TorchDistCheckpoint) -> dict[str, Any]:

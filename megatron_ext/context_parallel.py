@@ -58,7 +58,7 @@ def cut(micro_batch: MicroBatch, ranks: int, rank: int, align: int) -> ContextPa
     places = slots[padded_bounds[of_sequence] + torch.arange(int(bounds[-1])) - bounds[of_sequence]]
     own = len(slots) // ranks
     mine = slice(rank * own, (rank + 1) * own)
-    # What is at each of this rank's places: padding is beyond the last token.
+    # The token at each of this rank's places: padding is beyond the last token.
     sources = places.new_full((len(slots),), len(places)).scatter(0, places, torch.arange(len(places)))[mine]
     positions = torch.empty_like(slots).scatter(0, slots, positions_within(padded))[mine]
 

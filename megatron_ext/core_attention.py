@@ -77,7 +77,7 @@ class _PaddedValues(nn.Module):
 
 def why_not(core: type[nn.Module], config: TransformerConfig) -> str | None:
     """Why `core` cannot be the attention of a model with `config`; None if a pass forward and backward is right."""
-    # Of whole sequences: the ranks of a context-parallel group would each have a part.
+    # Whole sequences only: the ranks of a context-parallel group would each have a part.
     config = copy(config)
     config.context_parallel_size = 1
     inputs = _inputs(config)

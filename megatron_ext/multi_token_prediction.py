@@ -131,7 +131,7 @@ class WithPredictionLayers:
         loss, metrics = self._objective(own, micro_batch)
         found = []
         for count, layer in zip(self._counts, of_layers, strict=True):
-            # What was not asked for has a log-probability of 0 and is nobody's choice.
+            # A token that was not asked for has a log-probability of 0 and is nobody's choice.
             mean = -layer.log_probs.sum() / count
             loss = loss + self._factor * mean
             found.append(torch.stack([mean.detach().double(), layer.greedy.double().sum() / count]))

@@ -32,7 +32,7 @@ class RecordedChoice(RouterReplay):
 
     def __init__(self) -> None:
         super().__init__()
-        # Of all routers of the process, in the order in which they were made: models and chunks are mixed up in it.
+        # All routers of the process, in the order in which they were made: models and chunks are mixed up in it.
         RouterReplay.global_router_replay_instances.remove(self)
         self.followed: list[Tensor] = []
 

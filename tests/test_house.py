@@ -174,21 +174,38 @@ def nameless_files(root: Path) -> list[str]:
     ]
 
 
-def docstrings(file: Path) -> Iterator[str]:
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """All statements, also those within others; not the expressions in them, which are most of a tree."""
+    for each in body:
+        yield each
+        for part in ("body", "orelse", "finalbody"):
+            yield from statements(getattr(each, part, []))
+        for handler in (*getattr(each, "handlers", ()), *getattr(each, "cases", ())):
+            yield from statements(handler.body)
+
+
+def docstrings(source: str) -> Iterator[str]:
     """Docstrings of modules, classes and functions, and texts below a name that say what it is."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in statements(ast.parse(source).body):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield text
 
 
-def inverted_docstrings(root: Path) -> list[str]:
-    """Sentences of docstrings that begin with a word which keeps the reader waiting for the thing."""
-    files = [file for folder in WRITTEN for file in sorted((root / folder).rglob("*.py"))]
+def comments(source: str) -> Iterator[str]:
+    """Blocks of comments, of which each line has nothing before it."""
+    for block in re.findall(r"(?:^[ \t]*# .*\n)+", source, flags=re.MULTILINE):
+        yield re.sub(r"^[ \t]*# ", "", block, flags=re.MULTILINE)
+
+
+def inverted_sentences(root: Path) -> list[str]:
+    """Sentences of docstrings and comments that begin with a word which keeps the reader waiting for the thing."""
     return [
         f"{file.relative_to(root)}: {' '.join(sentence.split())[:60]}"
-        for file in files
-        for text in docstrings(file)
+        for folder in WRITTEN
+        for file in sorted((root / folder).rglob("*.py"))
+        for source in [file.read_text()]
+        for text in (*docstrings(source), *comments(source))
         for block in re.split(r"\n\s*\n|^\s*(?:- |\d+\. )", text, flags=re.MULTILINE)
         for sentence in re.split(r"(?<=[.!?])\s+", block.strip())
         if re.match(r"(?:Of|Those|That|What)\b(?!')", sentence) and not sentence.endswith("?")
@@ -220,7 +237,7 @@ CHECKS = {
     "workers are called by name in their room alone": calls_by_name,
     "small files": long_files,
     "names that say something": nameless_files,
-    "docstrings begin with the thing": inverted_docstrings,
+    "sentences begin with the thing": inverted_sentences,
 }
 BROKEN_TREES = {
     "imports go down": [
@@ -271,11 +288,12 @@ BROKEN_TREES = {
         {"megarl/utils/a.py": ""},
         {"converters/tensor_utils.py": ""},
     ],
-    "docstrings begin with the thing": [
+    "sentences begin with the thing": [
         {"megarl/a.py": '"""Of this module."""'},
         {"tests/test_a.py": 'def f():\n    """Do it.\n\n    What is\n    left is done.\n    """'},
         {"tools/a.py": 'class A:\n    """It is. Those are."""'},
         {"benchmarks/a.py": 'X = 1\n"""- One.\n- That one."""'},
+        {"converters/a.py": "if True:\n    # It is so. What\n    # else?\n    # Of it more.\n    x = 1"},
     ],
 }
 SOUND_TREE = {
@@ -285,7 +303,7 @@ SOUND_TREE = {
     "megarl/data/__init__.py": "from megarl.data.b import x",
     "megarl/data/b.py": "from converters.a import torch\nfrom . import c",
     "megarl/data/c.py": "from megatron_ext import device\n" * MAX_LINES,
-    "megarl/data/d.py": '"""The sum of\nthose."""\nx = "What is no docstring"\ny = """Of a text"""\n',
+    "megarl/data/d.py": '"""The sum of\nthose."""\nx = "What is no docstring"  # Of none\ny = """Of a text"""\n',
     "megarl/rollout/swift/engine.py": "import swift\nNAME = 'swift'",
     "megarl/rollout/transformers/engine.py": "import transformers",
     "megarl/data/e.py": "from transformers import AutoTokenizer\nPACKAGES = ('transformers',)",

@@ -68,7 +68,7 @@ def core_rates(ranks: Ranks) -> CoreRates:
     elements = _ROWS * _COLUMNS * len(ranks.held()) // 2
 
     def rate(nbytes: int, method: str, what: str) -> float:
-        # Of the seconds that the cores worked: what else the machine does makes them hardly longer.
+        # Seconds that the cores worked: other work of the machine makes them hardly longer.
         return nbytes / ranks.time(method, what).cpu_seconds
 
     return CoreRates(

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return _fail(options.interrupted, ending.exit_code)
         except Exception as error:
-            # What a signal meets may end by an error of its own, as the import of numpy does.
+            # A signal may make the code that it interrupts end by an error of its own, as the import of numpy does.
             if ending.has_come:
                 return _fail(options.interrupted, ending.exit_code)
             if isinstance(error, UserError | RunFailed):

@@ -1,7 +1,6 @@
 """Final output of the commands about checkpoints, and options that these commands share."""
 
 import argparse
-import gc
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 from converters.durable import is_disk_full
 from converters.errors import UserError
+from converters.gc_pause import gc_paused
 
 _MOST_WORKERS = 4
 CONTINUES = "interrupted; the same command goes on where it was"
@@ -50,11 +50,11 @@ def streaming() -> Iterator[None]:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the workers are the threads
-    gc.disable()  # no record is ever garbage, and looking for it doubles the time of a plan
     try:
-        yield
+        # No record is ever garbage, and looking for it doubles the time of a plan.
+        with gc_paused():
+            yield
     finally:
-        gc.enable()
         torch.set_num_threads(threads)
 
 

@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Rehearse, print; 1 where something does not fit."""
-    # What is not installed, of which Megatron-core warns on import, is rehearsed without.
+    # Megatron-core warns on import of packages that are not installed; the rehearsal goes without them.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megarl.rehearsal import fake_world  # noqa: F401 - before anything of Megatron
     from megarl.rehearsal.job import rehearse_job, trained_models

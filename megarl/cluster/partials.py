@@ -96,7 +96,7 @@ def _merged(told: Sequence[Progress], numbers: Collection[int]) -> Progress:
     order = order[np.isin(whose[order], np.fromiter(numbers, np.int64, len(numbers)))]
     starts = lengths.cumsum() - lengths
     whose, samples, lengths, starts = (each[order] for each in (whose, samples, lengths, starts))
-    # Of each piece the places of its tokens: from its own start on, instead of from where the pieces before it end.
+    # The places of the tokens of each piece: from its own start on, instead of from where the pieces before it end.
     places = np.repeat(starts - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
     firsts = np.flatnonzero((np.diff(whose, prepend=-1) != 0) | (np.diff(samples, prepend=-1) != 0))
     of_samples = np.add.reduceat(lengths, firsts) if len(firsts) else lengths

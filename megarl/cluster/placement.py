@@ -108,7 +108,7 @@ class _Filling:
         return None
 
     def _apart(self, role: Role) -> list[int] | None:
-        # Those with most room, so that the last engine finds as many machines as the first.
+        # The ones with most room, so that the last engine finds as many machines as the first.
         by_room = sorted(range(len(self._nodes)), key=lambda place: (-self._room(place, role), place))[: role.group]
         if len(by_room) < role.group or self._room(by_room[-1], role) < 1:
             return None

@@ -205,7 +205,7 @@ class Restarts:
         done, left = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
         wait([call for call in restart.calls if call.reference in done])
         if left:
-            # What has ended is not waited for again: the others would be asked for without a pause.
+            # A call that has ended is not waited for again: the others would be asked for without a pause.
             restart.calls = [call for call in restart.calls if call.reference in left]
         if left and restart.is_up and restart.signs.is_due:
             end_silent([call.worker for call in restart.calls], restart.signs)

@@ -132,7 +132,7 @@ class Router:
             for handle in handles:
                 handle.is_asleep = True
             submitted = [call for handle in handles for call in self._submitted.pop(handle, ())]
-        # What a dead one was asked for goes elsewhere.
+        # The requests of a dead one go elsewhere.
         wait_for_living(submitted)
 
     def wake_up(self, handles: Sequence[EngineHandle]) -> None:

@@ -81,7 +81,7 @@ def _parent(socket: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    # Those of a server lie in the folder of its run.
+    # The files of a server lie in the folder of its run.
     for note in folder.rglob(f"{_SEGMENTS}/*"):
         (_SHARED_MEMORY / note.name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

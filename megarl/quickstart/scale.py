@@ -131,7 +131,7 @@ def _sizes(megatron: Mapping[str, Any], ranks: int, most: int) -> dict[str, int]
         sizes[key] = _CUT if megatron.get(key, 1) > 1 and found * _CUT <= most else 1
         ranks //= megatron.get(key, 1)
         found *= sizes[key]
-    # What is left is data parallelism.
+    # The rest is data parallelism.
     if ranks > 1 and found * _CUT <= most:
         found *= _CUT
     of_a_stage = found // sizes["pipeline_model_parallel_size"]

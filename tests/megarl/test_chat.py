@@ -45,7 +45,7 @@ def greedy(folder):
 @pytest.mark.usefixtures("shared_cluster")
 def test_a_conversation(folder, greedy, tmp_path, monkeypatch, capsys):
     words = [f"model.path='{folder}'", f"output_dir='{tmp_path}'", f"rollout.max_response_tokens={LONGEST}"]
-    # What vLLM streams is tested with it.
+    # Streaming by vLLM is tested with it.
     words.append("rollout.engine=transformers")
     with open_chat(compose("chat", words), None, 0.0) as chat:
         pieces = list(chat.answer("1+2="))

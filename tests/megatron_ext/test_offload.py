@@ -67,7 +67,7 @@ def stayed_and_moved(rank: int, sizes: ParallelSizes, options: MegatronOptions, 
 
 def trained(rank: int, options: MegatronOptions, folder: Path, *, moves: bool) -> dict[str, Any]:
     model = made(rank, options, folder)
-    # What others keep of it before it moves has to be good afterwards.
+    # References that others keep before it moves have to be good afterwards.
     kept = {name: tensor.detach() for name, tensor in model.local_tensors().items()}
     found = {}
     for step in range(STEPS):

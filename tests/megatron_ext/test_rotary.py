@@ -77,7 +77,7 @@ def packed_and_alone(rank: int, sizes: ParallelSizes, folder: Path) -> tuple[Ten
 def test_positions_are_looked_up_in_tables_that_several_lengths_share(tiny_models: Mapping[str, Path]) -> None:
     packed, alone, kept = run_ranks(packed_and_alone, ParallelSizes(), tiny_models["qwen3"])[0]
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
-    # Of 16 rows and of 8; alone, of 4, too.
+    # 16 rows and 8; alone, 4, too.
     assert kept == [2, 3, 0]
 
 

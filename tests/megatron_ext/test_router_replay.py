@@ -99,7 +99,7 @@ def in_one_process(rank: int, sizes: ParallelSizes, folder: Path) -> dict[str, A
     results = {"own": passes(model, sizes, whole_batch(None))}
     for hook in hooks:
         hook.remove()
-    # Of the predictions; the train step comes behind them.
+    # First the predictions, behind them the train step.
     of_layers = [torch.cat(maps[: len(LENGTHS)]) for _, maps in sorted(chosen.items())]
     own = torch.stack([each.nonzero()[:, 1].view(-1, ROUTING.topk) for each in of_layers], 1)
     results["own replayed"] = passes(model, sizes, whole_batch(own))
@@ -245,7 +245,7 @@ def counts_of_a_stage(rank: int, _sizes: ParallelSizes, routers_of_stages: list[
 @pytest.mark.parametrize(
     ("routers_of_stages", "expected"),
     [
-        # Of five tokens four have records: the second has other experts in the first and the third layer, the fifth in
+        # Four of five tokens have records: the second has other experts in the first and the third layer, the fifth in
         # the third.
         ([[0, 1], [2]], [12, 3, 4, 2]),
         ([[0, 1], []], [8, 1, 4, 1]),

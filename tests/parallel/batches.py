@@ -32,7 +32,7 @@ def bare_batch(*, shared_prefixes: bool) -> RaggedBatch:
     sequences = []
     for number, lengths in enumerate(FAMILIES):
         prompt = drawn(SHARED_PROMPT + number)
-        # Of every fourth family the sequences share a second stretch, which a third one does not go through.
+        # In every fourth family the sequences share a second stretch, which a third one does not go through.
         turn = drawn(SHORTEST_PREFIX if number % 4 == 0 else 0)
         sequences += [torch.cat([prompt, turn, drawn(length)]) for length in lengths]
         if len(turn):

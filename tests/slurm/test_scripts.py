@@ -171,7 +171,7 @@ def test_every_script_passes_its_words_on_and_ends_as_the_command(submit, tmp_pa
     assert (done.returncode, (tmp_path / "requeued").exists()) == (2, False)
     steps = (tmp_path / "steps").read_text()
     assert does.format(root=tmp_path) in steps
-    # What the script sets, as `sbatch --export=CONTAINER=IMAGE` would not have it.
+    # Set by the script, as `sbatch --export=CONTAINER=IMAGE` would not have it.
     assert all(" --export=ALL " in step for step in steps.splitlines())
     assert (SCRIPTS / script).stat().st_mode & stat.S_IXUSR
 

@@ -296,7 +296,7 @@ def _critic(t: _Translation) -> None:
         return
     _optimizer_options(t, "critic.megatron", "critic.optim.", t.recipe.get("algorithm.updates_per_step"))
     _megatron(t, "critic.megatron", "critic.megatron.")
-    # What verl's critic does not say has verl's default there, and the policy's here.
+    # A key that verl's critic does not set has verl's default there, and the policy's here.
     for name in verl.PARALLEL:
         if t.recipe.get(f"megatron.{name}") not in (None, True) and not t.recipe.get(f"critic.megatron.{name}"):
             t.recipe.set(f"critic.megatron.{name}", None if name.startswith("virtual") else 1)

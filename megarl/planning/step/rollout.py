@@ -86,7 +86,7 @@ def rollout_seconds(engine: Decoding, workload: Workload, replicas: int) -> floa
     room = engine.memory.tokens / (workload.prompt_tokens + workload.response_tokens)
     together = max(1.0, min(sequences, room))
     context = workload.prompt_tokens + workload.response_tokens / 2
-    # What waits for room begins as others end: until all have begun the batch is full.
+    # Waiting requests begin as others end: until all have begun the batch is full.
     full = (sequences - together) * workload.response_tokens / together * engine.step_seconds(together, context)
     return full + engine.prefill_seconds(prompts * workload.prompt_tokens) + _ending(engine, workload, together)
 

@@ -16,7 +16,7 @@ from megarl.resharding.kernels import Block, Quantised, gather, is_known, rule_o
 
 _End: TypeAlias = Literal["source", "destination"]
 
-# What the host makes in a pass of its own, of this size, is still in the processor's cache when it is checksummed.
+# A pass of the host over so many bytes is still in the processor's cache when it is checksummed.
 _HOST_BLOCK_BYTES = 2**20
 # A kernel on a GPU counts the elements of a box with 32 bits.
 _DEVICE_BOX_BYTES = 2**30

@@ -67,7 +67,7 @@ def _function(way: Way, lanes: int, rule: Rule | None = None) -> Function:
                     _quantise_rows(written, row, quantisation)
     if quantisation is not None:
         build.write(largest[0], quantisation.largest())
-    # What was written past the caches is to be seen by whoever is told of it.
+    # Stores that went past the caches have to be visible to whoever is told of them.
     build.fence("seq_cst")
     return build.compiled(written.checksum(nbytes))
 

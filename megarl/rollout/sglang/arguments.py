@@ -13,7 +13,7 @@ from megatron_ext import device
 
 _DEFAULTS: Mapping[str, Any] = {
     "log_level": "warning",
-    # What runs would be computed anew, to let what is older run a little earlier.
+    # Running requests would be computed again, to let older ones run a little earlier.
     "disable_priority_preemption": True,
     "random_seed": 0,
 }
@@ -76,7 +76,7 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
     on_device = cpu.ARGUMENTS if device.backend() == "gloo" else {}
     if device.backend() == "gloo":
         cpu_kv_cache.check(hf_config, given)
-        # What lets an engine on a GPU sleep; a worker on a CPU needs none of it (`cpu.memory_of`).
+        # Lets an engine on a GPU sleep; a worker on a CPU needs none of it (`cpu.memory_of`).
         given = {name: value for name, value in given.items() if name not in SGLANG.able_to_sleep}
     if given.get("context_length"):
         given = {**given, "context_length": given["context_length"] + SPARE_TOKENS}

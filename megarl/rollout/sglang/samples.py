@@ -62,7 +62,7 @@ def question(request: Request, limits: Limits, *, interval: int) -> dict[str, An
         "stop_token_ids": list(sampling.stop_token_ids),
         "stream_interval": interval,
     }
-    # Of a sample that was cut the random numbers go on: they follow from the seed and a token's place.
+    # The random numbers of a sample that was cut go on: they follow from the seed and a token's place.
     each = [
         {**shared, "max_new_tokens": _most(request, sample), "sampling_seed": _seed(sampling, sample)}
         for sample in request.samples

@@ -101,7 +101,7 @@ def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:
     dtype = getattr(torch, arguments.dtype) if arguments.dtype != "auto" else config.dtype or torch.float32
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    # What `from_pretrained` does beside reading.
+    # As `from_pretrained` does beside reading.
     model.tie_weights()
     kept = model._get_dtype_plan(dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():

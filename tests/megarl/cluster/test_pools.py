@@ -29,7 +29,7 @@ def roles(ranks=4, engines=2):
             {"training": PoolConfig(["trainer"], nodes=2, gpus=2), "rollout": PoolConfig(["engine"], nodes=1)},
             ["10.0.0.1   engine 0-1", "10.0.0.2   trainer 0-1, critic 0-1", "10.0.0.3   trainer 2-3"],
         ),
-        # Those that take turns have the same GPUs.
+        # Roles that take turns have the same GPUs.
         (
             {"all": PoolConfig(["trainer", "engine"], nodes=1, gpus=8, shared=True)},
             ["10.0.0.1   trainer 0-3 and engine 0-1 in turns", "10.0.0.2   critic 0-1"],

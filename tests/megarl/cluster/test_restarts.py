@@ -56,7 +56,7 @@ def lose_engines(engines, refit, script, capsys, folder):
     children = [psutil.Process(int(file.stem)) for file in folder.glob("*.pid")]
     refit(0)
     check_a_death_in_a_rollout(engines, script, capsys)
-    # Of the dead engine nothing is left, and of the other all.
+    # Nothing is left of the dead engine, and all of the other.
     assert sorted(map(has_ended, children)) == [False, True]
     check_that_what_was_told_is_not_asked_again(engines)
     check_the_death_of_one_that_has_nothing_to_do(engines, script)

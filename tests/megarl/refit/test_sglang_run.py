@@ -104,7 +104,7 @@ def check_greedy(job, adapter):
     output = Path(job.config.output_dir)
     trained = load_file(output / EXPORT / "model.safetensors")
     if adapter:
-        # Of the trained adapter alone, which moves embeddings there.
+        # Only the trained adapter, which moves embeddings there.
         a, b = (
             load_file(output / ADAPTER / "adapter_model.safetensors")[f"{SEEN}.lora_{each}.weight"] for each in "AB"
         )

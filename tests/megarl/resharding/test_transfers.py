@@ -59,7 +59,7 @@ def test_every_refit_brings_the_weights_of_its_version(set_up, name):
     # Few changes, others, all, and few again.
     for version, share in ((2 + STEP, 0.4), (2 + 2 * STEP, 0.4), (1, 1), (1 + STEP, 0.4)):
         assert stage.bytes_of_refit(version, delta=True) <= share * whole
-    # What was sent without being kept cannot be compared with.
+    # A version that was sent without being kept cannot be compared with.
     assert stage.bytes_of_refit(1) == stage.bytes_of_refit(1 + STEP, delta=True) == whole
 
 

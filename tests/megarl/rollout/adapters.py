@@ -42,7 +42,7 @@ class Adapted:
         self._load()
 
     def _load(self) -> None:
-        # Of no other test that is collected beside: it takes seconds.
+        # Not when other tests are collected: it takes seconds.
         from peft import PeftModel
 
         self._adapted = [

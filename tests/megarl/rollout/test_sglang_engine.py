@@ -136,7 +136,7 @@ def test_the_experts_that_the_server_tells_of_are_those_of_the_tokens(start, fol
         fed = np.concatenate([turn.prompt_ids, turn.token_ids])[:-1]
         rows = np.stack([fed[:, None] + layer + np.arange(2) for layer in returned.layers], 1) % 4
         assert np.array_equal(joined([turn.routed_experts]), returned.routing.records(rows, len(fed) + 1))
-    # What never reaches the server goes to no experts.
+    # A token that never reaches the server goes to no experts.
     engine.pause("keep")
     waiting = pool.submit(engine.generate, [Request(PROMPTS[0], sampling)])
     time.sleep(0.3)
@@ -314,7 +314,7 @@ def test_a_killed_server_has_told_of_its_tokens(start, folders, long_prompt):
     sampling = SamplingParameters(samples=2, temperature=0, max_tokens=450)
     fresh.engine.submit({7: Request(long_prompt, sampling)})
     with pytest.raises(EngineDiedError, match="SGLang engine died"):
-        # Of each sample the first token and 64 more.
+        # The first token of each sample and 64 more.
         list(map(partials.add, told_until_killed(fresh.engine, 130)))
     fresh.engine.close()
     begun = partials.of([7])[7]

@@ -19,7 +19,7 @@ def sglang_cut(probs, top_ks, top_ps):
 def test_top_p_is_a_share_of_what_top_k_keeps():
     probs = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).repeat(4, 1)
     top_ks, top_ps = torch.tensor([2, 2, 1 << 30, 3], dtype=torch.int32), torch.tensor([0.5, 0.6, 0.65, 1.0])
-    # Of 0.4 and 0.3 the first alone is 0.57.
+    # The first alone is 0.57 of 0.4 and 0.3.
     expected = torch.tensor(
         [[0, 1, 0, 0], [0, 4 / 7, 3 / 7, 0], [0, 4 / 7, 3 / 7, 0], [0, 4 / 9, 3 / 9, 2 / 9]],
     )

@@ -88,7 +88,7 @@ def test_a_response_is_the_same_whatever_is_served_with_it(engine, model, pool):
     for request in REQUESTS:
         engine.reset_prefix_cache()
         alone += generate(engine, [request])
-    # What was kept of the prompts is used.
+    # Cached blocks of the prompts are used.
     check_same(alone, generate(engine, REQUESTS), model)
     engine.reset_prefix_cache()
     began = time.monotonic()

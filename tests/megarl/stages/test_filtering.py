@@ -66,7 +66,7 @@ def test_a_group_whose_mean_is_outside_the_band_teaches_nothing(
 @pytest.mark.parametrize(
     ("answers", "in_statistics", "taught"),
     [
-        # Those that are compared are all right, or one alone.
+        # The compared ones are all right, or one alone.
         ([(1.0, "stop"), (1.0, "stop"), (0.0, "length")], False, False),
         ([(1.0, "stop"), (0.0, "length"), (0.0, "length")], False, False),
         ([(0.0, "length"), (1.0, "length")], False, False),
