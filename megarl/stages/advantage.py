@@ -65,9 +65,6 @@ def with_advantages(
     Raises UserError for what is not a finite number, naming the response, and as `estimate` does.
     """
     algorithm = config.algorithm
-    responses = trained_responses(batch)
-    known = {name: at_trained(name, batch) for name in _opened(algorithm) & batch.fields.keys()}
-    trajectories = [each for group in groups for each in group.trajectories]
     prompts = [group.prompt for group in groups for _ in group.trajectories]
 
     def describe(index: int) -> str:
@@ -75,24 +72,8 @@ def with_advantages(
 
     _check_predictions(batch, describe)
     rollout = _compared_units(groups, algorithm)
-    branches, first = torch.bincount(rollout), first_branches(rollout)
-
-    def mean_of_branches(values: Sequence[float]) -> Tensor:
-        return sum_of_branches(torch.tensor(values), rollout) / branches
-
-    terms = {name: mean_of_branches(values) for name, values in _terms(trajectories).items()}
-    inputs: dict[str, Any] = {
-        "responses": Ragged(sum_of_branches(responses.lengths, rollout)),
-        "groups": group_of_each(groups)[first],
-        "rewards": mean_of_branches([_reward(each, algorithm) for each in trajectories]),
-        "penalties": terms.pop(OVERLONG, None),
-        "parts": terms,
-        "part_weights": _term_weights(config),
-        "token_rewards": _token_rewards(known.get("turn_rewards"), kl, kl_coefficient, algorithm),
-        "baseline_rewards": _baseline_rewards(groups),
-        "importance_weights": _importance_weights(known, responses, algorithm),
-        **{name: known[each.batch_field] for name, each in INPUTS.items() if each.batch_field in known},
-    }
+    first = first_branches(rollout)
+    inputs = _inputs(batch, groups, rollout, config, kl=kl, kl_coefficient=kl_coefficient)
     advantages, targets = estimate_compact(
         algorithm.advantage, inputs, algorithm.advantage_options, lambda index: describe(int(first[index]))
     )
@@ -109,6 +90,40 @@ def with_advantages(
     if "process_rewards" in inputs:
         fields["outcomes"] = at_responses(_outcomes(inputs["rewards"])[rollout], batch)
     return with_fields(batch, **fields)
+
+
+def _inputs(
+    batch: Batch,
+    groups: Sequence[PromptGroup],
+    rollout: Tensor,
+    config: MegarlConfig,
+    *,
+    kl: Tensor | None,
+    kl_coefficient: float,
+) -> dict[str, Any]:
+    """Everything that an estimator may ask for by name (`INPUTS`): by response, and at trained tokens."""
+    algorithm = config.algorithm
+    responses = trained_responses(batch)
+    known = {name: at_trained(name, batch) for name in _opened(algorithm) & batch.fields.keys()}
+    trajectories = [each for group in groups for each in group.trajectories]
+    branches = torch.bincount(rollout)
+
+    def mean_of_branches(values: Sequence[float]) -> Tensor:
+        return sum_of_branches(torch.tensor(values), rollout) / branches
+
+    terms = {name: mean_of_branches(values) for name, values in _terms(trajectories).items()}
+    return {
+        "responses": Ragged(sum_of_branches(responses.lengths, rollout)),
+        "groups": group_of_each(groups)[first_branches(rollout)],
+        "rewards": mean_of_branches([_reward(each, algorithm) for each in trajectories]),
+        "penalties": terms.pop(OVERLONG, None),
+        "parts": terms,
+        "part_weights": _term_weights(config),
+        "token_rewards": _token_rewards(known.get("turn_rewards"), kl, kl_coefficient, algorithm),
+        "baseline_rewards": _baseline_rewards(groups),
+        "importance_weights": _importance_weights(known, responses, algorithm),
+        **{name: known[each.batch_field] for name, each in INPUTS.items() if each.batch_field in known},
+    }
 
 
 _PREDICTIONS = {

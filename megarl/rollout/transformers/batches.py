@@ -50,7 +50,7 @@ class _Batch:
             _Row(in_flight, sample, random=_stream(request.sampling.seed, sample, begun)) for sample in samples
         ]
         self._cache: DynamicCache | None = None
-        # Keys and values of the prompt's tokens, which all samples share.
+        # Experts of the prompt's tokens, which all samples share.
         self._prompt_experts: Values = ()
 
     def __bool__(self) -> bool:
