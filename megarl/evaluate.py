@@ -13,7 +13,7 @@ from megarl.process.phase import phase
 from megarl.rewards import Scorer
 from megarl.run.opening import open_processes
 from megarl.schema import MegarlConfig
-from megarl.stages.evaluate import evaluate, sample_all
+from megarl.stages.evaluate import EvalSettings, evaluate, sample_all
 from megarl.stages.rollout import sampling_parameters
 
 
@@ -30,17 +30,8 @@ class FreshEngines:
     def evaluate(self) -> dict[str, float]:
         """Metrics of their answers; see `megarl.stages.evaluate`."""
         with phase(f"answering {len(self.prompts)} prompts"):
-            return evaluate(
-                self.engines,
-                self.prompts,
-                self.scorer,
-                self.model.tokenizer,
-                max_tokens=self.config.rollout.max_response_tokens,
-                stop_token_ids=self.model.stop_token_ids,
-                samples=self.config.loop.eval_samples,
-                temperature=self.config.loop.eval_temperature,
-                seed=self.config.loop.seed,
-            )
+            settings = EvalSettings.of(self.config, self.model.stop_token_ids)
+            return evaluate(self.engines, self.prompts, self.scorer, self.model.tokenizer, settings)
 
     def sample(self) -> list[tuple[list[int], Turn]]:
         """The tokens of each prompt and a response to it, sampled as the rollouts of `config` are."""

@@ -12,7 +12,7 @@ from megarl.run.opening import RunSetup
 from megarl.schema import LoopConfig, MegarlConfig
 from megarl.stages.advantage import kl_in_reward, with_advantages
 from megarl.stages.batch import mini_batches, to_batch
-from megarl.stages.evaluate import evaluate
+from megarl.stages.evaluate import EvalSettings, evaluate
 from megarl.stages.filtering import left_out, without_small_groups
 from megarl.stages.metrics import step_metrics
 from megarl.stages.model_outputs import with_model_outputs
@@ -153,19 +153,9 @@ def _control_kl(job: Job, kl: float | None, responses: int) -> dict[str, MetricV
 
 
 def _evaluate(job: Job) -> dict[str, float]:
-    loop = job.config.loop
+    settings = EvalSettings.of(job.config, job.model.stop_token_ids)
     job.gpus.switch_to(job.engines)
-    return evaluate(
-        job.engines,
-        job.data.eval_prompts,
-        job.scorer,
-        job.model.tokenizer,
-        max_tokens=job.config.rollout.max_response_tokens,
-        stop_token_ids=job.model.stop_token_ids,
-        samples=loop.eval_samples,
-        temperature=loop.eval_temperature,
-        seed=loop.seed,
-    )
+    return evaluate(job.engines, job.data.eval_prompts, job.scorer, job.model.tokenizer, settings)
 
 
 def evaluates_after(step: int, loop: LoopConfig) -> bool:

@@ -54,8 +54,8 @@ def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
         raise ValueError(f"a weight of {weight.shape[1]} columns is not made of blocks of {_BLOCK}")
     for tile in row_tiles(weight):
         blocks = weight[tile].to(torch.float32).unflatten(1, (-1, _BLOCK))
-        # Bits without the sign are in the order of magnitudes, NaN last. The bits of the exponent are floor(log2) + 127,
-        # and 0 for numbers so small that their block has the least scale.
+        # Bits without the sign are in the order of magnitudes, NaN last. The exponent's are floor(log2) + 127, or 0
+        # where numbers are so small that their block has the least scale.
         exponents = (blocks.view(torch.int32) & torch.iinfo(torch.int32).max).amax(2) >> _MANTISSA_BITS
         if (exponents == _NOT_FINITE).any():
             row, column = (exponents == _NOT_FINITE).nonzero()[0].tolist()

@@ -1,11 +1,12 @@
 """Everything a run holds: its processes, its data, its position. Made from the configuration, ended with the run."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from megarl.algorithms import AdaptiveKl, PolicyObjective
 from megarl.cluster.colocation import GpuSharing
@@ -26,7 +27,7 @@ from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.rewards import Scorer
 from megarl.run.checkpoints import Checkpoints
-from megarl.run.opening import RunSetup, open_processes
+from megarl.run.opening import Processes, RunSetup, open_processes
 from megarl.run.rollouts import Rollouts, RolloutWorkers
 from megarl.run.schedule import Schedule
 from megarl.run.throughput import Throughput
@@ -122,43 +123,16 @@ def open_job(setup: RunSetup) -> Iterator[Job]:
             state = _position(setup, len(data.prompts))
             scorer = stack.enter_context(Scorer(config.reward))
             scorer.check_data_sources({prompt.data_source for prompt in (*data.prompts, *data.eval_prompts)})
-        models = {POLICY: setup.options, **auxiliary_options(config)}
-        processes = stack.enter_context(open_processes(config, models, engines=True))
+        roles = {POLICY: setup.options, **auxiliary_options(config)}
+        processes = stack.enter_context(open_processes(config, roles, engines=True))
         tracker = processes.tracker(setup)
         with phase(f"starting trainer and engines{f', from step {setup.step}' if checkpoint else ''}"):
-            engines = processes.engines()
-            # Older checkpoints do not tell of engines.
-            if checkpoint is not None and "engines" in checkpoint.state:
-                engines.load_state_dict(checkpoint.state["engines"])
-            trainer = processes.trainer(setup.options)
-            prompts = [prompt.token_ids for prompt in data.prompts]
-            gpus = processes.gpus(engines)
-            engine_start = EngineStart(trainer, engines, model, config, prompts, gpus)
-            trainer.start()
-            total_steps = setup.steps * config.algorithm.updates_per_step
-            trainer.build(model.folder, model.megatron_checkpoint, total_steps, reference=objective.needs_reference)
-            gpus.add(trainer)
-            auxiliary = open_auxiliary(config, total_steps, processes.trainer, made=gpus.add)
-            if checkpoint is not None:
-                engine_start.compare()
-                gpus.switch_to(trainer)
-                trainer.load(checkpoint.folder)
-                for name, group in auxiliary.trained.items():
-                    group.load(checkpoint.folder / name)
-            refit = engine_start.finish()
-            workers = RolloutWorkers(
-                engines,
-                scorer,
-                auxiliary.reward_model,
-                gpus,
-                model.tokenizer,
-                tuple(model.stop_token_ids),
-                Ranks([trainer, *auxiliary.groups]),
-            )
-            rollouts = Rollouts(config, data.prompts, state.sampler, _schedule(config, state.step), workers)
+            models = _start_models(setup, processes, data.prompts, reference=objective.needs_reference)
+            rollouts = _rollouts(config, model, models, data.prompts, scorer, state)
             if checkpoint is not None:
                 rollouts.load(checkpoint.folder, checkpoint.state)
-        checkpoints = stack.enter_context(Checkpoints(config, "train", {"": trainer, **auxiliary.trained}))
+        trained = {"": models.trainer, **models.auxiliary.trained}
+        checkpoints = stack.enter_context(Checkpoints(config, "train", trained))
         stack.enter_context(what_there_is_left_alone())
         yield Job(
             setup=setup,
@@ -167,25 +141,74 @@ def open_job(setup: RunSetup) -> Iterator[Job]:
             data=data,
             objective=objective,
             scorer=scorer,
-            trainer=trainer,
-            auxiliary=auxiliary,
-            engines=engines,
-            gpus=gpus,
-            refit=refit,
+            trainer=models.trainer,
+            auxiliary=models.auxiliary,
+            engines=models.engines,
+            gpus=models.gpus,
+            refit=models.refit,
             tracker=tracker,
-            throughput=processes.throughput(trainer, "advantage", "update"),
-            timeline=Timeline(
-                config.tracking.profile,
-                Path(config.output_dir),
-                [worker for group in (trainer, *auxiliary.groups) for worker in group.workers],
-                engines,
-                scorer,
-            ),
+            throughput=processes.throughput(models.trainer, "advantage", "update"),
+            timeline=_timeline(config, models, scorer),
             alerts=Alerts.of_run(config, Path(config.output_dir), state.step),
             checkpoints=checkpoints,
             state=state,
             rollouts=rollouts,
         )
+
+
+class _Models(NamedTuple):
+    """The models of a run, with their processes up."""
+
+    trainer: TrainerGroup
+    auxiliary: AuxiliaryModels
+    engines: EngineGroup
+    gpus: GpuSharing
+    refit: Refit
+
+
+def _start_models(setup: RunSetup, processes: Processes, prompts: Sequence[Prompt], *, reference: bool) -> _Models:
+    """Start trainer and engines side by side, then the auxiliary models; all but engines go on from the checkpoint."""
+    config, checkpoint = setup.config, setup.checkpoint
+    engines = processes.engines()
+    # Older checkpoints do not tell of engines.
+    if checkpoint is not None and "engines" in checkpoint.state:
+        engines.load_state_dict(checkpoint.state["engines"])
+    trainer = processes.trainer(setup.options)
+    gpus = processes.gpus(engines)
+    token_ids = [prompt.token_ids for prompt in prompts]
+    engine_start = EngineStart(trainer, engines, setup.model, config, token_ids, gpus)
+    trainer.start()
+    total_steps = setup.steps * config.algorithm.updates_per_step
+    trainer.build(setup.model.folder, setup.model.megatron_checkpoint, total_steps, reference=reference)
+    gpus.add(trainer)
+    auxiliary = open_auxiliary(config, total_steps, processes.trainer, made=gpus.add)
+    if checkpoint is not None:
+        engine_start.compare()
+        gpus.switch_to(trainer)
+        trainer.load(checkpoint.folder)
+        for name, group in auxiliary.trained.items():
+            group.load(checkpoint.folder / name)
+    return _Models(trainer, auxiliary, engines, gpus, engine_start.finish())
+
+
+def _rollouts(
+    config: MegarlConfig, model: Model, models: _Models, prompts: Sequence[Prompt], scorer: Scorer, state: LoopState
+) -> Rollouts:
+    workers = RolloutWorkers(
+        models.engines,
+        scorer,
+        models.auxiliary.reward_model,
+        models.gpus,
+        model.tokenizer,
+        tuple(model.stop_token_ids),
+        Ranks([models.trainer, *models.auxiliary.groups]),
+    )
+    return Rollouts(config, prompts, state.sampler, _schedule(config, state.step), workers)
+
+
+def _timeline(config: MegarlConfig, models: _Models, scorer: Scorer) -> Timeline:
+    ranks = [worker for group in (models.trainer, *models.auxiliary.groups) for worker in group.workers]
+    return Timeline(config.tracking.profile, Path(config.output_dir), ranks, models.engines, scorer)
 
 
 def _schedule(config: MegarlConfig, version: int) -> Schedule:

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from megarl.diagnostics.answers import answer_of
 from megarl.diagnostics.pass_at_k import Answers, by_source
 from megarl.rewards import Scorer
 from megarl.rollout.protocol import SamplingParameters
+from megarl.schema import MegarlConfig
 from megarl.stages.reward import begin_scoring, check_any_scored, text_of, with_outcomes
 from megarl.stages.rollout import answered, requests_for
 
@@ -19,27 +21,40 @@ from megarl.stages.rollout import answered, requests_for
 _EVALUATION = 0xE7A1
 
 
+@dataclass(frozen=True)
+class EvalSettings:
+    """How held-out prompts are answered.
+
+    One of the `samples` is greedy, more are sampled from the whole distribution at `temperature`. Every evaluation with
+    the same `seed` samples with the same random streams.
+    """
+
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    samples: int = 1
+    temperature: float = 1.0
+    seed: int = 0
+
+    @classmethod
+    def of(cls, config: MegarlConfig, stop_token_ids: Sequence[int]) -> "EvalSettings":
+        """The settings that a configuration asks for."""
+        loop, max_tokens = config.loop, config.rollout.max_response_tokens
+        return cls(max_tokens, tuple(stop_token_ids), loop.eval_samples, loop.eval_temperature, loop.seed)
+
+
 def evaluate(
     engines: Engines,
     prompts: Sequence[Prompt],
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    max_tokens: int,
-    stop_token_ids: Sequence[int],
-    samples: int = 1,
-    temperature: float = 1.0,
-    seed: int = 0,
+    settings: EvalSettings,
 ) -> dict[str, float]:
     """Accuracy, which is the mean reward, and what several responses to a prompt give; see `evaluation_metrics`.
 
     No weights come meanwhile, so that all responses are of one version. Responses of training that are in
     flight go on behind these.
-
-    One of the `samples` is greedy, more are sampled from the whole distribution at `temperature`. Every evaluation with
-    the same `seed` samples with the same random streams.
     """
-    sampling = _sampling(len(prompts), samples, temperature, max_tokens, tuple(stop_token_ids), seed)
+    sampling = _sampling(len(prompts), settings)
     # Negative ordinals: these prompts share no conversation with those of training, and are served first.
     drawn = [PromptGroup(prompt, place - len(prompts)) for place, prompt in enumerate(prompts)]
     groups = score_all(sample_all(engines, drawn, sampling), scorer, tokenizer)
@@ -47,7 +62,7 @@ def evaluate(
     # Later samples must not depend on whether an evaluation came before.
     engines.reset_prefix_cache()
     return {
-        **evaluation_metrics([group.only_scored() for group in groups], tokenizer, samples),
+        **evaluation_metrics([group.only_scored() for group in groups], tokenizer, settings.samples),
         "eval/dropped": float(sum(each.score is None for each in sampled)),
         "eval/truncated_fraction": float(np.mean([each.is_truncated for each in sampled])),
         "eval/response_length": float(np.mean([each.sampled_tokens for each in sampled])),
@@ -116,16 +131,14 @@ def _answers(group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> Answers:
     return Answers(group.prompt.data_source, [answer_of(text) for text in texts], group.rewards)
 
 
-def _sampling(
-    prompts: int, samples: int, temperature: float, max_tokens: int, stop_token_ids: tuple[int, ...], seed: int
-) -> list[SamplingParameters]:
-    if samples == 1:
-        greedy = SamplingParameters(temperature=0.0, max_tokens=max_tokens, stop_token_ids=stop_token_ids)
-        return [greedy] * prompts
-    seeds = np.random.SeedSequence((seed, 0, _EVALUATION)).generate_state(prompts).tolist()
-    return [
-        SamplingParameters(
-            samples=samples, temperature=temperature, max_tokens=max_tokens, stop_token_ids=stop_token_ids, seed=each
-        )
-        for each in seeds
-    ]
+def _sampling(prompts: int, settings: EvalSettings) -> list[SamplingParameters]:
+    one = SamplingParameters(
+        samples=settings.samples,
+        temperature=settings.temperature,
+        max_tokens=settings.max_tokens,
+        stop_token_ids=settings.stop_token_ids,
+    )
+    if settings.samples == 1:
+        return [replace(one, temperature=0.0)] * prompts
+    seeds = np.random.SeedSequence((settings.seed, 0, _EVALUATION)).generate_state(prompts).tolist()
+    return [replace(one, seed=each) for each in seeds]

@@ -23,7 +23,7 @@ from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.refit.refit import Refit
 from megarl.rewards import Scorer
 from megarl.schema import ClusterConfig, LoopConfig, MegarlConfig, RewardConfig, RolloutConfig, ScheduleConfig
-from megarl.stages.evaluate import evaluate
+from megarl.stages.evaluate import EvalSettings, evaluate
 from megarl.tracking.clock import Clock
 
 NAPPING = replace(PATIENT, title="Napping", engine_class=("patient_engine", "NappingEngine"))
@@ -64,7 +64,7 @@ def test_engines_die_in_any_turn_and_no_token_is_lost_or_too_old(
             gpus.switch_to(engines)
             if version == 2:
                 script("generate")
-            evaluate(engines, HELD_OUT, scorer, make_tokenizer(), max_tokens=32, stop_token_ids=[])
+            evaluate(engines, HELD_OUT, scorer, make_tokenizer(), EvalSettings(32, ()))
             assert {each for turn in evaluated for each in here(turn.versions).tolist()} == {version + 1}
             evaluated.clear()
         assert died(engines, DEATHS)

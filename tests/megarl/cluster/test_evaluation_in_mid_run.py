@@ -17,7 +17,7 @@ from megarl.data.stretches import here
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.schema import ClusterConfig, LoopConfig, MegarlConfig, RewardConfig, RolloutConfig, ScheduleConfig
-from megarl.stages.evaluate import evaluate
+from megarl.stages.evaluate import EvalSettings, evaluate
 from megarl.tracking.clock import Clock
 
 HELD_OUT = [Prompt(place, "any", [place, 5], "truth", {}) for place in range(2)]
@@ -50,7 +50,7 @@ def test_an_evaluation_is_of_one_version_and_loses_nothing_that_is_in_flight(tmp
             assert eventually(lambda due=in_flight: heard(rollouts) == due), heard(rollouts)
             asked = set(engines._router._asked)
             assert len(asked) == len(in_flight)
-            evaluate(engines, HELD_OUT, scorer, make_tokenizer(), max_tokens=32, stop_token_ids=[])
+            evaluate(engines, HELD_OUT, scorer, make_tokenizer(), EvalSettings(32, ()))
             assert {each for turn in evaluated for each in here(turn.versions).tolist()} == {version}
             assert len(evaluated) == len(HELD_OUT)
             assert (set(engines._router._asked), heard(rollouts)) == (asked, in_flight)

@@ -11,7 +11,7 @@ from megarl.diagnostics.pass_at_k import powers_of_two
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.schema import RewardConfig
-from megarl.stages.evaluate import evaluate
+from megarl.stages.evaluate import EvalSettings, evaluate
 
 FUNCTIONS = Path(__file__).parents[1] / "reward_functions.py"
 TOKENIZER = make_tokenizer()
@@ -50,7 +50,7 @@ def scorer():
 def run(scorer):
     def run(*answers, prompts=PROMPTS, **options):
         engines = Engines(answers)
-        found = evaluate(engines, prompts, scorer, TOKENIZER, max_tokens=5, stop_token_ids=[7], **options)
+        found = evaluate(engines, prompts, scorer, TOKENIZER, EvalSettings(5, (7,), **options))
         assert all(is_known(name) for name in found)
         assert engines.resets == 1
         return found, [request.sampling for request in engines.requests]
@@ -110,7 +110,7 @@ def test_every_prompt_has_random_streams_of_its_own_and_the_same_every_time(run)
 
 def test_no_prompt_is_a_conversation_of_training_or_waits_behind_any(scorer):
     engines = Engines(("1", "2", "3"))
-    evaluate(engines, PROMPTS, scorer, TOKENIZER, max_tokens=5, stop_token_ids=[7])
+    evaluate(engines, PROMPTS, scorer, TOKENIZER, EvalSettings(5, (7,)))
     assert [each.conversation for each in engines.requests] == [each.priority for each in engines.requests]
     # Draws begin with 0.
     assert [each.priority for each in engines.requests] == [-3, -2, -1]
@@ -127,7 +127,7 @@ def test_responses_are_scored_while_others_are_sampled():
     with Scorer(RewardConfig(function=f"{FUNCTIONS}:notes_and_waits")) as scorer:
         scored_between = []
         engines = Engines("11", lambda: scored_between.append(events["ended"].wait(30)))
-        evaluate(engines, prompts, scorer, TOKENIZER, max_tokens=5, stop_token_ids=[])
+        evaluate(engines, prompts, scorer, TOKENIZER, EvalSettings(5, ()))
     assert scored_between == [True, True]
 
 
@@ -140,5 +140,5 @@ def test_when_the_engines_fail_no_more_is_scored():
 
     with Scorer(RewardConfig(function=f"{FUNCTIONS}:notes_and_waits")) as scorer:
         with pytest.raises(RuntimeError, match="the engine died"):
-            evaluate(Engines("11", fail), prompts, scorer, TOKENIZER, max_tokens=5, stop_token_ids=[])
+            evaluate(Engines("11", fail), prompts, scorer, TOKENIZER, EvalSettings(5, ()))
         assert events["ended"].wait(30)
