@@ -149,6 +149,7 @@ RUNS = (
         "quickstart_dapo",
         prompts_without_signal_are_replaced,
         ("loop.steps=6", "schedule.max_staleness=1", "algorithm.ratio_to=interpolated"),
+        marks=(pytest.mark.long,),
     ),
     Run(
         "quickstart",

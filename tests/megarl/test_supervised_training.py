@@ -79,6 +79,7 @@ def series(steps: list[dict[str, float]], name: str) -> dict[int, float]:
     return {int(line["step"]): line[name] for line in steps if name in line}
 
 
+@pytest.mark.long
 def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned, given, tmp_path, capfd):
     folder, steps = fine_tuned
     assert list(series(steps, "sft/loss")) == list(range(1, len(steps) + 1))

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
+from long_cases import but_long
 from megatron.core.transformer.moe.router import TopKRouter
 from parallel_rank import parallel_rank
 from torch import Tensor
@@ -72,9 +73,29 @@ def loads(
     return first.expert_load, biases, model.train_step(batch, micro_batches, SftObjective()).expert_load
 
 
-def test_every_token_is_counted_once_and_the_bias_follows_the_load_of_all_ranks(folder: Path) -> None:
+CUTS = {
+    "one": (ParallelSizes(), FULL, False),
+    "shared prefixes": (ParallelSizes(), {}, True),
+    "TP2 EP2": (
+        ParallelSizes(
+            world_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
+        ),
+        {},
+        False,
+    ),
+    "CP2": (ParallelSizes(world_size=2, context_parallel_size=2, expert_model_parallel_size=2), FULL, False),
+    "PP2": (ParallelSizes(world_size=2, pipeline_model_parallel_size=2), {}, False),
+}
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(folder: Path) -> Any:
+    return run_ranks(loads, ParallelSizes(), folder, {}, False)[0]
+
+
+def test_every_token_is_counted_once_and_the_bias_follows_the_load(folder: Path, of_one_rank: Any) -> None:
     """An expert with less than the mean is favoured from then on, one with more is not (arXiv 2408.15664)."""
-    ((one, biases, then),) = run_ranks(loads, ParallelSizes(), folder, {}, False)
+    one, biases, then = of_one_rank
     # The first layer is dense.
     assert one.sum(1).tolist() == [0, *[TOPK * sum(LENGTHS)] * 3]
     assert [layer for is_ahead, layer in biases if not is_ahead] == [1, 2, 3]
@@ -88,22 +109,16 @@ def test_every_token_is_counted_once_and_the_bias_follows_the_load_of_all_ranks(
             assert change.any()
             torch.testing.assert_close(bias, begun_with + change)
     assert not torch.equal(then, one)
-    tensor_and_expert = ParallelSizes(
-        world_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1
-    )
-    context = ParallelSizes(world_size=2, context_parallel_size=2, expert_model_parallel_size=2)
-    pipeline = ParallelSizes(world_size=2, pipeline_model_parallel_size=2)
-    for sizes, transformer, shared_prefixes in (
-        (ParallelSizes(), FULL, False),
-        (ParallelSizes(), {}, True),
-        (tensor_and_expert, {}, False),
-        (context, FULL, False),
-        (pipeline, {}, False),
-    ):
-        for load, of_layers, then_load in run_ranks(loads, sizes, folder, transformer, shared_prefixes):
-            assert torch.equal(load, one)
-            assert torch.equal(then_load, then)
-            assert of_layers
-            for layer, bias in of_layers.items():
-                # The prediction layer does not run beside shared prefixes here.
-                assert torch.equal(bias, biases[layer]) != (shared_prefixes and layer[0])
+
+
+@pytest.mark.parametrize("cut", but_long(CUTS, "shared prefixes", "PP2"))
+def test_the_load_is_that_of_all_ranks_however_the_model_is_cut(cut: str, folder: Path, of_one_rank: Any) -> None:
+    one, biases, then = of_one_rank
+    sizes, transformer, shared_prefixes = CUTS[cut]
+    for load, of_layers, then_load in run_ranks(loads, sizes, folder, transformer, shared_prefixes):
+        assert torch.equal(load, one)
+        assert torch.equal(then_load, then)
+        assert of_layers
+        for layer, bias in of_layers.items():
+            # The prediction layer does not run beside shared prefixes here.
+            assert torch.equal(bias, biases[layer]) != (shared_prefixes and layer[0])

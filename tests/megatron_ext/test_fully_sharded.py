@@ -124,7 +124,7 @@ def train_in_trouble(rank: int, sizes: ParallelSizes, folder: Path) -> dict[str,
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
 def test_a_checkpoint_has_the_refreshed_reference_and_main_parameters(
     dtype: torch.dtype, folders: Mapping[str, Path], tmp_path: Path
 ) -> None:

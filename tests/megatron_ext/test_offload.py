@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
+from long_cases import but_long
 
 from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
@@ -51,7 +52,7 @@ RUNS: Mapping[str, tuple[MegatronOptions, ParallelSizes]] = {
 }
 
 
-@pytest.mark.parametrize("run", list(RUNS))
+@pytest.mark.parametrize("run", but_long(RUNS, "bf16 TP2 PP2 VPP2 SGD"))
 def test_a_run_that_is_moved_between_steps_trains_the_same_bits(run: str, tiny_models: Mapping[str, Path]) -> None:
     options, sizes = RUNS[run]
     options = replace(options, parallel=sizes)

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("shared_cluster")
 TEMPERATURE = 0.5
 
 
+@pytest.mark.long
 def test_each_form_of_weights_has_the_mean_over_all_its_tokens(tmp_path: Path) -> None:
     folder, files = write_tiny_model("qwen3", tmp_path / "model"), write_arithmetic(tmp_path / "data", held_out=8)
     common = [

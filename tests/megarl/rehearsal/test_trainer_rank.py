@@ -78,7 +78,8 @@ def real_state(rank: int, _sizes: ParallelSizes, folder: Path) -> StateBytes:
     return state_bytes(model)
 
 
-@pytest.mark.parametrize("recomputed", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recomputed", [False, True])
 def test_state_and_activations_are_those_of_real_ranks_also_with_fsdp2(recomputed: bool, tmp_path: Path) -> None:
     folder = write_tiny_model("qwen3", tmp_path, fields={"num_hidden_layers": 5})
     config, transformer = read_json(folder / CONFIG), RECOMPUTE if recomputed else {}

@@ -92,7 +92,7 @@ def test_experts_have_their_adapters(
         ("deepseek_v3", {}, LATENT_AND_ALL),
         pytest.param("deepseek_v3", {}, PARTS_OF_LATENT, marks=pytest.mark.long),
         pytest.param("deepseek_v3", {"q_lora_rank": None}, WITHOUT_LATENT_QUERY, marks=pytest.mark.long),
-        ("glm4_moe", {}, LORA),
+        pytest.param("glm4_moe", {}, LORA, marks=pytest.mark.long),
     ],
 )
 def test_latent_attention_and_shared_experts_have_their_adapters(

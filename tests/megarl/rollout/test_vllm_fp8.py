@@ -19,7 +19,7 @@ ENGINES = [
     ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], FP8_BLOCK),
     pytest.param("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], FP8_BLOCK_UE8M0, marks=pytest.mark.long),
     ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], INT8_CHANNEL),
-    ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], MXFP8),
+    pytest.param("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], MXFP8, marks=pytest.mark.long),
     ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], NVFP4),
     pytest.param("vllm", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"], NVFP4, marks=pytest.mark.long),
     pytest.param("vllm", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"], FP8_BLOCK, marks=pytest.mark.long),
