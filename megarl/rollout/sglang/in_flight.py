@@ -27,6 +27,11 @@ class _Call(RequestInFlight):
         self.task: Future[None] | None = None
         self._lock = RLock()
 
+    @property
+    def left(self) -> list[SampleInFlight]:
+        """The samples that have not ended."""
+        return [each for each in self.samples if each.sample not in self._turns]
+
     def finish(self, sample: int, turn: Turn) -> None:
         """See `RequestInFlight.finish`; a sample has ended as it did first."""
         with self._lock:
@@ -50,7 +55,7 @@ class _Call(RequestInFlight):
     def abort(self, limits: Limits) -> None:
         """End the samples that have not ended, with what was told of them."""
         with self._lock:
-            for sample in self.samples:
+            for sample in self.left:
                 self.finish(sample.sample, aborted(sample, limits))
 
     def fail(self, error: BaseException) -> None:
@@ -102,9 +107,9 @@ class InFlight:
             call.task = self._client.begin(self._ask(call))
 
     def samples(self) -> Iterator[SampleInFlight]:
-        """The samples that the server was asked for."""
+        """The samples that the server was asked for and has not ended: whoever hears of their tokens goes on there."""
         for call in list(self._calls):
-            yield from call.samples
+            yield from call.left
 
     def asked(self) -> bool:
         """Whether the server has requests that it did not answer."""

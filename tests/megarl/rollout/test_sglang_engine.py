@@ -327,6 +327,18 @@ def test_a_killed_server_has_told_of_its_tokens(start, folders, long_prompt):
         assert each.versions.tolist() == [0] * count
 
 
+def test_the_tokens_of_a_sample_that_has_ended_are_not_told_of_as_of_one_that_goes_on(start, folders, long_prompt):
+    fresh, partials = Served(start(), folders), Partials()
+    begun = {0: expected(fresh.first, long_prompt, 449)[0], 1: []}
+    sampling = SamplingParameters(samples=2, temperature=0, max_tokens=450)
+    fresh.engine.submit({7: Request(long_prompt, sampling, begun=begun)})
+    with pytest.raises(EngineDiedError, match="SGLang engine died"):
+        list(map(partials.add, told_until_killed(fresh.engine, 65)))
+    fresh.engine.close()
+    # The first sample has ended with its one token.
+    assert list(partials.of([7])[7]) == [1]
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
