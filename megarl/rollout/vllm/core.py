@@ -1,10 +1,15 @@
 """The part of vLLM that schedules and computes: in this process, or (see `data_parallel`) one for each rank of DP."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
-from megarl.rollout.protocol import EngineMemory, Load
+from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load
 from megarl.rollout.vllm.preemptions import Preemptions
+
+_NOTICED_S = 1.0
+"""How long vLLM may take to notice that a worker has ended: another one, which waits for it, may fail before that."""
 
 SampleRequest: TypeAlias = Any
 """vLLM's EngineCoreRequest: one sample."""
@@ -116,16 +121,38 @@ class InProcessCore:
     def sleep(self) -> None:
         """See `Core.sleep`."""
         # Level 1 keeps the weights: the next update writes all that is loaded, but not padding nor what vLLM derived.
-        self._client.sleep(1)
+        with self._dying_with_its_workers():
+            self._client.sleep(1)
 
     def wake_up(self, parts: Sequence[EngineMemory]) -> None:
         """See `Core.wake_up`."""
-        self._client.wake_up(list(parts))
+        with self._dying_with_its_workers():
+            self._client.wake_up(list(parts))
 
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """See `Core.call_workers`."""
-        return self._client.collective_rpc(method, args=arguments)
+        with self._dying_with_its_workers():
+            return self._client.collective_rpc(method, args=arguments)
 
     def close(self) -> None:
         """See `Core.close`."""
         self._client.shutdown()
+
+    @contextmanager
+    def _dying_with_its_workers(self) -> Iterator[None]:
+        """Raise EngineDiedError where a call of the workers fails and one of them has ended: no other call can pass."""
+        try:
+            yield
+        except Exception as error:
+            if self._has_lost_a_worker():
+                raise EngineDiedError(f"a worker of vLLM ended: {error}") from error
+            raise
+
+    def _has_lost_a_worker(self) -> bool:
+        executor, deadline_s = self._client.engine_core.model_executor, time.monotonic() + _NOTICED_S
+        # Where the worker is in this process there is no such thing.
+        if not hasattr(executor, "is_failed"):
+            return False
+        while not executor.is_failed and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return executor.is_failed

@@ -141,7 +141,11 @@ class VllmEngine(OwnedEngine):
 
     def _hold(self) -> None:
         if not self._held:
-            self._sequences.collect(self._running().hold(), self._version)
+            try:
+                self._sequences.collect(self._running().hold(), self._version)
+            except Exception as error:
+                # It ends a step that is under way: the engine dies of it as of any other.
+                raise EngineDiedError(str(error)) from error
             self._held = True
 
     def _release(self) -> None:

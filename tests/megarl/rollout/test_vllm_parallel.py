@@ -21,7 +21,7 @@ from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.traced_layout import traced_layout, untraced
 from megarl.data.stretches import here
-from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
+from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.kind import VLLM
 from megatron_ext.device_memory import CountedMemory
@@ -91,8 +91,9 @@ def check_that_a_dead_worker_is_noticed(served, pool):
     time.sleep(0.3)
     processes = psutil.Process().children(recursive=True)
     next(process for process in processes if "VLLM::Worker_TP1" in " ".join(process.cmdline())).kill()
-    assert isinstance(receiving.exception(60), RuntimeError)
-    with pytest.raises(UpdateError, match="after update 3 failed"):
+    assert isinstance(error := receiving.exception(60), EngineDiedError)
+    assert "a worker of vLLM ended" in str(error)
+    with pytest.raises(EngineDiedError, match="the vLLM engine has died"):
         served.engine.commit_update(3)
 
 
