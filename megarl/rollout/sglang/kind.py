@@ -69,6 +69,7 @@ _REFUSED: Mapping[str, Refusal] = {
         "it changes the distribution that is sampled from, of which the trainer knows nothing"
     ),
     "schedule_policy": Refusal("requests of the lowest priority, the oldest draws, go first", (None, "fcfs", "lof")),
+    "max_queued_requests": Refusal("the server would give up samples that are asked of it, and they would be lost"),
     "sampling_backend": Refusal("the others cannot draw by the seed of a sample", (None, "pytorch")),
     "weight_version": Refusal("refits number the weights"),
     "trust_remote_code": Refusal(

@@ -4,6 +4,7 @@ import base64
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from math import isfinite
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sampling import check_begun, check_sampling, derive_seed
+from megarl.rollout.sglang.client import CallRefusedError
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 ADAPTER = "trained"
@@ -83,8 +85,10 @@ def question(request: Request, limits: Limits, *, interval: int) -> dict[str, An
 def hear(sample: SampleInFlight, answer: Mapping[str, Any]) -> list[int]:
     """Take what is new in an answer to a sample; returns the tokens.
 
-    Raises FloatingPointError where a log-probability is no number, RuntimeError where an answer breaks the rules.
+    Raises FloatingPointError where a log-probability is no number, CallRefusedError where the server refuses the
+    sample, and RuntimeError where an answer breaks the rules.
     """
+    _check_taken(answer["meta_info"]["finish_reason"])
     about, heard = answer["meta_info"], len(sample.token_ids)
     # A sample that is aborted while it waits repeats its last token, and all log-probs, behind what is new.
     total = about["completion_tokens"]
@@ -122,6 +126,15 @@ def aborted(sample: SampleInFlight, limits: Limits) -> Turn:
     before = sample.request.prompt_of(sample.sample)
     tokens = len(before) + len(sample.token_ids)
     return _turn(sample, "abort", () if limits.returned is None else limits.returned.records([], tokens), None)
+
+
+def _check_taken(end: Mapping[str, Any] | None) -> None:
+    """Raise for an end that the server chose: it is called an abort, too, but one that was asked for has no status."""
+    if end is None or (status := end.get("status_code")) is None:
+        return
+    if status == HTTPStatus.BAD_REQUEST:
+        raise CallRefusedError(end["message"])
+    raise RuntimeError(f"SGLang gave a sample up: {end['message']} ({status})")
 
 
 def _turn(sample: SampleInFlight, end: FinishReason, experts: Values, cached: int | None) -> Turn:

@@ -27,6 +27,7 @@ def test_what_megarl_sets_cannot_be_given(folders):
     with pytest.raises(UserError, match="skip_tokenizer_init is set by megarl"):
         server_arguments(folders[0], {"skip_tokenizer_init": False}, 1, "key")
     refused = {"speculative_algorithm": "EAGLE", "dp_size": 2, "kv_cache_dtype": "fp8_e5m2", "schedule_policy": "lpm"}
+    refused["max_queued_requests"] = 4
     for name, value in refused.items():
         with pytest.raises(UserError, match=name):
             SGLANG.check({name: value})
