@@ -55,7 +55,7 @@ class Client:
         try:
             async with self._session.post(self._url + path, json=body) as response:
                 await _check(path, response)
-                async for line in response.content:
+                async for line in _lines(response.content):
                     if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
                         answer = json.loads(line[len(b"data: ") :])
                         if "error" in answer:
@@ -87,10 +87,21 @@ async def _session(key: str) -> aiohttp.ClientSession:
         # Each with a connection of its own: one that the server gave up while it was idle would lose a request.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None),
-        read_bufsize=2**24,
         headers={"Authorization": f"Bearer {key}"},
         trust_env=False,
     )
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a stream, however long: with the experts of a whole response one is longer than aiohttp's may be."""
+    begun: list[bytes] = []
+    async for piece in content.iter_any():
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            yield b"".join([*begun, end])
+            begun = []
+        begun.append(rest)
+    yield b"".join(begun)
 
 
 def _gone(error: Exception) -> ServerGoneError:
