@@ -5,13 +5,20 @@ import hashlib
 from converters.errors import UserError
 from megarl.rollout.protocol import Request, SamplingParameters
 
+COLDEST = 0.01
+"""The lowest temperature that all engines sample with: they take lower ones for this or for 0, and trainers do not."""
+
 
 def check_sampling(sampling: SamplingParameters) -> None:
     """Raise UserError for values that say no distribution, and for no samples."""
     if sampling.samples < 1:
         raise UserError(f"a request for {sampling.samples} samples: ask for one or more")
     for name, is_possible, wanted in (
-        ("temperature", 0 <= sampling.temperature < float("inf"), "0 or more"),
+        (
+            "temperature",
+            sampling.temperature == 0 or COLDEST <= sampling.temperature < float("inf"),
+            f"0 to sample greedily, or {COLDEST} or more",
+        ),
         ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1"),
         ("top_k", sampling.top_k == -1 or sampling.top_k > 0, "-1 for all tokens, or 1 or more"),
         ("max_tokens", sampling.max_tokens > 0, "1 or more"),

@@ -13,7 +13,7 @@ from megarl.data import FinishReason, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.sampling import check_begun, derive_seed
+from megarl.rollout.sampling import check_begun, check_sampling, derive_seed
 from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
 from megarl.rollout.vllm.cpu import DRAWN
 
@@ -129,9 +129,8 @@ class SequencesInFlight:
 
     def _core_requests(self, request: Request) -> list[SampleRequest]:
         """One for each sample. Raises UserError for a request that cannot be served."""
+        check_sampling(request.sampling)
         check_begun(request)
-        if request.sampling.samples < 1:
-            raise UserError(f"a request for {request.sampling.samples} samples: ask for one or more")
         shared = None if request.begun else self._core_request(request, 0)
         samples = []
         for sample in request.samples:

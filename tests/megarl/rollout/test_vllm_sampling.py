@@ -109,8 +109,9 @@ def test_requests_that_cannot_be_served(served):
         served.engine.generate([Request(PROMPTS[1], SamplingParameters(max_tokens=510))])
     with pytest.raises(UserError, match="0 samples"):
         served.engine.generate([Request(PROMPTS[1], SamplingParameters(samples=0))])
-    with pytest.raises(UserError, match="top_p"):
-        served.engine.generate([Request(PROMPTS[1], SamplingParameters(top_p=1.5, max_tokens=9))])
+    for name, value in (("top_p", 1.5), ("top_k", 0), ("temperature", 0.009)):
+        with pytest.raises(UserError, match=f"a request with {name}={value}: give"):
+            served.engine.generate([Request(PROMPTS[1], SamplingParameters(**{name: value}, max_tokens=9))])
     with pytest.raises(UserError, match="prompt of 0 tokens"):
         served.engine.generate([Request([], SamplingParameters(max_tokens=9))])
     assert served.engine.generate([]) == []
