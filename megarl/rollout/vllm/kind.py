@@ -53,6 +53,10 @@ _REFUSED: Mapping[str, Refusal] = {
     "data_parallel_rpc_port": Refusal(_DATA_PARALLEL),
     "data_parallel_external_lb": Refusal(_DATA_PARALLEL),
     "data_parallel_hybrid_lb": Refusal(_DATA_PARALLEL),
+    "prefill_context_parallel_size": Refusal(
+        "an engine has the GPUs of its ranks of data, tensor and pipeline parallelism, and none for more workers",
+        (None, 1),
+    ),
     "node_rank": Refusal(_NUMBERED),
     "master_addr": Refusal(_NUMBERED),
     "master_port": Refusal(_NUMBERED),

@@ -39,6 +39,7 @@ def test_a_tested_argument_is_in_its_test(name: str, test: str) -> None:
         ("data_parallel_backend", "ray", "start with it, on its machine.*; use mp"),
         ("trust_remote_code", True, "Python code from the model's folder"),
         ("enable_eplb", True, "where they lay at the start"),
+        ("prefill_context_parallel_size", 2, "none for more workers; use 1"),
     ],
 )
 def test_an_argument_that_makes_another_model_is_refused(argument: str, value: object, says: str) -> None:
