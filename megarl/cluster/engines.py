@@ -224,6 +224,7 @@ class Engines:
             else:
                 handle.committed(version)
                 self._restarts.serves(handle)
+        self._router.go_on()
         if failures:
             raise failures[0]
         return recomputed

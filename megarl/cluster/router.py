@@ -140,6 +140,11 @@ class Router:
         with self._lock:
             for handle in handles:
                 handle.is_asleep = False
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Ask engines that serve again for what waits."""
+        with self._lock:
             self._send()
 
     def take_moved(self) -> int:
@@ -252,15 +257,16 @@ class Router:
                 self._look_after()
                 next_look_s = time.monotonic() + INTERVAL_S
 
-    def _hear(self, stream: Stream, events: Iterable[Event | Progress]) -> None:
+    def _hear(self, stream: Stream, events: Sequence[Event | Progress]) -> None:
         ended = []
         for event in events:
             if isinstance(event, Progress):
                 self._keep(self._partials[stream], event)
             elif (asked := self._end(event)) is not None:
                 ended.append((asked, event.answer))
-        with self._lock:
-            self._send()
+        # News of samples that go on make no room, and come from every engine many times a second.
+        if any(isinstance(event, Event) for event in events):
+            self.go_on()
         # Whoever hears of an answer has work with it: engines have theirs by now.
         for asked, answer in ended:
             if isinstance(answer, UserError):

@@ -274,6 +274,19 @@ def test_an_engine_that_waits_for_weights_does_not_let_all_that_waits_be_looked_
     assert able.call_count < 5
 
 
+def test_news_of_samples_that_go_on_let_no_engine_be_looked_at() -> None:
+    with mock.patch.object(router.threading, "Thread"):
+        played = Played()
+        for _ in range(200):
+            played.ask(None, 0)
+        with mock.patch.object(played.router, "_able", wraps=played.router._able) as able:
+            played.tell(played.handles[0], 0)
+            assert able.call_count == 0
+            played.answer(played.handles[0], 0)
+    assert able.call_count > 0
+    assert played.told
+
+
 def test_an_engine_whose_call_has_ended_is_asked_to_tell_on_and_keeps_its_requests() -> None:
     with mock.patch.object(router.threading, "Thread"), mock.patch.object(router, "say"):
         played = Played()
