@@ -19,6 +19,7 @@ _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Wei
 _STREAM = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _SAMPLER = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
+_SAMPLER_OF_BATCHES = "sglang.srt.layers.sampler.Sampler"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _ROUTED = ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock", "sglang.srt.models.mixtral.MixtralMoE")
 _NAMES_OF_SEGMENTS = (
@@ -37,6 +38,7 @@ def register() -> None:
     HookRegistry.register(f"{_LOADER}._get_all_weights", quantise_what_is_read, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
     HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
+    HookRegistry.register(f"{_SAMPLER_OF_BATCHES}._build_sampling_mask_output", tell_of_one_kept, HookType.AFTER)
     for block in _ROUTED:
         HookRegistry.register(f"{block}.__init__", keep_logits_in_float32, HookType.AFTER)
     for name in _NAMES_OF_SEGMENTS:
@@ -117,6 +119,16 @@ def cut_by_top_k_first(original: Callable[..., Any], probs: Tensor, top_ks: Tens
     least = probs.sort(-1, descending=True).values.gather(-1, last)
     kept = probs.masked_fill(probs < least, 0)
     return original(kept / kept.sum(-1, keepdim=True), top_ks, *rest, **named)
+
+
+def tell_of_one_kept(told: Any, *_: Any, **__: Any) -> None:
+    """Have one of the tokens that `top_p` and `top_k` keep be told of with each token: nobody asks which they are.
+
+    SGLang 0.5.23 copies as many for each as `sampling_mask_max_tokens` to the host in every step: the whole vocabulary.
+    The log-probs that come with them are made by then.
+    """
+    told.token_ids = told.token_ids[:, :1].contiguous()
+    told.lengths = told.lengths.clamp(max=1)
 
 
 def keep_logits_in_float32(_made: None, block: Any, *_: Any, **__: Any) -> None:

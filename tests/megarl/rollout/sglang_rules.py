@@ -193,6 +193,12 @@ def log_probs_after_top_k_come_beside_those_before(client):
 
 
 @rule
+def one_of_the_tokens_that_are_kept_is_told_of_with_each(client):
+    (answer,) = ask(client, top_k=30).result(60)
+    assert [len(kept) for kept in answer["meta_info"]["output_token_sampling_mask"]] == [1] * 12
+
+
+@rule
 def top_p_is_a_share_of_what_top_k_keeps(client):
     (answer,) = ask(client, top_k=2, top_p=0.5).result(60)
     # The likelier of two has half of what they have together, and not half of all.

@@ -27,6 +27,7 @@ from megarl.rollout.sglang.parent import end_with_parent
 from megarl.rollout.transformers.sampling import kept_log_probs
 
 STEP_S = 0.002
+_TOLD_OF_TOKENS = {"output_token_logprobs", "output_token_sampling_logprobs", "output_token_sampling_mask"}
 SCHEDULER = "sglang::scheduler"
 """The name of the process that steps, in SGLang; here one that is asked for the state of the server alone."""
 
@@ -112,7 +113,7 @@ class Sample:
             return None
         answer = self.answer()
         about = answer["meta_info"]
-        for key in about.keys() & {"output_token_logprobs", "output_token_sampling_logprobs"}:
+        for key in about.keys() & _TOLD_OF_TOKENS:
             about[key] = about[key][self.told :]
         answer["output_ids"] = self.token_ids[self.told :]
         self.told = len(self.token_ids)
@@ -145,6 +146,7 @@ class Sample:
         }
         if self.asked["return_sampling_mask"]:
             about["output_token_sampling_logprobs"] = self.kept_log_probs
+            about["output_token_sampling_mask"] = [[token] for token in self.token_ids]
         if self.asked.get("return_routed_experts") and self.sizes and self.reason:
             about["routed_experts"] = base64.b64encode(self.experts().tobytes()).decode()
         return {"output_ids": self.token_ids, "meta_info": about}

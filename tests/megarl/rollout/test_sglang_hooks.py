@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megarl.rollout.sglang.hooks import cut_by_top_k_first, keep_logits_in_float32
+from megarl.rollout.sglang.hooks import cut_by_top_k_first, keep_logits_in_float32, tell_of_one_kept
 
 
 def sglang_cut(probs, top_ks, top_ps):
@@ -32,6 +32,19 @@ def test_tokens_as_likely_as_the_last_that_top_k_keeps_are_left_to_the_server():
     probs = torch.tensor([[0.25, 0.25, 0.25, 0.25]])
     found = cut_by_top_k_first(sglang_cut, probs, torch.tensor([2]), torch.tensor([1.0]))
     assert sorted(found[0].tolist()) == [0, 0, 0.5, 0.5]
+
+
+def test_of_the_tokens_that_are_kept_one_is_told_of_and_log_probs_stay():
+    told = SimpleNamespace(
+        token_ids=torch.arange(6, dtype=torch.int32).view(2, 3),
+        lengths=torch.tensor([3, 0], dtype=torch.int32),
+        selected_logprobs=torch.tensor([-0.5, -0.25]),
+    )
+    tell_of_one_kept(told, object())
+    assert told.token_ids.tolist() == [[0], [3]]
+    assert told.token_ids.untyped_storage().nbytes() == 8
+    assert told.lengths.tolist() == [1, 0]
+    assert told.selected_logprobs.tolist() == [-0.5, -0.25]
 
 
 def test_routers_tell_apart_what_half_precision_does_not():
