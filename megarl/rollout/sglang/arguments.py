@@ -8,13 +8,14 @@ from typing import Any
 from converters.errors import UserError, did_you_mean
 from megarl.rollout.kind import NUMBER_FORMAT
 from megarl.rollout.sglang import cpu, cpu_kv_cache
-from megarl.rollout.sglang.kind import ADAPTER_SLOT, LORA_ALPHA, OVERRIDES, SGLANG, VERSIONS
+from megarl.rollout.sglang.kind import ADAPTER_SLOT, LORA_ALPHA, MAX_RUNNING_REQUESTS, OVERRIDES, SGLANG, VERSIONS
 from megatron_ext import device
 
 _DEFAULTS: Mapping[str, Any] = {
     "log_level": "warning",
     # Running requests would be computed again, to let older ones run a little earlier.
     "disable_priority_preemption": True,
+    "max_running_requests": MAX_RUNNING_REQUESTS,
     "random_seed": 0,
 }
 

@@ -26,6 +26,10 @@ ADAPTER_SLOT = "enable_lora"
 """Argument that megarl gives to an engine that gets the adapter alone."""
 LORA_ALPHA = "megarl_lora_alpha"
 """Argument beside it with the alpha of the adapter that comes; SGLang has none such, and is not given it."""
+MAX_RUNNING_REQUESTS = 512
+"""Samples that an engine on a GPU computes at once, unless `max_running_requests` says otherwise.
+
+SGLang's own choice, 2,048 or more by the memory that it finds, is known to its server alone."""
 _DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
 _SERVER = "the server is of this run alone, and listens where the run finds it"
 _WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
@@ -211,7 +215,7 @@ SGLANG = EngineKind(
     offers={Ability.LOG_PROBS, Ability.PRIORITIES, Ability.PROGRESS},
     workers=_workers,
     sizes=_sizes,
-    at_once=lambda arguments: arguments.get("max_running_requests"),
+    at_once=lambda arguments: arguments.get("max_running_requests") or MAX_RUNNING_REQUESTS,
     context_argument="context_length",
     quantised=_quantised,
     number_formats=("fp8_block", "fp8_block_ue8m0"),

@@ -33,6 +33,13 @@ def test_what_megarl_sets_cannot_be_given(folders):
             SGLANG.check({name: value})
 
 
+def test_what_an_engine_on_a_gpu_is_asked_for_has_a_bound_that_its_server_has_too(folders, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for given in ({}, {"max_running_requests": 2048}):
+        started = server_arguments(folders[0], given, 1, "key")
+        assert started["max_running_requests"] == SGLANG.at_once(given) is not None
+
+
 @pytest.mark.parametrize(("field", "value"), [("mlp_only_layers", [0]), ("decoder_sparse_step", 2)])
 def test_dense_layers_between_experts_are_refused(tmp_path, field, value):
     """SGLang builds experts in their place, finds no weights for them, and skips those of the dense ones in silence."""
