@@ -53,7 +53,7 @@ class Asked:
         """As much of the request as there is nothing of."""
         if not self.begun and not self.ended:
             return self.request
-        return replace(self.request, begun={sample: self._begun(sample).token_ids.tolist() for sample in self.left})
+        return replace(self.request, begun={sample: self._begun(sample).token_ids for sample in self.left})
 
     def keep(self, begun: Mapping[int, Begun]) -> int:
         """Keep what an engine that died has told of; how many tokens."""

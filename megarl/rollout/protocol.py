@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar, TypeVarTuple
+from typing import Literal, Protocol, TypeAlias, TypeVar, TypeVarTuple
 
+import numpy as np
 import torch
 
 from converters.errors import UserError
@@ -18,6 +19,8 @@ from megatron_ext.device_memory import CountedMemory
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
+TokenIds: TypeAlias = Sequence[int] | IntArray
+"""Tokens; an array is one of int32."""
 PauseMode = Literal["keep", "abort"]
 KeysAndValues = Literal["recompute", "keep"]
 """Keys and values of responses in flight when weights change: computed anew, or those of the weights of their time."""
@@ -68,20 +71,23 @@ class Request:
     """Where there is no room for all, lower ones are served first."""
     conversation: int | None = None
     """Requests of the same one begin alike, and go to the same engine as long as it is not much busier."""
-    begun: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    begun: Mapping[int, TokenIds] = field(default_factory=dict)
+    """The router gives arrays: lists of the tokens of thousands of long responses would take seconds and gigabytes."""
 
     @property
     def samples(self) -> Sequence[int]:
         """The samples that are asked for, by their places among all."""
         return sorted(self.begun) if self.begun else range(self.sampling.samples)
 
-    def begun_of(self, sample: int) -> Sequence[int]:
+    def begun_of(self, sample: int) -> TokenIds:
         """The tokens that a sample has already."""
         return self.begun.get(sample, ())
 
     def prompt_of(self, sample: int) -> list[int]:
         """All tokens that come before what is sampled."""
-        return [*self.prompt_token_ids, *self.begun_of(sample)] if self.begun else self.prompt_token_ids
+        if not self.begun:
+            return self.prompt_token_ids
+        return [*self.prompt_token_ids, *np.asarray(self.begun_of(sample), np.int32).tolist()]
 
 
 @dataclass(frozen=True)
