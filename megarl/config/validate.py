@@ -25,6 +25,7 @@ from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.nixl_agent import check_installed
 from megarl.rollout import ENGINES
 from megarl.rollout.kv_scales import KV_SCALES, with_kv_scales
+from megarl.rollout.sampling import COLDEST
 from megarl.schema import MegarlConfig
 from megarl.tracking import LOGGERS
 from megatron_ext.options import MtpTraining
@@ -45,7 +46,8 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "data.overlong_prompts": ("refuse", "drop"),
     "checkpoint.resume": ("auto", "never"),
 }
-_AT_LEAST: Mapping[str, int] = {
+_AT_LEAST: Mapping[str, float] = {
+    **dict.fromkeys(("rollout.temperature", "loop.eval_temperature"), COLDEST),
     "lora.rank": 0,
     "cluster.nodes": 1,
     "rollout.replicas": 1,
@@ -89,11 +91,9 @@ _AT_LEAST: Mapping[str, int] = {
 }
 _ABOVE_ZERO = (
     "lora.alpha",
-    "rollout.temperature",
     "rollout.top_p",
     "reward.timeout_s",
     "reward_model.beta",
-    "loop.eval_temperature",
     "cluster.trainer_cpus",
     "cluster.engine_cpus",
     "cluster.gpu_share",
