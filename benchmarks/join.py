@@ -296,8 +296,8 @@ _NOTES = """\
   destination 0.33 s, 518 sockets and 2.6 MB, and a worker that meets 500 sources 0.62 s: counted, not measured.
 - Over tcp, where ranks meet at a store before gloo connects them, some meetings of 64 last 5 s longer than others: the
   store of torch asks for the name of the address at each end of each connection, and a resolver waits so long for an
-  answer that is lost. With numeric names (`getnameinfo` replaced, 2026-11-27) none of 6 meetings was late, 1.2 to 2.2 s on
-  busy cores; without, 3 of 6, 6.3 to 6.9 s.
+  answer that is lost. With numeric names (`getnameinfo` replaced, 2026-11-27) none of 6 meetings was late: 1.2 to 2.2 s
+  on busy cores; without, 3 of 6 were, with 6.3 to 6.9 s.
 - Seconds of a refit are those of the second, of these small messages: what announcing and acknowledging them costs.
 - Sockets and memory (RssAnon) are what a process has more when it has met all others than before.
 """

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megarl.cluster.restarts import Restarts, Start
+from megarl.cluster.restarts import Restarts, StartStages
 from megarl.cluster.router import Router
 from megarl.rollout.protocol import Request, SamplingParameters
 
@@ -17,7 +17,7 @@ class Broken(Restarts):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_is_asked_of_a_router_that_failed_while_nothing_was_asked_fails_too():
-    router = Router([], Broken(1, Start(lambda _: iter(()), lambda _: iter(())), up_within_s=1))
+    router = Router([], Broken(1, StartStages(lambda _: iter(()), lambda _: iter(())), up_within_s=1))
     # As between two rollouts: the stream of an engine is open, and nobody waits for anything.
     router._streams[object()] = None
     router.begin([], [])

@@ -22,7 +22,7 @@ from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
 from megarl.rollout.kind import NUMBER_FORMAT
 from megarl.rollout.number_format import in_number_format
 from megarl.rollout.sglang.arguments import server_arguments
-from megarl.run.opening import Start
+from megarl.run.opening import RunSetup
 from megarl.schema import ModelConfig, RolloutConfig
 
 
@@ -160,7 +160,7 @@ def config_of(recipe, run, *overrides):
 @pytest.mark.parametrize("command", ["train", "spin", "sft", "dpo", "reward-model"])
 def test_a_model_that_is_in_fp8_is_not_trained(command, folder_in_fp8, tmp_path):
     with pytest.raises(UserError, match=REFUSED):
-        Start.of(config_of("quickstart", tmp_path / "run", f"model.path={folder_in_fp8}"), command)
+        RunSetup.read(config_of("quickstart", tmp_path / "run", f"model.path={folder_in_fp8}"), command)
 
 
 def test_a_model_that_is_in_fp8_is_trained_once_it_was_converted(folder_in_fp8, tmp_path):
@@ -168,8 +168,8 @@ def test_a_model_that_is_in_fp8_is_trained_once_it_was_converted(folder_in_fp8, 
     arguments = {"dtype": "bf16", "vocabulary_multiple": 1, "workers": 1, "progress": lambda _done, _total: None}
     convert_checkpoint(folder_in_fp8, megatron, ParallelSizes(), **arguments)
     places = [f"model.path={megatron / HUGGINGFACE}", f"model.megatron_checkpoint={megatron}"]
-    start = Start.of(config_of("quickstart", tmp_path / "run", *places), "sft")
-    assert start.model.architecture.hf_config["dtype"] == "bfloat16"
+    setup = RunSetup.read(config_of("quickstart", tmp_path / "run", *places), "sft")
+    assert setup.model.architecture.hf_config["dtype"] == "bfloat16"
 
 
 def test_a_critic_that_is_in_fp8_is_refused_and_a_teacher_is_read(folder, folder_in_fp8, tmp_path):
