@@ -177,7 +177,7 @@ def scoring(groups: int) -> str:
 
 def begun_tokens(rollouts: Rollouts) -> list[int]:
     """How many tokens there are of each response that is not finished."""
-    partials = rollouts._unfinished.partials().values()
+    partials = rollouts._in_flight.partials().values()
     return [len(turn.token_ids) for own in partials for each in own for turn in each.turns.values()]
 
 

@@ -20,10 +20,10 @@ from threading import Thread
 import ray
 from machine import at_least_one, describe, give_out
 
-from megarl.cluster.asked import Asked
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.engines import Engines
 from megarl.cluster.heartbeat import INTERVAL_S
+from megarl.cluster.pending_request import PendingRequest
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -160,12 +160,12 @@ def _return(engines: Engines, handle: EngineHandle) -> list[float]:
     return at_s
 
 
-def _tokens(engines: Engines, asked: Asked) -> int:
+def _tokens(engines: Engines, asked: PendingRequest) -> int:
     """How many tokens of a request were told of."""
-    return sum(len(turn.token_ids) for turn in engines.so_far([asked])[0].values())
+    return sum(len(turn.token_ids) for turn in engines.partial_turns([asked])[0].values())
 
 
-def _has_moved(engines: Engines, asked: Asked) -> bool:
+def _has_moved(engines: Engines, asked: PendingRequest) -> bool:
     """Whether there is more of a request, elsewhere, than what the dead engine had told of."""
     begun = sum(len(each.token_ids) for each in asked.begun.values())
     return asked.answer.done() or (asked.worker is not None and _tokens(engines, asked) > begun)

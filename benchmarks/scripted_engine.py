@@ -12,8 +12,8 @@ import numpy as np
 
 from megarl.data import Turn
 from megarl.data.stretches import Array, here
+from megarl.rollout.progress_reporter import AT_ONCE, SECONDS
 from megarl.rollout.protocol import Event, Progress, Request, SamplingParameters
-from megarl.rollout.telling import AT_ONCE, SECONDS
 
 _TOKENS = (3, 13)
 _WITH_TEXT = 64
@@ -23,8 +23,9 @@ _NOTHING = (-1, Request([], SamplingParameters()))
 class ScriptedEngine:
     """Answers a request every `pace_s`, in the order in which they come, and `only` so many, if that is said.
 
-    Meanwhile it tells of the tokens of all that it was asked for, as real engines do (`megarl.rollout.telling`): each
-    sample has as many as its share of the time until its answer. With `only` it tells the first half of each other one.
+    Meanwhile it tells of the tokens of all that it was asked for, as real engines do
+    (`megarl.rollout.progress_reporter`): each sample has as many as its share of the time until its answer. With `only`
+    it tells the first half of each other one.
     """
 
     def __init__(self, _model_path: Path, arguments: Mapping[str, Any]) -> None:

@@ -15,10 +15,10 @@ import torch
 from converters.layout import Shape
 from converters.layouts.traced_layout import PackedTrace
 from converters.number_formats import NumberFormat
-from megarl.cluster.asked import Asked, SoFar
 from megarl.cluster.calls import wait
 from megarl.cluster.engine_handle import EngineHandle
 from megarl.cluster.heartbeat import INTERVAL_S
+from megarl.cluster.pending_request import PartialTurns, PendingRequest
 from megarl.cluster.restarts import Restarts
 from megarl.cluster.router import Router
 from megarl.cluster.streams import results_of
@@ -138,22 +138,24 @@ class Engines:
         Requests that an engine leaves unanswered when it dies go to the others, or to one that was started anew.
         """
         ended = SimpleQueue[tuple[int, Future[list[Turn]]]]()
-        asked = self.begin_generate(requests)
-        for place, each in enumerate(asked):
+        pending = self.begin_generate(requests)
+        for place, each in enumerate(pending):
             each.answer.add_done_callback(lambda answer, place=place: ended.put((place, answer)))  # type: ignore[misc]
         try:
-            for _ in asked:
+            for _ in pending:
                 place, answer = self._first(ended)
                 yield place, answer.result()
         finally:
-            self._router.abandon(asked)
+            self._router.abandon(pending)
 
-    def begin_generate(self, requests: Sequence[Request], so_far: Sequence[SoFar] = ()) -> list[Asked]:
+    def begin_generate(
+        self, requests: Sequence[Request], partial_turns: Sequence[PartialTurns] = ()
+    ) -> list[PendingRequest]:
         """Begin to sample all requests. Whoever waits for the answers calls `look_after` now and then.
 
-        Where it is known what there is of each, `so_far`, they go on behind that.
+        Where it is known what there is of each, `partial_turns`, they go on behind that.
         """
-        return self._router.begin(requests, self.handles, so_far)
+        return self._router.begin(requests, self.handles, partial_turns)
 
     def generate_in_each(self, requests: Sequence[Request]) -> list[list[list[Turn]]]:
         """Samples of all requests from every engine that serves, however much else it is asked for.
@@ -163,9 +165,9 @@ class Engines:
         serving = [handle for handle in self.handles if handle.state == "serving"]
         return self._answers(serving, Engine.generate, requests)
 
-    def so_far(self, asked: Sequence[Asked]) -> list[SoFar]:
+    def partial_turns(self, pending: Sequence[PendingRequest]) -> list[PartialTurns]:
         """The turns that there are of each of these requests, also if it is answered."""
-        return self._router.so_far(asked)
+        return self._router.partial_turns(pending)
 
     def look_after(self) -> None:
         """Give weights to engines that were started anew and are up: the trainer's ranks have those of the others."""

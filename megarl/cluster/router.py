@@ -9,11 +9,11 @@ from heapq import heappop, heappush
 from itertools import count
 
 from converters.errors import UserError
-from megarl.cluster.asked import Asked, SoFar
 from megarl.cluster.calls import unfinished
 from megarl.cluster.engine_handle import EngineHandle, wait_for_living
 from megarl.cluster.heartbeat import INTERVAL_S, Heartbeat
-from megarl.cluster.partials import Partials
+from megarl.cluster.pending_request import PartialTurns, PendingRequest
+from megarl.cluster.progress_log import ProgressLog
 from megarl.cluster.restarts import Restarts, say
 from megarl.cluster.streams import End, Stream, next_of
 from megarl.cluster.worker import Call
@@ -45,12 +45,12 @@ class Router:
         # Never held while the lock of `restarts` is waited for: who holds that one may wait for answers.
         self._lock = threading.RLock()
         self._numbers = count()
-        self._asked: dict[int, Asked] = {}
-        self._waiting: list[tuple[int, int, Asked]] = []
+        self._pending: dict[int, PendingRequest] = {}
+        self._waiting: list[tuple[int, int, PendingRequest]] = []
         """Requests that no engine was asked for, by priority and number: a heap."""
         self._conversations = Conversations[EngineHandle]()
         self._streams: dict[Stream, EngineHandle] = {}
-        self._partials: dict[Stream, Partials] = {}
+        self._progress: dict[Stream, ProgressLog] = {}
         self._submitted: dict[EngineHandle, list[Call[None]]] = defaultdict(list)
         """Calls by which engines take requests in, which may overtake each other there."""
         self._moved = 0
@@ -62,18 +62,18 @@ class Router:
         """Why nothing is heard any more."""
 
     def begin(
-        self, requests: Sequence[Request], among: Sequence[EngineHandle], so_far: Sequence[SoFar] = ()
-    ) -> list[Asked]:
+        self, requests: Sequence[Request], among: Sequence[EngineHandle], partial_turns: Sequence[PartialTurns] = ()
+    ) -> list[PendingRequest]:
         """Send requests, together. Their answers may fail with what an engine failed of, or refused them for.
 
-        Where it is known what there is of each, `so_far`, they go on behind that.
+        Where it is known what there is of each, `partial_turns`, they go on behind that.
         """
-        begun = [Asked(next(self._numbers), request, among) for request in requests]
-        for each, turns in zip(begun, so_far, strict=False):
+        begun = [PendingRequest(next(self._numbers), request, among) for request in requests]
+        for each, turns in zip(begun, partial_turns, strict=False):
             each.keep_turns(turns)
         left = [each for each in begun if each.left]
         with self._lock:
-            self._asked |= {each.number: each for each in left}
+            self._pending |= {each.number: each for each in left}
             self._moved += sum(each.tokens for each in left if each.begun)
             self._queue(left)
             self._send()
@@ -89,23 +89,23 @@ class Router:
                 each.answer.set_result(each.whole())
         return begun
 
-    def so_far(self, asked: Sequence[Asked]) -> list[SoFar]:
+    def partial_turns(self, pending: Sequence[PendingRequest]) -> list[PartialTurns]:
         """The turns that there are of each of these requests, at one moment: all but their last 50 ms."""
         with self._lock:
-            copies = [each.copy() for each in asked]
-            partials = [each.copy() for each in self._partials.values()]
+            copies = [each.copy() for each in pending]
+            partials = [each.copy() for each in self._progress.values()]
         numbers = [each.number for each in copies]
         told = {number: begun for each in partials for number, begun in each.of(numbers).items()}
         for each in copies:
             each.keep(told.get(each.number, {}))
-        return [each.so_far() for each in copies]
+        return [each.partial_turns() for each in copies]
 
-    def abandon(self, asked: Iterable[Asked]) -> None:
+    def abandon(self, pending: Iterable[PendingRequest]) -> None:
         """Wait no more for what is not answered: the engines end it."""
         ended: dict[EngineHandle, list[int]] = {}
         with self._lock:
-            for each in asked:
-                if self._asked.pop(each.number, None) is not None and each.handle is not None:
+            for each in pending:
+                if self._pending.pop(each.number, None) is not None and each.handle is not None:
                     ended.setdefault(each.handle, []).append(each.number)
                     self._take_back(each)
             self._send()
@@ -117,14 +117,14 @@ class Router:
     def asking(self, request: Request, among: Sequence[EngineHandle]) -> Iterator[EngineHandle]:
         """The engine that is asked for a request, by the caller; it has the load of it until the end."""
         with self._lock:
-            asked = Asked(next(self._numbers), request, among)
+            pending = PendingRequest(next(self._numbers), request, among)
             able = self._able(among) or among
-            handle = self._give(asked, self._roomy(able) or able)
+            handle = self._give(pending, self._roomy(able) or able)
         try:
             yield handle
         finally:
             with self._lock:
-                self._take_back(asked)
+                self._take_back(pending)
 
     def sleep(self, handles: Sequence[EngineHandle]) -> None:
         """Ask these for nothing more until `wake_up`; returns when they have taken in all that they were asked for."""
@@ -176,23 +176,23 @@ class Router:
     def _roomy(self, handles: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
         return [handle for handle in handles if not handle.is_full]
 
-    def _give(self, asked: Asked, among: Sequence[EngineHandle]) -> EngineHandle:
+    def _give(self, pending: PendingRequest, among: Sequence[EngineHandle]) -> EngineHandle:
         """Choose who is asked for a request, and count it there from now on."""
-        handle = self._conversations.choose(asked.request.conversation, among)
-        self._conversations.begin(asked.request.conversation, handle)
-        handle.load += asked.samples
-        asked.handle, asked.worker = handle, handle.worker
+        handle = self._conversations.choose(pending.request.conversation, among)
+        self._conversations.begin(pending.request.conversation, handle)
+        handle.load += pending.samples
+        pending.handle, pending.worker = handle, handle.worker
         return handle
 
-    def _take_back(self, asked: Asked) -> None:
+    def _take_back(self, pending: PendingRequest) -> None:
         """Count a request no more where it was asked, if it was."""
-        if asked.handle is not None:
-            self._conversations.end(asked.request.conversation, asked.handle)
-            asked.handle.load -= asked.samples
-        asked.handle = asked.worker = None
+        if pending.handle is not None:
+            self._conversations.end(pending.request.conversation, pending.handle)
+            pending.handle.load -= pending.samples
+        pending.handle = pending.worker = None
 
-    def _queue(self, asked: Iterable[Asked]) -> None:
-        for each in asked:
+    def _queue(self, pending: Iterable[PendingRequest]) -> None:
+        for each in pending:
             heappush(self._waiting, (each.request.priority, each.number, each))
 
     def _send(self) -> None:
@@ -203,7 +203,7 @@ class Router:
         while self._waiting and any(handle.has_room for handle in self._able(self._handles)):
             entry = heappop(self._waiting)
             each = entry[-1]
-            if each.number not in self._asked:
+            if each.number not in self._pending:
                 continue  # nobody waits for it any more
             if roomy := self._roomy(self._able(each.among)):
                 shares.setdefault(self._give(each, roomy), {})[each.number] = each.rest()
@@ -213,15 +213,15 @@ class Router:
             heappush(self._waiting, entry)
         for handle, requests in shares.items():
             if not any(stream.worker is handle.worker for stream in self._streams):
-                self._hear_on(handle, Partials())
+                self._hear_on(handle, ProgressLog())
             submitted = self._submitted[handle]
             submitted.append(handle.begin(Engine.submit, requests))
             if len(submitted) >= _REMEMBERED:
                 submitted[:] = unfinished(submitted)
 
-    def _hear_on(self, handle: EngineHandle, partials: Partials) -> None:
+    def _hear_on(self, handle: EngineHandle, partials: ProgressLog) -> None:
         stream = handle.stream(Engine.events)
-        self._streams[stream], self._partials[stream] = handle, partials
+        self._streams[stream], self._progress[stream] = handle, partials
 
     def _listen(self) -> None:
         try:
@@ -230,8 +230,8 @@ class Router:
             # Nobody would hear of an answer any more, nor of one that is asked for later.
             with self._lock:
                 self._failure = RuntimeError(f"the router failed: {failure!r}")
-                asked = list(self._asked.values())
-            self._fail(asked, self._failure)
+                pending = list(self._pending.values())
+            self._fail(pending, self._failure)
             raise
 
     def _hear_all(self) -> None:
@@ -241,7 +241,7 @@ class Router:
             if self._streams:
                 found = next_of(list(self._streams), self._restarts.calls, _TICK_S)
             else:
-                self._is_told.wait(_TICK_S if self._asked else INTERVAL_S)
+                self._is_told.wait(_TICK_S if self._pending else INTERVAL_S)
                 self._is_told.clear()
             if self._is_closed:
                 break
@@ -250,7 +250,7 @@ class Router:
                     self._lose(stream, result.failure)
                 else:
                     self._hear(stream, result)
-            if len(self._asked) > _MANY:
+            if len(self._pending) > _MANY:
                 # To wait for a result, and to wake whoever waits for its answer, costs as much as to read it.
                 time.sleep(_TOGETHER_S)
             if not found or time.monotonic() > next_look_s:
@@ -261,54 +261,54 @@ class Router:
         ended = []
         for event in events:
             if isinstance(event, Progress):
-                self._keep(self._partials[stream], event)
-            elif (asked := self._end(event)) is not None:
-                ended.append((asked, event.answer))
+                self._keep(self._progress[stream], event)
+            elif (pending := self._end(event)) is not None:
+                ended.append((pending, event.answer))
         # News of samples that go on make no room, and come from every engine many times a second.
         if any(isinstance(event, Event) for event in events):
             self.go_on()
         # Whoever hears of an answer has work with it: engines have theirs by now.
-        for asked, answer in ended:
+        for pending, answer in ended:
             if isinstance(answer, UserError):
-                asked.answer.set_exception(answer)
+                pending.answer.set_exception(answer)
             else:
-                asked.answer.set_result(asked.whole())
+                pending.answer.set_result(pending.whole())
 
-    def _end(self, event: Event) -> Asked | None:
+    def _end(self, event: Event) -> PendingRequest | None:
         """Count a request no more. Returns it; None if nobody waits for it, or it goes on as it was cut."""
         answer = event.answer
         with self._lock:
-            asked = self._asked.pop(event.number, None)
-            if asked is None or asked.handle is None:
+            pending = self._pending.pop(event.number, None)
+            if pending is None or pending.handle is None:
                 return None
-            self._take_back(asked)
+            self._take_back(pending)
             if not isinstance(answer, UserError):
-                asked.keep_answer(answer)
-                if asked.left:
-                    self._ask_on(asked, answer)
+                pending.keep_answer(answer)
+                if pending.left:
+                    self._ask_on(pending, answer)
                     return None
-        return asked
+        return pending
 
-    def _ask_on(self, asked: Asked, turns: Sequence[Turn]) -> None:
+    def _ask_on(self, pending: PendingRequest, turns: Sequence[Turn]) -> None:
         """Ask for the rest of what an engine has cut; under another number, since it told of tokens under this one."""
         if any(len(turn.token_ids) for turn in turns):
-            self._moved += asked.tokens
-        asked.number = next(self._numbers)
-        self._asked[asked.number] = asked
-        self._queue([asked])
+            self._moved += pending.tokens
+        pending.number = next(self._numbers)
+        self._pending[pending.number] = pending
+        self._queue([pending])
 
-    def _keep(self, partials: Partials, told: Progress) -> None:
+    def _keep(self, partials: ProgressLog, told: Progress) -> None:
         partials.add(told)
         if partials.are_many:
             with self._lock:
-                unanswered = list(self._asked)
+                unanswered = list(self._pending)
             partials.keep(unanswered)
 
     def _lose(self, stream: Stream, failure: Exception | None) -> None:
         """Nothing more comes from an engine; its requests go elsewhere if it has died, and fail if it has not."""
         with self._lock:
-            handle, partials = self._streams.pop(stream), self._partials.pop(stream)
-            left = [each for each in self._asked.values() if each.worker is stream.worker]
+            handle, partials = self._streams.pop(stream), self._progress.pop(stream)
+            left = [each for each in self._pending.values() if each.worker is stream.worker]
             # Its process is another one already if this death was heard of before.
             is_dead = handle.state == "down" or stream.worker is not handle.worker
             if failure is None and not is_dead:
@@ -338,7 +338,7 @@ class Router:
                     self._restarts.lock.release()
         except Exception as failure:  # noqa: BLE001 - it is raised where an answer is waited for
             with self._lock:
-                waiting = [each for each in self._asked.values() if each.handle is None]
+                waiting = [each for each in self._pending.values() if each.handle is None]
             self._fail(waiting, failure)
             return
         with self._lock:
@@ -351,8 +351,8 @@ class Router:
                 self._restarts.begin(handle)
         self._restarts.go_on()
 
-    def _fail(self, asked: Sequence[Asked], failure: Exception) -> None:
+    def _fail(self, pending: Sequence[PendingRequest], failure: Exception) -> None:
         with self._lock:
-            failed = [each for each in asked if self._asked.pop(each.number, None) is not None]
+            failed = [each for each in pending if self._pending.pop(each.number, None) is not None]
         for each in failed:
             each.answer.set_exception(failure)

@@ -15,6 +15,7 @@ from megarl.data import Turn
 from megarl.process.profiler import TimelineEvent
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.load import Loads
+from megarl.rollout.progress_reporter import ProgressReporter
 from megarl.rollout.protocol import (
     EngineDiedError,
     EngineMemory,
@@ -27,7 +28,6 @@ from megarl.rollout.protocol import (
     UpdateError,
 )
 from megarl.rollout.request_in_flight import Listener, SampleInFlight, tokens_of
-from megarl.rollout.telling import Telling
 from megarl.rollout.text import Texts
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.worker_memory import require
@@ -82,7 +82,7 @@ class OwnedEngine(ABC):
         self._step_queued = False
         self._death: BaseException | None = None
         self._told = SimpleQueue[tuple[int, Future[list[Turn]]] | Progress | None]()
-        self._telling = Telling()
+        self._reporter = ProgressReporter()
         self._loads = Loads()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
@@ -96,7 +96,7 @@ class OwnedEngine(ABC):
         except Exception as error:  # noqa: BLE001 - `events` says it
             added = [_failed(error)] * len(requests)
         for number, future in zip(requests, added, strict=True):
-            self._telling.begin(number, future)
+            self._reporter.begin(number, future)
             future.add_done_callback(lambda done, number=number: self._told.put((number, done)))  # type: ignore[misc]
 
     def events(self) -> Iterator[list[Event | Progress]]:
@@ -120,7 +120,7 @@ class OwnedEngine(ABC):
     @by_owner
     def abort(self, numbers: Collection[int]) -> None:
         """See `Generator.abort`."""
-        if answers := self._telling.answers(numbers):
+        if answers := self._reporter.answers(numbers):
             self._hold()
             self._abort_some(answers)
             self._release()
@@ -354,8 +354,8 @@ class OwnedEngine(ABC):
                 self._compute()
             if (load := self._load_after_step()) is not None:
                 self._loads.note(load)
-            if self._telling.is_due():
-                for progress in self._telling.of(self._samples()):
+            if self._reporter.is_due():
+                for progress in self._reporter.of(self._samples()):
                     self._told.put(progress)
             self._queue_step()
 

@@ -30,10 +30,10 @@ from megarl.run.ages import (
     schedule_settings,
 )
 from megarl.run.dropped import Dropped
+from megarl.run.in_flight_groups import InFlightGroups
 from megarl.run.saved_groups import read_groups, save_groups
-from megarl.run.saved_partials import Partial, read_partials, save_partials
+from megarl.run.saved_partials import SavedPartial, read_partials, save_partials
 from megarl.run.schedule import Schedule
-from megarl.run.unfinished import Unfinished
 from megarl.schema import MegarlConfig
 from megarl.stages.filtering import check_refills, groups_to_train_on
 from megarl.stages.reward import begin_scoring, check_any_scored, with_model_scores, with_outcomes
@@ -124,7 +124,7 @@ class Rollouts:
         self._awaited: Callable[[], bool] = lambda: False
         """Whether there is what somebody waits for."""
         self._failure: BaseException | None = None
-        self._unfinished = Unfinished(workers.engines)
+        self._in_flight = InFlightGroups(workers.engines)
         """Groups until the functions have scored them."""
         self._sampled: set[int] = set()
         """Ordinals of groups that the engines have answered, until these are finished or dropped."""
@@ -238,7 +238,7 @@ class Rollouts:
         self._sampled = set(self._unjudged)
         self._again = [ordinal for ordinal in self._schedule.unfinished if ordinal not in self._sampled]
         partials = read_partials(folder, state.get("partials", []))
-        self._unfinished.load(partials)
+        self._in_flight.load(partials)
         oldest = {ordinal: oldest_of_group(group) for ordinal, group in (self._finished | self._unjudged).items()} | {
             ordinal: oldest_version(turn for each in own for turn in each.turns.values())
             for ordinal, own in partials.items()
@@ -265,10 +265,10 @@ class Rollouts:
             ready, underway = len(self._schedule.waiting), len(self._schedule.unfinished)
         return f"{ready} groups are scored, {underway} on their way"
 
-    def _partials(self) -> Mapping[int, Sequence[Partial]]:
+    def _partials(self) -> Mapping[int, Sequence[SavedPartial]]:
         """The parts of groups that are not scored."""
         # Responses of one version each: sampled anew, with the weights of then, they are the same number for number.
-        return self._unfinished.partials(self._sampled if self._config.schedule.in_flight == "wait" else None)
+        return self._in_flight.partials(self._sampled if self._config.schedule.in_flight == "wait" else None)
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         """Wait until something is so, and look after failures, engines and ranks meanwhile."""
@@ -340,7 +340,7 @@ class Rollouts:
         sampling = sampling_parameters(config, workers.stop_token_ids, [group.ordinal for group in groups])
         with_baselines = Source.GREEDY_RESPONSES in ADVANTAGES[config.algorithm.advantage].sources
         requests = requests_for(groups, sampling, with_baselines=with_baselines)
-        self._unfinished.begin(groups, requests, self._sampled_one)
+        self._in_flight.begin(groups, requests, self._sampled_one)
 
     @_callback
     def _sampled_one(self, group: PromptGroup, answers: Sequence[Future]) -> None:
@@ -354,7 +354,7 @@ class Rollouts:
     @_callback
     def _scored_one(self, group: PromptGroup, pending: PendingScores) -> None:
         """Judge a group that the reward functions have scored, or let the reward model add to it."""
-        self._unfinished.end(group.ordinal)
+        self._in_flight.end(group.ordinal)
         self._lengths["sampled"].count(group)
         limit = self._config.rollout.max_response_tokens
         scored = with_outcomes(group, pending.finish(), self._config.reward, limit)

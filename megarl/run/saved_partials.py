@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
-from megarl.cluster.asked import SoFar
+from megarl.cluster.pending_request import PartialTurns
 from megarl.rollout.protocol import Request
 from megarl.run.saved_turns import SavedTurns, described, save_turns
 
@@ -16,23 +16,23 @@ _FILE = "partials.safetensors"
 
 
 @dataclass(frozen=True)
-class Partial:
+class SavedPartial:
     """The turns that there were of a request when a run was saved; `request` is a checksum of what was asked."""
 
     request: int
-    turns: SoFar
+    turns: PartialTurns
 
     @classmethod
-    def of(cls, request: Request, turns: SoFar) -> "Partial":
+    def of(cls, request: Request, turns: PartialTurns) -> "SavedPartial":
         """The part of a request that there is."""
         return cls(_checksum(request), turns)
 
-    def behind(self, request: Request) -> SoFar:
+    def behind(self, request: Request) -> PartialTurns:
         """The turns that a request goes on behind: none if it is another than was asked, such as in its temperature."""
         return self.turns if _checksum(request) == self.request else {}
 
 
-def save_partials(partials: Mapping[int, Sequence[Partial]], folder: Path) -> list[dict[str, Any]]:
+def save_partials(partials: Mapping[int, Sequence[SavedPartial]], folder: Path) -> list[dict[str, Any]]:
     """Write the arrays of all turns to `folder`, if there are any; the rest of what `read_partials` needs.
 
     `partials` are those of the requests of a draw, by its ordinal.
@@ -41,21 +41,21 @@ def save_partials(partials: Mapping[int, Sequence[Partial]], folder: Path) -> li
     return [{"ordinal": ordinal, "requests": [_described(each) for each in own]} for ordinal, own in partials.items()]
 
 
-def read_partials(folder: Path, draws: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[Partial]]:
+def read_partials(folder: Path, draws: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[SavedPartial]]:
     """The partials that `save_partials` wrote and described."""
     turns = SavedTurns(folder / _FILE)
-    return {each["ordinal"]: [_partial(request, turns) for request in each["requests"]] for each in draws}
+    return {each["ordinal"]: [_saved_partial(request, turns) for request in each["requests"]] for each in draws}
 
 
-def _described(partial: Partial) -> dict[str, Any]:
+def _described(partial: SavedPartial) -> dict[str, Any]:
     return {
         "request": partial.request,
         "turns": [[sample, *described(turn)] for sample, turn in partial.turns.items()],
     }
 
 
-def _partial(partial: Mapping[str, Any], turns: SavedTurns) -> Partial:
-    return Partial(partial["request"], {sample: turns.next(turn) for sample, *turn in partial["turns"]})
+def _saved_partial(partial: Mapping[str, Any], turns: SavedTurns) -> SavedPartial:
+    return SavedPartial(partial["request"], {sample: turns.next(turn) for sample, *turn in partial["turns"]})
 
 
 def _checksum(request: Request) -> int:

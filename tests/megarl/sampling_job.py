@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import torch
 
-from megarl.cluster.asked import SoFar
 from megarl.cluster.batch import opened_values
 from megarl.cluster.colocation import OwnGpus
+from megarl.cluster.pending_request import PartialTurns
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rollout.protocol import Request
@@ -36,10 +36,12 @@ class Answers:
         self.answering = Event()
         self.answering.set()
 
-    def begin_generate(self, requests: Sequence[Request], so_far: Sequence[SoFar]) -> list[SimpleNamespace]:
-        self.calls.append([request for request, there in zip(requests, so_far, strict=True) if not there])
+    def begin_generate(
+        self, requests: Sequence[Request], partial_turns: Sequence[PartialTurns]
+    ) -> list[SimpleNamespace]:
+        self.calls.append([request for request, there in zip(requests, partial_turns, strict=True) if not there])
         asked = [SimpleNamespace(request=request, answer=Future()) for request in requests]
-        for each, there in zip(asked, so_far, strict=True):
+        for each, there in zip(asked, partial_turns, strict=True):
             if there:
                 each.answer.set_result(list(there.values()))
         left = [each for each in asked if not each.answer.done()]
@@ -52,7 +54,7 @@ class Answers:
         for each, turns in answers:
             each.answer.set_result(turns)
 
-    def so_far(self, asked: Sequence[SimpleNamespace]) -> list[SoFar]:
+    def partial_turns(self, asked: Sequence[SimpleNamespace]) -> list[PartialTurns]:
         return [dict(enumerate(each.answer.result())) if each.answer.done() else {} for each in asked]
 
     def look_after(self) -> None:

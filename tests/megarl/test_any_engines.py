@@ -117,7 +117,7 @@ def reorder(router: Router, order: random.Random) -> None:
         hear(stream, [each for each in events if isinstance(each, Progress)])
         held.extend((stream, each) for each in events if isinstance(each, Event))
         numbers = {each.number for _, each in held}
-        if all(each.handle is None or each.number in numbers for each in list(router._asked.values())):
+        if all(each.handle is None or each.number in numbers for each in list(router._pending.values())):
             answers = held.copy()
             held.clear()
             order.shuffle(answers)

@@ -133,10 +133,10 @@ def run_in(engines: EngineGroup, number: int, function: Callable[..., None], *ar
 
 def die_after_steps(count: int) -> None:
     """In this process: after so many steps or more, in the midst of a response; the controller knows all its tokens."""
-    from megarl.rollout import telling
+    from megarl.rollout import progress_reporter
     from megarl.rollout.owned_engine import OwnedEngine
 
-    telling.SECONDS = 0
+    progress_reporter.SECONDS = 0
     step, left = OwnedEngine._step, iter(range(count))
 
     def step_or_die(self: OwnedEngine) -> None:

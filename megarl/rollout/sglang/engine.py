@@ -363,8 +363,8 @@ class SglangEngine(OwnedEngine):
 
     def _hears(self) -> None:
         """Tell of new tokens, in the thread that hears of them."""
-        if self._telling.is_due():
-            for progress in self._telling.of(self._samples()):
+        if self._reporter.is_due():
+            for progress in self._reporter.of(self._samples()):
                 self._told.put(progress)
 
     def _end_server(self) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 from converters.errors import UserError
 from megarl.data import Turn
+from megarl.rollout.progress_reporter import TOKENS
 from megarl.rollout.protocol import EngineDiedError, Request
 from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
 from megarl.rollout.sglang.client import CallRefusedError, Client
 from megarl.rollout.sglang.samples import Limits, aborted, check, ended, hear, question
-from megarl.rollout.telling import TOKENS
 
 
 class _Call(RequestInFlight):

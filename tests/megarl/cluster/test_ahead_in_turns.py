@@ -101,7 +101,7 @@ def in_turns(replicas, folder):
 
 def in_flight(rollouts):
     """The parts of all samples that are in flight; empty turns of those that nothing was told of."""
-    return [turn for own in rollouts._unfinished.partials().values() for each in own for turn in each.turns.values()]
+    return [turn for own in rollouts._in_flight.partials().values() for each in own for turn in each.turns.values()]
 
 
 def check_a_death_asleep(engines, rollouts, script):

@@ -107,7 +107,7 @@ def heard(rollouts):
     """How many tokens there are of each sample, by draw and request."""
     return {
         draw: [{sample: len(turn.token_ids) for sample, turn in each.turns.items()} for each in own]
-        for draw, own in rollouts._unfinished.partials().items()
+        for draw, own in rollouts._in_flight.partials().items()
     }
 
 

@@ -295,12 +295,12 @@ def test_an_engine_whose_call_has_ended_is_asked_to_tell_on_and_keeps_its_reques
         handle = asked.handle
         played.tell(handle, 0)
         (stream,) = played.router._streams
-        partials = played.router._partials[stream]
+        partials = played.router._progress[stream]
         with mock.patch.object(Process, "begin_stream", return_value="a second call") as begun:
             played.router._lose(stream, None)
     assert begun.call_count == 1
     assert [each.references for each in played.router._streams] == ["a second call"]
-    assert list(played.router._partials.values()) == [partials]
+    assert list(played.router._progress.values()) == [partials]
     assert (asked.handle, handle.load) == (handle, 1)
     assert asked.number in handle.worker.asked
     played.answer(handle, 0)

@@ -8,7 +8,7 @@ from megarl.cluster import signs_of_life
 from megarl.cluster.signs_of_life import SignsOfLife
 
 
-class Asked:
+class PendingRequest:
     """A worker that answers when it is told to."""
 
     silence_s = 10.0
@@ -44,7 +44,7 @@ def looks(signs, world, times_s, workers):
 
 
 def test_one_that_does_not_answer_is_told_when_its_time_is_over_and_asked_once(world):
-    signs, lively, silent = SignsOfLife(1.0), Asked(), Asked()
+    signs, lively, silent = SignsOfLife(1.0), PendingRequest(), PendingRequest()
     for now_s in range(1, 11):
         world.now_s = now_s
         looked = signs.look({lively: lively.begin, silent: silent.begin})
@@ -56,13 +56,13 @@ def test_one_that_does_not_answer_is_told_when_its_time_is_over_and_asked_once(w
 
 
 def test_time_in_which_nobody_listened_is_no_silence(world):
-    signs, worker = SignsOfLife(1.0), Asked()
+    signs, worker = SignsOfLife(1.0), PendingRequest()
     assert looks(signs, world, [1, 500, 1000, 1500, 2000], [worker]) == [[]] * 5
     assert looks(signs, world, [3000], [worker]) == [[worker]]
 
 
 def test_the_silence_of_one_that_need_not_answer_is_forgotten(world):
-    signs, worker = SignsOfLife(1.0), Asked()
+    signs, worker = SignsOfLife(1.0), PendingRequest()
     looks(signs, world, range(1, 9), [worker])
     looks(signs, world, [9], [])
     assert looks(signs, world, range(10, 20), [worker]) == [[]] * 10

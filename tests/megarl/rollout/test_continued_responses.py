@@ -8,7 +8,7 @@ import pytest
 from engine_host import PROMPTS
 
 from converters.errors import UserError
-from megarl.cluster.partials import Partials
+from megarl.cluster.progress_log import ProgressLog
 from megarl.rollout.protocol import Event, Request, SamplingParameters
 
 pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
@@ -46,7 +46,7 @@ def test_what_has_ended_is_not_continued(served):
 def test_tokens_are_told_of_while_a_response_is_sampled(served, endless_prompt):
     sampling = SamplingParameters(samples=2, temperature=0, max_tokens=150)
     served.engine.submit({3: Request(endless_prompt, sampling)})
-    partials, pieces = Partials(), 0
+    partials, pieces = ProgressLog(), 0
     for event in chain.from_iterable(served.engine.events()):
         if isinstance(event, Event):
             break

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sglang_rules import RULES, stopped_scheduler
 
 from converters.errors import UserError
-from megarl.cluster.partials import Partials
+from megarl.cluster.progress_log import ProgressLog
 from megarl.data.stretches import here, joined
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.returned_experts import ReturnedExperts
@@ -310,7 +310,7 @@ def told_until_killed(engine, tokens):
 
 
 def test_a_killed_server_has_told_of_its_tokens(start, folders, long_prompt):
-    fresh, partials = Served(start(), folders), Partials()
+    fresh, partials = Served(start(), folders), ProgressLog()
     sampling = SamplingParameters(samples=2, temperature=0, max_tokens=450)
     fresh.engine.submit({7: Request(long_prompt, sampling)})
     with pytest.raises(EngineDiedError, match="SGLang engine died"):
@@ -328,7 +328,7 @@ def test_a_killed_server_has_told_of_its_tokens(start, folders, long_prompt):
 
 
 def test_the_tokens_of_a_sample_that_has_ended_are_not_told_of_as_of_one_that_goes_on(start, folders, long_prompt):
-    fresh, partials = Served(start(), folders), Partials()
+    fresh, partials = Served(start(), folders), ProgressLog()
     begun = {0: expected(fresh.first, long_prompt, 449)[0], 1: []}
     sampling = SamplingParameters(samples=2, temperature=0, max_tokens=450)
     fresh.engine.submit({7: Request(long_prompt, sampling, begun=begun)})

@@ -4,7 +4,7 @@ import weakref
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-from megarl.run.unfinished import when_answered
+from megarl.run.in_flight_groups import when_answered
 
 
 class Tokens:

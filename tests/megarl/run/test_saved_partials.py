@@ -6,22 +6,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.cluster.partials import Begun
+from megarl.cluster.progress_log import PartialSample
 from megarl.data import Turn
 from megarl.rollout.protocol import Request, SamplingParameters
-from megarl.run.saved_partials import Partial, read_partials, save_partials
+from megarl.run.saved_partials import SavedPartial, read_partials, save_partials
 
 REQUEST = Request([7, 8], SamplingParameters(samples=3, max_tokens=200, stop_token_ids=(2,), seed=5))
 
 
 def test_partials_are_read_as_they_were_saved(tmp_path) -> None:
-    begun = Begun(*(np.arange(100).astype(each) for each in (np.int32, np.float32, np.int32)))
+    begun = PartialSample(*(np.arange(100).astype(each) for each in (np.int32, np.float32, np.int32)))
     experts = (np.arange(5).astype(np.uint16).view("V2"),)
     ended = Turn.of([7, 8], [4, 5, 2], [-1, -2, -3], [0, 0, 1], "stop", experts)
     greedy = replace(REQUEST, sampling=replace(REQUEST.sampling, samples=1, temperature=0.0))
     partials = {
-        3: [Partial.of(REQUEST, {2: begun.cut(), 0: ended}), Partial.of(greedy, {})],
-        9: [Partial.of(REQUEST, {})],
+        3: [SavedPartial.of(REQUEST, {2: begun.cut(), 0: ended}), SavedPartial.of(greedy, {})],
+        9: [SavedPartial.of(REQUEST, {})],
     }
     described = json.loads(json.dumps(save_partials(partials, tmp_path)))
     assert read_partials(tmp_path, described) == partials
@@ -43,7 +43,7 @@ def test_without_partials_there_is_no_file(tmp_path) -> None:
 )
 def test_a_request_that_is_another_one_now_is_sampled_anew(other) -> None:
     turns = {0: Turn.of((), [4], [-1], [0], "abort")}
-    partial = Partial.of(REQUEST, turns)
+    partial = SavedPartial.of(REQUEST, turns)
     assert partial.behind(REQUEST) == turns
     assert partial.behind(replace(REQUEST, priority=4)) == turns
     assert partial.behind(other) == {}

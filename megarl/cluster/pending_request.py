@@ -6,17 +6,17 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.partials import NOTHING, Begun
+from megarl.cluster.progress_log import NOTHING, PartialSample
 from megarl.cluster.worker import Worker
 from megarl.data import Turn
 from megarl.rollout.protocol import Request
 
-SoFar: TypeAlias = Mapping[int, Turn]
+PartialTurns: TypeAlias = Mapping[int, Turn]
 """Turns of samples of a request: those that have ended, and, with "abort" and without a prompt, those that go on."""
 
 
 @dataclass(eq=False)
-class Asked:
+class PendingRequest:
     """A request on its way: `answer` gets its samples, all of one engine."""
 
     number: int
@@ -28,7 +28,7 @@ class Asked:
     """Who was asked; None while it waits for somebody who can be."""
     worker: Worker | None = None
     """The process that was asked: an engine that is started anew has another."""
-    begun: dict[int, Begun] = field(default_factory=dict)
+    begun: dict[int, PartialSample] = field(default_factory=dict)
     """Samples of which engines that died, or cut them, have given some tokens."""
     ended: dict[int, Turn] = field(default_factory=dict)
     """Samples that have ended."""
@@ -55,7 +55,7 @@ class Asked:
             return self.request
         return replace(self.request, begun={sample: self._begun(sample).token_ids for sample in self.left})
 
-    def keep(self, begun: Mapping[int, Begun]) -> int:
+    def keep(self, begun: Mapping[int, PartialSample]) -> int:
         """Keep what an engine that died has told of; how many tokens."""
         for sample, new in begun.items():
             self.begun[sample] = self.begun[sample] + new if sample in self.begun else new
@@ -65,20 +65,20 @@ class Asked:
         """Keep an answer: turns of the samples that had not ended, of which some may have been cut again."""
         self.keep_turns(dict(zip(self.left, turns, strict=True)))
 
-    def keep_turns(self, turns: SoFar) -> None:
+    def keep_turns(self, turns: PartialTurns) -> None:
         """Keep turns of some samples, each behind what there was of it."""
         for sample, turn in turns.items():
             if turn.finish_reason == "abort":
-                self.keep({sample: Begun.of(turn)})
+                self.keep({sample: PartialSample.of(turn)})
             else:
                 self.ended[sample] = self._begun(sample).ended_by(turn)
 
-    def so_far(self) -> SoFar:
+    def partial_turns(self) -> PartialTurns:
         """All that there is."""
         begun = {sample: self.begun[sample].cut() for sample in self.left if sample in self.begun}
         return {**begun, **self.ended}
 
-    def copy(self) -> "Asked":
+    def copy(self) -> "PendingRequest":
         """The same request, apart from what comes of it later."""
         return replace(self, begun=self.begun.copy(), ended=self.ended.copy())
 
@@ -86,5 +86,5 @@ class Asked:
         """The turns of all samples, which have ended."""
         return [self.ended[sample] for sample in range(self.request.sampling.samples)]
 
-    def _begun(self, sample: int) -> Begun:
+    def _begun(self, sample: int) -> PartialSample:
         return self.begun.get(sample, NOTHING)

@@ -2,12 +2,12 @@
 
 from concurrent.futures import Future
 
-from megarl.cluster.partials import Partials
+from megarl.cluster.progress_log import ProgressLog
 from megarl.data.stretches import is_long
-from megarl.rollout import telling
+from megarl.rollout import progress_reporter
+from megarl.rollout.progress_reporter import ProgressReporter
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import RequestInFlight, SampleInFlight
-from megarl.rollout.telling import Telling
 
 
 def sampled(request: RequestInFlight, sample: int, tokens: range) -> SampleInFlight:
@@ -16,7 +16,7 @@ def sampled(request: RequestInFlight, sample: int, tokens: range) -> SampleInFli
 
 def test_new_tokens_are_told_of_once_and_in_pieces() -> None:
     submitted, own = (RequestInFlight(Request([5], SamplingParameters(samples=2))) for _ in range(2))
-    teller, partials = Telling(), Partials()
+    teller, partials = ProgressReporter(), ProgressLog()
     teller.begin(7, submitted.future)
     samples = [sampled(submitted, 0, range(30_000)), sampled(submitted, 1, range(5)), sampled(own, 0, range(9))]
     pieces = list(teller.of(samples))
@@ -35,7 +35,7 @@ def test_new_tokens_are_told_of_once_and_in_pieces() -> None:
 
 def test_no_piece_of_samples_that_advance_together_is_long() -> None:
     requests = [RequestInFlight(Request([5], SamplingParameters())) for _ in range(4096)]
-    teller = Telling()
+    teller = ProgressReporter()
     for number, request in enumerate(requests):
         teller.begin(number, request.future)
     pieces = list(teller.of([sampled(request, 0, range(64)) for request in requests]))
@@ -45,8 +45,8 @@ def test_no_piece_of_samples_that_advance_together_is_long() -> None:
 
 def test_it_is_due_after_so_many_steps_or_seconds_and_only_where_something_was_submitted(monkeypatch) -> None:
     now = 100.0
-    monkeypatch.setattr(telling.time, "monotonic", lambda: now)
-    teller, answer = Telling(), Future()
+    monkeypatch.setattr(progress_reporter.time, "monotonic", lambda: now)
+    teller, answer = ProgressReporter(), Future()
     assert not teller.is_due()
     teller.begin(1, answer)
     assert teller.is_due()

@@ -17,7 +17,7 @@ AT_ONCE = 8192
 """Tokens: arrays of more than three times as many would stay in the object store of the engine's machine."""
 
 
-class Telling:
+class ProgressReporter:
     """Makes the `Progress` of the requests that were submitted, after so many steps or seconds."""
 
     def __init__(self) -> None:
@@ -42,19 +42,19 @@ class Telling:
     def of(self, samples: Iterable[SampleInFlight]) -> Iterator[Progress]:
         """The new tokens of those `samples` that were submitted, if there are any; in pieces that travel by value."""
         self._steps, self._next_s = 0, time.monotonic() + SECONDS
-        news = _News()
+        news = _ProgressBuilder()
         for each in samples:
             number = self._numbers.get(each.request.future)
             if number is not None and each.told < len(each.token_ids):
                 news.add(number, each)
                 if len(news.token_ids) >= AT_ONCE:
                     yield news.progress()
-                    news = _News()
+                    news = _ProgressBuilder()
         if news.token_ids:
             yield news.progress()
 
 
-class _News:
+class _ProgressBuilder:
     """Tokens of several samples, end to end."""
 
     def __init__(self) -> None:

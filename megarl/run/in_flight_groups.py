@@ -5,20 +5,20 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 
-from megarl.cluster.asked import Asked, SoFar
 from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.pending_request import PartialTurns, PendingRequest
 from megarl.data import PromptGroup
 from megarl.rollout.protocol import Request
-from megarl.run.saved_partials import Partial
+from megarl.run.saved_partials import SavedPartial
 
 
-class Unfinished:
+class InFlightGroups:
     """The requests of groups that are sampled, and, after a restart, of those that are to go on."""
 
     def __init__(self, engines: EngineGroup) -> None:
         self._engines = engines
-        self._asked: dict[int, Sequence[Asked]] = {}
-        self._saved: dict[int, Sequence[Partial]] = {}
+        self._pending: dict[int, Sequence[PendingRequest]] = {}
+        self._saved: dict[int, Sequence[SavedPartial]] = {}
 
     def begin(
         self,
@@ -30,28 +30,30 @@ class Unfinished:
 
         There is one request for each group, or, after all of these, as many more.
         """
-        asked = self._engines.begin_generate(requests, self._take_saved(groups, requests))
+        pending = self._engines.begin_generate(requests, self._take_saved(groups, requests))
         for place, group in enumerate(groups):
-            self._asked[group.ordinal] = own = asked[place :: len(groups)]
+            self._pending[group.ordinal] = own = pending[place :: len(groups)]
             when_answered(own, partial(told, group))
 
     def end(self, ordinal: int) -> None:
         """Forget a group: others have its samples."""
-        del self._asked[ordinal]
+        del self._pending[ordinal]
 
-    def partials(self, only: Collection[int] | None = None) -> dict[int, Sequence[Partial]]:
+    def partials(self, only: Collection[int] | None = None) -> dict[int, Sequence[SavedPartial]]:
         """The parts that there are of all, by their ordinals; or of some `only`, beside all that are to go on."""
-        asked = {ordinal: own for ordinal, own in self._asked.items() if only is None or ordinal in only}
-        there = iter(self._engines.so_far([each for own in asked.values() for each in own]))
-        parts = {ordinal: [Partial.of(each.request, next(there)) for each in own] for ordinal, own in asked.items()}
+        pending = {ordinal: own for ordinal, own in self._pending.items() if only is None or ordinal in only}
+        there = iter(self._engines.partial_turns([each for own in pending.values() for each in own]))
+        parts = {
+            ordinal: [SavedPartial.of(each.request, next(there)) for each in own] for ordinal, own in pending.items()
+        }
         return parts | self._saved
 
-    def load(self, partials: Mapping[int, Sequence[Partial]]) -> None:
+    def load(self, partials: Mapping[int, Sequence[SavedPartial]]) -> None:
         """Let groups go on, when they are begun, behind what there was of them."""
         self._saved = dict(partials)
 
-    def _take_saved(self, groups: Sequence[PromptGroup], requests: Sequence[Request]) -> list[SoFar]:
-        found: list[SoFar] = [{} for _ in requests]
+    def _take_saved(self, groups: Sequence[PromptGroup], requests: Sequence[Request]) -> list[PartialTurns]:
+        found: list[PartialTurns] = [{} for _ in requests]
         for place, group in enumerate(groups):
             own = range(place, len(requests), len(groups))
             for each, saved in zip(own, self._saved.pop(group.ordinal, ()), strict=False):
@@ -59,9 +61,9 @@ class Unfinished:
         return found
 
 
-def when_answered(asked: Sequence[Asked], told: Callable[[Sequence[Future]], None]) -> None:
+def when_answered(pending: Sequence[PendingRequest], told: Callable[[Sequence[Future]], None]) -> None:
     """Call `told` with the answers of all, once they are there."""
-    answers, ended, total = [each.answer for each in asked], count(1), len(asked)
+    answers, ended, total = [each.answer for each in pending], count(1), len(pending)
 
     def note(_: Future) -> None:
         if next(ended) == total:
@@ -69,5 +71,5 @@ def when_answered(asked: Sequence[Asked], told: Callable[[Sequence[Future]], Non
             # An answer holds its callback, and this them all: their tokens would stay until a search for garbage.
             answers.clear()
 
-    for each in asked:
+    for each in pending:
         each.answer.add_done_callback(note)

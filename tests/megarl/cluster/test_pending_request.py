@@ -2,7 +2,7 @@
 
 import json
 
-from megarl.cluster.asked import Asked
+from megarl.cluster.pending_request import PendingRequest
 from megarl.data import Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 
@@ -14,12 +14,12 @@ def turn(finish_reason: str, token_ids: list[int], begun: list[int], version: in
     return Turn.of([*PROMPT, *begun], token_ids, [-0.5] * count, [version] * count, finish_reason)
 
 
-def begun_of(asked: Asked) -> dict[int, list[int]]:
+def begun_of(asked: PendingRequest) -> dict[int, list[int]]:
     return {sample: list(token_ids) for sample, token_ids in asked.rest().begun.items()}
 
 
 def test_a_request_that_is_cut_twice_is_whole_in_the_end_and_what_has_ended_is_not_computed_again() -> None:
-    asked = Asked(1, Request(PROMPT, SamplingParameters(samples=3, max_tokens=8)), among=[])
+    asked = PendingRequest(1, Request(PROMPT, SamplingParameters(samples=3, max_tokens=8)), among=[])
     asked.keep_answer([turn("abort", [1, 2], [], 0), turn("abort", [3], [], 0), turn("abort", [], [], 0)])
     assert begun_of(asked) == {0: [1, 2], 1: [3], 2: []}
     assert asked.tokens == 2 + 3
@@ -27,8 +27,8 @@ def test_a_request_that_is_cut_twice_is_whole_in_the_end_and_what_has_ended_is_n
     assert begun_of(asked) == {1: [3, 5, 6], 2: [9]}
     assert asked.tokens == 2 + 4
     # Another run may go on from here.
-    again = Asked(2, asked.request, among=[])
-    again.keep_turns(asked.so_far())
+    again = PendingRequest(2, asked.request, among=[])
+    again.keep_turns(asked.partial_turns())
     assert begun_of(again) == begun_of(asked)
     for each in (asked, again):
         each.keep_answer([turn("length", [7], [3, 5, 6], 2), turn("stop", [9], [9], 2)])
@@ -40,7 +40,7 @@ def test_a_request_that_is_cut_twice_is_whole_in_the_end_and_what_has_ended_is_n
 
 
 def test_tokens_that_an_engine_has_told_of_go_to_another_as_the_arrays_that_they_are() -> None:
-    asked = Asked(1, Request(PROMPT, SamplingParameters(samples=2, max_tokens=8)), among=[])
+    asked = PendingRequest(1, Request(PROMPT, SamplingParameters(samples=2, max_tokens=8)), among=[])
     asked.keep_answer([turn("abort", [1, 2], [], 0), turn("stop", [3], [], 0)])
     rest = asked.rest()
     assert rest.begun[0] is asked.begun[0].token_ids

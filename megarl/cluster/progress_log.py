@@ -15,7 +15,7 @@ _TOGETHER = 256
 """Pieces of news that are put together: each has some tokens of hundreds of samples, 100 kB in all."""
 
 
-class Begun(NamedTuple):
+class PartialSample(NamedTuple):
     """The beginning of a sample: its tokens, their log-probs and the versions that sampled them."""
 
     token_ids: IntArray
@@ -23,7 +23,7 @@ class Begun(NamedTuple):
     versions: IntArray
 
     @classmethod
-    def of(cls, turn: Turn) -> "Begun":
+    def of(cls, turn: Turn) -> "PartialSample":
         """A turn that was cut."""
         return cls(here(turn.token_ids), here(turn.log_probs), here(turn.versions))
 
@@ -32,23 +32,23 @@ class Begun(NamedTuple):
         # Not `Turn.of`: to say versions once takes as long as all else of a checkpoint, in which they are said in full.
         return Turn(NOTHING.token_ids, *self, "abort")
 
-    def __add__(self, other: "Begun") -> "Begun":  # type: ignore[override]
-        return Begun(*(np.concatenate(both) for both in zip(self, other, strict=True)))
+    def __add__(self, other: "PartialSample") -> "PartialSample":  # type: ignore[override]
+        return PartialSample(*(np.concatenate(both) for both in zip(self, other, strict=True)))
 
     def ended_by(self, turn: Turn) -> Turn:
         """The whole turn of a sample that another engine has ended."""
         if not len(self.token_ids):
             return turn
-        whole = self + Begun.of(turn)
+        whole = self + PartialSample.of(turn)
         prompt_ids = here(turn.prompt_ids)[: -len(self.token_ids)]
         return Turn.of(prompt_ids, *whole, turn.finish_reason, turn.routed_experts)
 
 
-NOTHING = Begun(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+NOTHING = PartialSample(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 """A sample of no tokens."""
 
 
-class Partials:
+class ProgressLog:
     """Tokens that one engine told of, looked at when it dies and when a run is saved; most of them never are."""
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class Partials:
         """Keep what an engine told."""
         self._told.append(progress)
 
-    def copy(self) -> "Partials":
+    def copy(self) -> "ProgressLog":
         """The same news, apart from what is told later."""
-        copied = Partials()
+        copied = ProgressLog()
         copied._told = self._told.copy()
         return copied
 
@@ -74,15 +74,15 @@ class Partials:
         if self._told:
             self._told = [_merged(self._told, numbers)]
 
-    def of(self, numbers: Collection[int]) -> dict[int, dict[int, Begun]]:
+    def of(self, numbers: Collection[int]) -> dict[int, dict[int, PartialSample]]:
         """The beginnings of samples of these requests, by request and sample."""
         self.keep(numbers)
-        found: dict[int, dict[int, Begun]] = {}
+        found: dict[int, dict[int, PartialSample]] = {}
         for told in self._told:
             ends = told.lengths.cumsum()
             pieces = (told.numbers, told.samples, ends - told.lengths, ends)
             for number, sample, start, end in zip(*(each.tolist() for each in pieces), strict=True):
-                new = Begun(told.token_ids[start:end], told.log_probs[start:end], told.versions[start:end])
+                new = PartialSample(told.token_ids[start:end], told.log_probs[start:end], told.versions[start:end])
                 found.setdefault(number, {})[sample] = new
         return found
 

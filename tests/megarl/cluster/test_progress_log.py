@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cluster.partials import NOTHING, Begun, Partials
+from megarl.cluster.progress_log import NOTHING, PartialSample, ProgressLog
 from megarl.data import Turn
 from megarl.rollout.protocol import Progress
 
@@ -30,7 +30,7 @@ def progress(news: News) -> Progress:
 def test_what_was_told_is_there_by_sample_and_in_order_whenever_the_rest_is_forgotten(
     all_news, numbers, forgets
 ) -> None:
-    partials = Partials()
+    partials = ProgressLog()
     expected: dict[int, dict[int, list[int]]] = {}
     for place, news in enumerate(all_news):
         partials.add(progress(news))
@@ -47,7 +47,7 @@ def test_what_was_told_is_there_by_sample_and_in_order_whenever_the_rest_is_forg
 
 
 def test_a_turn_that_another_engine_ended_is_as_if_it_had_begun_it() -> None:
-    begun = Begun(np.array([4, 5], np.int32), np.array([-1, -2], np.float32), np.array([1, 1], np.int32))
+    begun = PartialSample(np.array([4, 5], np.int32), np.array([-1, -2], np.float32), np.array([1, 1], np.int32))
     experts = (np.zeros(5, dtype="V2"),)
     ended = begun.ended_by(Turn.of([8, 9, 4, 5], [6], [-3], [2], "stop", experts))
     assert ended == Turn.of([8, 9], [4, 5, 6], [-1, -2, -3], [1, 1, 2], "stop", experts)
