@@ -192,6 +192,8 @@ _PACKED = "micro-batches are always packed, without padding, by tokens"
 _TRAINER = "the trainer is always Megatron-core"
 _SAME_SIZES = "the reference has the policy's parallel sizes and its micro-batches"
 _REFIT = "every refit moves the new weights before the next rollout"
+_ONE_TURN = "a response is one turn, without tools or an environment"
+_NO_TEXTS = "responses are not written, only their metrics: a reward function of your own may write them"
 _LOG_PROBS = "engines always say the log-probs of what they sample"
 
 ALWAYS: Mapping[str, str] = {
@@ -213,7 +215,6 @@ ALWAYS: Mapping[str, str] = {
     "actor_rollout_ref.rollout.logprobs_mode": _LOG_PROBS,
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_tokens says it",
     "actor_rollout_ref.rollout.response_length": "rollout.max_response_tokens says it",
-    "actor_rollout_ref.rollout.skip_dump_dir": "trajectories are always written into output_dir",
     "actor_rollout_ref.rollout.skip_tokenizer_init": "engines get tokens and give tokens",
     "critic.checkpoint": "a checkpoint holds model, optimizer and all random states",
     "critic.load_weight": "weights come from critic.path",
@@ -301,8 +302,6 @@ ALWAYS: Mapping[str, str] = {
     "trainer.balance_batch": "sequences are always dealt evenly",
     "trainer.device": "the device is the one that there is",
     "trainer.use_legacy_worker_impl": _TRAINER,
-    "trainer.rollout_data_dir": "trajectories are always written into output_dir",
-    "trainer.log_val_generations": "evaluations are always written into output_dir",
     "trainer.use_v1": _TRAINER,
     "model_engine": _TRAINER,
 }
@@ -311,8 +310,8 @@ ALWAYS: Mapping[str, str] = {
 ABSENT: Mapping[str, str] = {
     "actor_rollout_ref.actor.ppo_epochs": "every rollout is trained on once; more algorithm.updates_per_step are the"
     " nearest",
-    "actor_rollout_ref.rollout.multi_turn": "environments of several turns are written as players",
-    "actor_rollout_ref.rollout.agent": "environments of several turns are written as players",
+    "actor_rollout_ref.rollout.multi_turn": _ONE_TURN,
+    "actor_rollout_ref.rollout.agent": _ONE_TURN,
     "actor_rollout_ref.actor.router_replay": "only the experts of the rollout are replayed (R3)",
     "actor_rollout_ref.actor.freeze_vision_tower": "models of images are not trained",
     "data.image_key": "models of images are not trained",
@@ -324,6 +323,10 @@ ABSENT: Mapping[str, str] = {
     "reward_model": "a reward model is trained by megarl reward-model and named in reward_model.path",
     "reward.sandbox_fusion": "code runs in a sandbox of this machine",
     "global_profiler": "tracking.profile=STEP writes a timeline",
+    "actor_rollout_ref.rollout.skip_dump_dir": _NO_TEXTS,
+    "trainer.rollout_data_dir": _NO_TEXTS,
+    "trainer.validation_data_dir": _NO_TEXTS,
+    "trainer.log_val_generations": _NO_TEXTS,
     "trainer.resume_from_path": "a run continues from the latest checkpoint of its output_dir",
     "distillation": "teachers are given as teachers.NAME.path",
 }
