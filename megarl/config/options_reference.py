@@ -23,7 +23,8 @@ Every option of megatron-core and of an engine can be given by its own name (`me
 - **refused**: training would fail or be wrong with it, and the reason is said before anything starts;
 - **follows from the model**: `config.json` says it. Flags copied from a Megatron script may repeat it; another value is
   refused, as the trainer would be another model than the engines have;
-- **passes through**: all others reach megatron-core or the engine as they are. Nothing here has tested them.
+- **passes through**: all others reach megatron-core or the engine as they are. No test here vouches
+  for them.
 """
 
 
