@@ -50,7 +50,7 @@ class ExportPlan:
     nbytes: int
     """Size of all files."""
     left_out_mtp_layers: int = 0
-    """Layers of multi-token prediction that config.json has and the checkpoint does not."""
+    """Layers of multi-token prediction that config.json has and the checkpoint does not, or that nobody wants."""
 
 
 def export_checkpoint(
@@ -62,12 +62,13 @@ def export_checkpoint(
     shard_size_bytes: int,
     workers: int,
     progress: Progress,
+    without_mtp: bool = False,
 ) -> ExportPlan:
     """Write the weights of a torch_dist checkpoint to `folder` as safetensors files, with config and tokenizer.
 
     These come from `hf_config_folder`, or from the checkpoint itself if it was converted from HuggingFace. With `fp8`
-    the matrices of the layers become block FP8. Where the checkpoint has no multi-token prediction, the model that is
-    written has none. Interrupted, the same call goes on where it was.
+    the matrices of the layers become block FP8. Where the checkpoint has no multi-token prediction, or with
+    `without_mtp`, the model that is written has none. Interrupted, the same call goes on where it was.
     Raises UserError for anything wrong with the checkpoint or the output folder, before or without anything of it
     being left.
     """
@@ -78,20 +79,24 @@ def export_checkpoint(
     refuse_adapter_checkpoint(checkpoint.folder)
     side_files = hf_config_folder or _own_side_files(checkpoint)
     config = read_json(side_files / CONFIG)
-    architecture = read_architecture(config)
-    left_out = 0 if any(key.startswith(_MTP) for key in checkpoint.weights) else architecture.mtp_layers
+    whole = architecture = read_architecture(config)
+    has_mtp = any(key.startswith(_MTP) for key in checkpoint.weights)
+    left_out = 0 if has_mtp and not without_mtp else architecture.mtp_layers
+    weights = checkpoint.weights
     if left_out:
         config = {**config, _MTP_FIELD: 0}
         architecture = read_architecture(config)
-    shapes = {key: each.shape for key, each in checkpoint.weights.items()}
-    boxes = {key: [chunk.box for chunk in each.chunks] for key, each in checkpoint.weights.items()}
+        weights = {key: each for key, each in weights.items() if not key.startswith(_MTP)}
+    copies = _copies(found, whole if has_mtp else architecture)
+    shapes = {key: each.shape for key, each in weights.items()}
+    boxes = {key: [chunk.box for chunk in each.chunks] for key, each in weights.items()}
     pieces = list(stored_pieces(architecture, shapes, boxes))
     source = TorchDistSource(checkpoint, pieces)
     plan = plan_export(
         architecture,
         pieces,
         source,
-        copies=_copies(found, architecture),
+        copies=tuple(copy for copy in copies if copy in architecture.hf_copies),
         fp8=fp8,
         shard_size_bytes=shard_size_bytes,
     )

@@ -6,7 +6,8 @@
 #
 #   sbatch --nodes=48 slurm/grpo_deepseek.sh model.path=/models/policy 'data.train_files=[/data/math.parquet]' output_dir=/runs/grpo
 #
-# Every argument goes to `megarl train`: KEY=VALUE, or a flag of Megatron. Paths must be absolute and on that file
+# The model is the released one in bf16, without its layer for multi-token prediction: "A released model as a policy" in
+# docs/convert.md. Every argument goes to `megarl train`: KEY=VALUE, or a flag of Megatron. Paths must be absolute and on that file
 # system. A job that is requeued continues from the last checkpoint below output_dir. The run ends with one as soon as its
 # time is too short for another step, and when it is preempted, and the job goes back into the queue. So it does when a
 # process or a machine dies.

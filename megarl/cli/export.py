@@ -15,6 +15,7 @@ EXAMPLES = """examples:
   megarl export --megatron megatron/qwen3 --out exported/qwen3
   megarl export --megatron runs/mine/checkpoints --hf-config Qwen3-30B-A3B --out exported/mine
   megarl export --megatron megatron/deepseek --fp8 --shard-size 4GiB --out exported/deepseek
+  megarl export --megatron megatron/deepseek --prediction-layers 0 --out policy
 """
 TAKES_OVERRIDES = False
 
@@ -34,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--fp8", action="store_true", help="matrices of the layers in block FP8: e4m3, a scale per 128x128"
+    )
+    parser.add_argument(
+        "--prediction-layers",
+        type=int,
+        choices=[0],
+        metavar="0",
+        help="leave layers for multi-token prediction out (default: all that the checkpoint has)",
     )
     parser.add_argument("--shard-size", default="5GB", metavar="SIZE", help="of a file: 5GB, 500MB, 2GiB (%(default)s)")
     outcome.add_workers(parser)
@@ -57,6 +65,7 @@ def run(options: argparse.Namespace) -> int:
             shard_size_bytes=shard_size_bytes,
             workers=options.workers,
             progress=progress,
+            without_mtp=options.prediction_layers == 0,
         )
     seconds = time.perf_counter() - start
     facts = {
@@ -72,9 +81,14 @@ def run(options: argparse.Namespace) -> int:
     sentence = f"{options.out}: {len(plan.shapes):,} tensors, {size} in {files}, {say_seconds(seconds)} ({rate})"
     sentences = [sentence]
     if plan.left_out_mtp_layers:
+        layers = say_count(plan.left_out_mtp_layers, "layer")
+        why = (
+            f"{layers} left out"
+            if options.prediction_layers == 0
+            else f"the checkpoint does not have the {layers} that its config.json names"
+        )
         sentences.append(
-            f"without multi-token prediction: the checkpoint has none of the {plan.left_out_mtp_layers} layers that its"
-            " config.json names, and the one written says num_nextn_predict_layers 0"
+            f"without multi-token prediction: {why}, and the config.json written says num_nextn_predict_layers 0"
         )
     outcome.print_outcome(options, sentences, facts)
     return 0

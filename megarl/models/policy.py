@@ -185,7 +185,7 @@ def check_not_in_fp8(folder: Path) -> None:
     if is_block_fp8(read_json(folder / CONFIG)):
         raise UserError(
             f"{folder} is in FP8, and the weights that are trained are not: make a folder in bf16 of it, by megarl"
-            " convert and megarl export; engines sample in FP8 with rollout.weights=fp8_block"
+            " convert and megarl export (docs/convert.md); engines sample in FP8 with rollout.weights=fp8_block"
         )
 
 

@@ -219,3 +219,19 @@ def test_a_checkpoint_without_multi_token_prediction_is_exported_as_it_is(name: 
     assert plan.left_out_mtp_layers == MODELS[name]["num_nextn_predict_layers"]
     assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
     assert content_of(tmp_path / "out") == content_of(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v3_two_mtp", "deepseek_v3_tied", "glm4_moe"])
+def test_multi_token_prediction_is_left_out_where_asked(name: str, tmp_path: Path) -> None:
+    config = MODELS[name]
+    tensors = random_tensors(config, draw=random_numbers)
+    write_model(tmp_path / "hf", config, tensors)
+    convert(tmp_path / "hf", tmp_path / "megatron", ParallelSizes(world_size=2, tensor_model_parallel_size=2))
+    plan = export(tmp_path / "megatron", tmp_path / "out", without_mtp=True)
+    assert plan.left_out_mtp_layers == config["num_nextn_predict_layers"]
+    without = {**config, "num_nextn_predict_layers": 0}
+    architecture = read_architecture(without)
+    kept = {**architecture.hf_shapes, **architecture.hf_copies}
+    write_model(tmp_path / "expected", without, {each: tensors[each] for each in kept if each in tensors})
+    assert json.loads((tmp_path / "out/config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert content_of(tmp_path / "out") == content_of(tmp_path / "expected")

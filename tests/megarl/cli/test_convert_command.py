@@ -98,7 +98,18 @@ def test_an_export_says_that_multi_token_prediction_is_not_there(
     (source / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     words = ["--hf-config", str(source), "--out", str(tmp_path / "back")]
     assert main(["export", "--megatron", str(out), *words]) == 0
-    assert "without multi-token prediction: the checkpoint has none of the 1 layers" in capsys.readouterr().out
+    assert "without multi-token prediction: the checkpoint does not have the 1 layer that" in capsys.readouterr().out
+
+
+def test_an_export_leaves_multi_token_prediction_out_where_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_model(tmp_path / "deepseek", **{**DEEPSEEK, "num_nextn_predict_layers": 1})
+    assert main(["convert", "--hf", str(source), "--out", str(tmp_path / "megatron")]) == 0
+    words = ["--megatron", str(tmp_path / "megatron"), "--out", str(tmp_path / "back")]
+    assert main(["export", *words, "--prediction-layers", "0"]) == 0
+    assert "1 layer left out, and the config.json written says" in capsys.readouterr().out
+    assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
 def test_json_is_the_last_line_and_the_only_output(
