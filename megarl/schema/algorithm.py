@@ -63,7 +63,7 @@ class AlgorithmConfig:
     """Weight of log pi_teacher - log pi_old, in nats, in the advantage of a token, beside the reward's; it needs
     teachers."""
     dynamic_sampling: bool = False
-    """Sample further prompts in the place of groups that teach nothing (DAPO): see filter_on."""
+    """Sample further prompts instead of groups that teach nothing (DAPO): see filter_on."""
     max_refills: int = 10
     """With dynamic_sampling: at most this times prompts_per_step are replaced for a step; then the run stops."""
     filter_groups: bool = False

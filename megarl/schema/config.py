@@ -39,7 +39,7 @@ class ModelConfig:
 
 @dataclass
 class LoraConfig:
-    """A low-rank adapter (LoRA, arXiv 2106.09685) that is trained in the place of the policy's weights."""
+    """A low-rank adapter (LoRA, arXiv 2106.09685) that is trained instead of the policy's weights."""
 
     rank: int = 0
     """Rank of A and B beside every adapted matrix; 0 trains the weights themselves."""
@@ -136,7 +136,7 @@ class RewardConfig:
     function: str = "exact_match"
     """A name of `megarl.rewards.REWARDS` or path/to/file.py:name of your own function."""
     functions: dict[str, RewardTermConfig] = field(default_factory=dict)
-    """Several named rewards in the place of `function`."""
+    """Several named rewards instead of `function`."""
     on_error: str = "stop"
     """When the function raises: stop the step, or drop the sample and count it."""
     on_timeout: str = "zero"
@@ -298,7 +298,7 @@ class ClusterConfig:
     collective_timeout_s: float = 1800.0
     """How long the ranks of a model wait for one of them in a collective, in seconds, before that is a failure."""
     max_engine_restarts: int = 3
-    """How many times in a run an engine that died is started anew, while the others go on; the next death ends the run.
+    """How many times in a run an engine that died is restarted, while the others go on; the next death ends the run.
     With 0 a death is a failure of the run as any other: see `max_restarts`."""
     max_restarts: int = 10
     """How many times a run whose rank, engine or machine fails goes on by itself from its last checkpoint; the next
@@ -324,7 +324,7 @@ class CheckpointConfig:
     """Checkpoints are written while the run goes on. Each rank then keeps a copy of what it saves in host memory, made
     beside the next rollout."""
     resume: str = "auto"
-    """auto continues from the latest checkpoint in output_dir, never starts anew."""
+    """auto continues from the latest checkpoint in output_dir, never starts over."""
     on_signal: bool = False
     """SIGTERM and SIGHUP let the present step end and save it before the run ends; off, they end it at once. So
     does the end of a job of Slurm, as soon as no further step fits into its time."""

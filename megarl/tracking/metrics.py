@@ -104,7 +104,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "experts/changed_by_replay",
         "",
-        "share of the engine's choices, each of a token in a layer, in the place of which the trainer's router would "
+        "share of the engine's choices, each of a token in a layer, instead of which the trainer's router would "
         "have chosen other experts; with algorithm.router_replay=rollout",
     ),
     Metric("experts/tokens_changed_by_replay", "", "share of the replayed tokens with such a choice in any layer"),
@@ -198,7 +198,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("refit/repeated", "", "1 if the transfer failed and was made again"),
     Metric("refit/log_prob_difference", "nats", "largest mean of a response in the check of refit.verify=logprobs"),
-    Metric("engines/restarts", "", "how many times in this run an engine died and was started anew"),
+    Metric("engines/restarts", "", "how many times in this run an engine died and was restarted"),
     Metric("engines/seconds_down", "s", "longest time from a death to serving again, of the engines that came back"),
     Metric(
         "throughput/engines_idle",

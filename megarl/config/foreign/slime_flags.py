@@ -101,7 +101,7 @@ ALWAYS: Mapping[str, str] = {
     "rollout_skip_special_tokens": "rewards see the response as the tokenizer decodes it",
     "train_backend": "the trainer is always Megatron-core",
     "update_weight_buffer_size": "refit.bucket_bytes is the size of a bucket",
-    "use_fault_tolerance": "engines that die are started anew: cluster.max_engine_restarts",
+    "use_fault_tolerance": "engines that die are restarted: cluster.max_engine_restarts",
     "use_tensorboard": "tracking.loggers has tensorboard by default",
     "enable_mtp_training": "layers for multi-token prediction train as model.mtp_training says: detached",
     "eval_max_prompt_len": "held-out prompts have the limits of all",
