@@ -1,34 +1,16 @@
 """The reward `code`: unit tests of a program that a response holds, run in a sandbox."""
 
-import json
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeGuard
+from functools import cache
+from typing import Any
 
 from converters.errors import UserError
 from megarl.rewards.fenced import last_block
+from megarl.rewards.program_tests import Test, TestCode, read_truth
 from megarl.sandbox.run import Finished, Limits, SandboxUnavailable, run
 
 _LANGUAGES = ("python", "python3", "py")
 _LONGEST_PROGRAM_BYTES = 1024**2
 _MIB = 1024**2
-
-
-@dataclass(frozen=True)
-class _Test:
-    """A program, its input, and what it has to print: in all, or as its last line."""
-
-    program: str
-    stdin: str
-    expected: str
-    last_line: bool = False
-
-    def is_passed_by(self, finished: Finished) -> bool:
-        if finished.end != "exited" or finished.code != 0:
-            return False
-        found = _lines(finished.output.decode(errors="replace"))
-        return (found[-1:] if self.last_line else found) == _lines(self.expected)
 
 
 def code(
@@ -47,27 +29,35 @@ def code(
     """Score the Python program in a response's last fenced block: 1.0 where it passes all tests, else 0.0.
 
     The ground truth is {"inputs": [...], "outputs": [...]}, texts for stdin and expected on stdout (white space at
-    the ends of lines and of the output does not count), or test code that is run behind the program, such as asserts;
-    or the former as JSON. With `partial` the score is the share of tests passed, without, the first failed test is
-    the last that is run. Parts: "passed", the share of the tests, and "timed_out", how many of them took longer than
-    `timeout_s` seconds. A response without a program scores 0.0.
+    the ends of lines and of the output does not count), or a list of {"input": ..., "output": ...}, or either as JSON;
+    or test code that is run behind the program, such as asserts. With `partial` the score is the share of tests
+    passed, without, the first failed test is the last that is run. Parts: "passed", the share of the tests, and
+    "timed_out", how many of them took longer than `timeout_s` seconds. A response without a program scores 0.0.
 
     Each test is run on its own, with the limits that the options give; see `megarl.sandbox`. Raises `ValueError` for
-    a ground truth of another form, `SandboxUnavailable` where the machine does not allow the isolation.
+    a ground truth of another form and for test code that a program which does nothing passes, `SandboxUnavailable`
+    where the machine does not allow the isolation.
     """
     limits = _limits(timeout_s, memory_mb, processes, file_mb)
     program = last_block(solution_str, _LANGUAGES)
-    tests = list(_tests(program or "", ground_truth))
+    truth = read_truth(ground_truth)
+    tests = list(truth.tests(program or ""))
     if program is None or len(program.encode(errors="surrogatepass")) > _LONGEST_PROGRAM_BYTES:
         return {"score": 0.0, "passed": 0.0, "timed_out": 0.0, "unchecked": 0.0}
     passed = timed_out = 0
     for test in tests:
         finished = run(test.program, test.stdin.encode(errors="surrogatepass"), limits, isolation)
-        is_passed = test.is_passed_by(finished)
+        is_passed = _passes(test, finished)
         passed += is_passed
         timed_out += finished.end == "timed_out"
         if not is_passed and not partial:
             break
+    # Asked only where a program passes: it costs a run, and what tests nothing is passed by the first that comes.
+    if passed and isinstance(truth, TestCode) and _tests_nothing(truth, limits, isolation):
+        raise ValueError(
+            "the ground truth of code tests nothing, since a program that does nothing passes it: call what it defines "
+            f"(check(name) for HumanEval), found {truth.text[:200]!r}"
+        )
     share = passed / len(tests)
     score = share if partial else float(passed == len(tests))
     return {"score": score, "passed": share, "timed_out": float(timed_out), "unchecked": 0.0}
@@ -124,36 +114,13 @@ def _limits(timeout_s: float, memory_mb: int, processes: int, file_mb: int) -> L
     )
 
 
-def _tests(program: str, ground_truth: Any) -> Iterator[_Test]:
-    truth = _read(ground_truth)
-    if isinstance(truth, str):
-        # A program that ends early must not pass: only what runs to its end prints this.
-        passed = secrets.token_hex()
-        yield _Test(f"{program}\n\n{truth}\n\nprint('\\n{passed}')\n", "", passed, last_line=True)
-        return
-    for stdin, expected in zip(truth["inputs"], truth["outputs"], strict=True):
-        yield _Test(program, stdin, expected)
-
-
-def _read(ground_truth: Any) -> Any:
-    truth = ground_truth
-    if isinstance(truth, str) and truth.lstrip().startswith("{"):
-        truth = json.loads(truth)
-    if isinstance(truth, str) and truth.strip():
-        return truth
-    if isinstance(truth, Mapping):
-        inputs, outputs = truth.get("inputs"), truth.get("outputs")
-        if _is_texts(inputs) and _is_texts(outputs) and len(inputs) == len(outputs) > 0:
-            return truth
-    raise ValueError(
-        "the ground truth of code must be test code, or inputs and outputs that are lists of texts of one length, "
-        f"found {str(ground_truth)[:200]!r}"
+def _passes(test: Test, finished: Finished) -> bool:
+    return (finished.end, finished.code) == ("exited", 0) and test.is_passed_by(
+        finished.output.decode(errors="replace")
     )
 
 
-def _is_texts(value: Any) -> TypeGuard[Sequence[str]]:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(text, str) for text in value)
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+@cache
+def _tests_nothing(truth: TestCode, limits: Limits, isolation: str) -> bool:
+    """Whether a program that does nothing passes."""
+    return all(_passes(test, run(test.program, b"", limits, isolation)) for test in truth.tests(""))

@@ -9,6 +9,7 @@ from megarl.sandbox.run import SandboxUnavailable
 
 ADDS = "a, b = map(int, input().split())\nprint(a + b)"
 SUMS = {"inputs": ["1 2", "3 4\n", "0 0"], "outputs": ["3", "7\n", "0"]}
+ROWS = [{"input": "1 2", "output": "3", "testtype": "stdin_stdout"}, {"input": "3 4", "output": "7", "metadata": None}]
 ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0\n"
 
 
@@ -25,6 +26,9 @@ def score(solution, ground_truth, **options):
     [
         (fenced(ADDS), SUMS, 1.0),
         (fenced(ADDS, ""), json.dumps(SUMS), 1.0),
+        (fenced(ADDS), ROWS, 1.0),
+        (fenced(ADDS), json.dumps(ROWS), 1.0),
+        (fenced("print(3)"), json.dumps(ROWS), 0.0),
         (fenced(ADDS.replace("+", "-")), SUMS, 0.0),
         (fenced("1 / 0") + fenced(ADDS), SUMS, 1.0),
         (fenced(ADDS) + fenced("my sh", "sh"), SUMS, 1.0),
@@ -74,11 +78,21 @@ def test_the_limits_are_the_options():
 
 @pytest.mark.parametrize(
     "ground_truth",
-    ["", 7, {}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, {"inputs": "1", "outputs": "1"}, "{1"],
+    [
+        *("", 7, {}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, {"inputs": "1", "outputs": "1"}),
+        *("{1", "[1", "[]", "[1, 2]", '[{"input": "1"}]', '[{"input": "1", "output": "2", "testtype": "image"}]'),
+        {"inputs": ["1", "2"], "outputs": ["", "\n"]},
+    ],
 )
 def test_other_ground_truths_are_refused(ground_truth):
-    with pytest.raises(ValueError, match=r"ground truth of code must be|Expecting"):
+    with pytest.raises(ValueError, match="ground truth of code must be"):
         score(fenced(ADDS), ground_truth)
+
+
+@pytest.mark.parametrize("tests", ["def check(candidate):\n    assert candidate(1, 2) == 3\n", "x = 1", "# none"])
+def test_test_code_that_tests_nothing_is_refused(tests):
+    with pytest.raises(ValueError, match=r"the ground truth of code tests nothing.*call what it defines"):
+        score(fenced("def add(a, b): return 0"), tests)
 
 
 def test_a_machine_without_isolation_is_told_when_the_reward_is_loaded(monkeypatch):
