@@ -30,7 +30,8 @@ def code(
 
     The ground truth is {"inputs": [...], "outputs": [...]}, texts for stdin and expected on stdout (white space at
     the ends of lines and of the output does not count), or a list of {"input": ..., "output": ...}, or either as JSON;
-    or test code that is run behind the program, such as asserts. With `partial` the score is the share of tests
+    or test code that is run behind the program, such as asserts. Beside "fn_name" the inputs are arguments of that
+    function, and the outputs its results. With `partial` the score is the share of tests
     passed, without, the first failed test is the last that is run. Parts: "passed", the share of the tests, and
     "timed_out", how many of them took longer than `timeout_s` seconds. A response without a program scores 0.0.
 
@@ -115,12 +116,10 @@ def _limits(timeout_s: float, memory_mb: int, processes: int, file_mb: int) -> L
 
 
 def _passes(test: Test, finished: Finished) -> bool:
-    return (finished.end, finished.code) == ("exited", 0) and test.is_passed_by(
-        finished.output.decode(errors="replace")
-    )
+    return (finished.end, finished.code) == ("exited", 0) and test.is_right(finished.output.decode(errors="replace"))
 
 
 @cache
 def _tests_nothing(truth: TestCode, limits: Limits, isolation: str) -> bool:
     """Whether a program that does nothing passes."""
-    return all(_passes(test, run(test.program, b"", limits, isolation)) for test in truth.tests(""))
+    return all(_passes(test, run(test.program, test.stdin.encode(), limits, isolation)) for test in truth.tests(""))

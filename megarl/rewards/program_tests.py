@@ -1,27 +1,33 @@
-"""Ground truths of the reward `code`: what a program is given, and what it has to print."""
+"""Ground truths of the reward `code`: what a program is given, and what it has to print or to return."""
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+_DRIVER = Path(__file__).with_name("program_driver.py").read_text()
+_KEYS = ("inputs", "outputs", "fn_name")
+_ROW_KEYS = ("input", "output", "testtype", "metadata")
 _STDIN_KINDS = (None, "stdin", "stdin_stdout")
+_FUNCTION_KIND = "functional"
+_BEFORE_CALLED = "\n".join(
+    [
+        "import math",
+        *(f"from {name} import *" for name in ["typing", "collections", "functools", "itertools", "heapq", "bisect"]),
+    ]
+)
+"""What LeetCode imports for its programs, which therefore do not."""
 
 
-@dataclass(frozen=True)
-class Test:
-    """A program to run, its input, and what it has to print: in all, or as its last line."""
+class Test(NamedTuple):
+    """A program to run, its input, and whether its output, if it ended well, is right."""
 
     program: str
     stdin: str
-    expected: str
-    last_line: bool = False
-
-    def is_passed_by(self, output: str) -> bool:
-        """Whether the output of a program that ended well is the expected one."""
-        found = _lines(output)
-        return (found[-1:] if self.last_line else found) == _lines(self.expected)
+    is_right: Callable[[str], bool]
 
 
 class Truth(Protocol):
@@ -40,9 +46,7 @@ class TestCode:
 
     def tests(self, program: str) -> Iterator[Test]:
         """The one test that this is."""
-        # A program that ends early must not pass: only what runs to its end prints this.
-        passed = secrets.token_hex()
-        yield Test(f"{program}\n\n{self.text}\n\nprint('\\n{passed}')\n", "", passed, last_line=True)
+        yield _driven([None], program=program, tests=self.text)
 
 
 @dataclass(frozen=True)
@@ -55,59 +59,129 @@ class Prints:
     def tests(self, program: str) -> Iterator[Test]:
         """A test for each text."""
         for stdin, expected in zip(self.inputs, self.outputs, strict=True):
-            yield Test(program, stdin, expected)
+            yield Test(program, stdin, partial(_are_same, expected))
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Arguments of a function, and the results that are right for each of them."""
+
+    name: str
+    arguments: Sequence[Sequence[Any]]
+    results: Sequence[Sequence[Any]]
+
+    def tests(self, program: str) -> Iterator[Test]:
+        """A test for each call."""
+        for arguments, results in zip(self.arguments, self.results, strict=True):
+            call = {"name": self.name, "arguments": arguments}
+            yield _driven(results, before=_BEFORE_CALLED, program=program, call=call)
 
 
 def read_truth(ground_truth: Any) -> Truth:
     """Read a ground truth, which may be given as JSON. Raises `ValueError` if it is of no known form."""
-    value = _from_json(ground_truth)
-    if isinstance(value, str) and value.strip():
-        return TestCode(value)
-    if isinstance(value, Mapping):
-        return _prints(value.get("inputs"), value.get("outputs"), ground_truth)
-    if _is_list(value) and all(isinstance(row, Mapping) for row in value):
-        return _of_rows(value, ground_truth)
-    raise _unknown(ground_truth)
-
-
-def _from_json(ground_truth: Any) -> Any:
-    if not isinstance(ground_truth, str) or not ground_truth.lstrip().startswith(("{", "[")):
-        return ground_truth
     try:
-        return json.loads(ground_truth)
+        return _read(ground_truth)
     except ValueError as error:
-        raise _unknown(ground_truth, f"{error}, ") from error
+        raise ValueError(
+            "the ground truth of code must be test code, inputs and outputs that are lists of texts of one length, or "
+            f"rows of input and output: {error}, found {str(ground_truth)[:200]!r}"
+        ) from error
 
 
-def _of_rows(rows: Sequence[Mapping[str, Any]], ground_truth: Any) -> Truth:
-    kinds = {row.get("testtype") for row in rows}
-    if not kinds.issubset(_STDIN_KINDS):
-        raise _unknown(ground_truth, f"testtype must be stdin, found {sorted(map(str, kinds))}, ")
-    return _prints([row.get("input") for row in rows], [row.get("output") for row in rows], ground_truth)
+def _read(ground_truth: Any) -> Truth:
+    value = ground_truth
+    if isinstance(value, str):
+        if not value.lstrip().startswith(("{", "[")):
+            return _test_code(value)
+        value = json.loads(value)
+    if isinstance(value, Mapping):
+        _check_keys(value, _KEYS)
+        return _inputs_and_outputs(value.get("inputs"), value.get("outputs"), value.get("fn_name"))
+    if _is_list(value) and all(isinstance(row, Mapping) for row in value):
+        return _rows(value)
+    raise ValueError(f"it is {type(value).__name__}")
 
 
-def _prints(inputs: Any, outputs: Any, ground_truth: Any) -> Prints:
-    if not (_is_texts(inputs) and _is_texts(outputs) and len(inputs) == len(outputs) > 0):
-        raise _unknown(ground_truth)
+def _test_code(text: str) -> TestCode:
+    if not text.strip():
+        raise ValueError("it is empty")
+    return TestCode(text)
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> Truth:
+    for row in rows:
+        _check_keys(row, _ROW_KEYS)
+    names = {_function_of(row) for row in rows}
+    if len(names) > 1:
+        raise ValueError("its rows must be all of one function, or all of stdin")
+    return _inputs_and_outputs([row.get("input") for row in rows], [row.get("output") for row in rows], *names)
+
+
+def _function_of(row: Mapping[str, Any]) -> str | None:
+    kind = row.get("testtype")
+    if kind in _STDIN_KINDS:
+        return None
+    metadata = row.get("metadata")
+    name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
+    if kind != _FUNCTION_KIND or not isinstance(name, str):
+        raise ValueError(f"testtype must be stdin, or functional beside metadata with func_name, not {kind!r}")
+    return name
+
+
+def _inputs_and_outputs(inputs: Any, outputs: Any, function: str | None = None) -> Truth:
+    if not (_is_list(inputs) and _is_list(outputs) and len(inputs) == len(outputs) > 0):
+        raise ValueError("inputs and outputs are no such lists")
+    if function is not None:
+        arguments = [_arguments(value) for value in inputs]
+        return Calls(function, arguments, [_results(*pair) for pair in zip(inputs, outputs, strict=True)])
+    if not all(isinstance(text, str) for text in (*inputs, *outputs)):
+        raise ValueError("inputs and outputs hold more than texts and there is no fn_name")
     if not any(text.strip() for text in outputs):
-        raise _unknown(ground_truth, "a program that does nothing passes all its tests, ")
+        raise ValueError("a program that does nothing passes all its tests")
     return Prints(inputs, outputs)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
+def _arguments(value: Any) -> Sequence[Any]:
+    """The arguments of a call: a line of JSON for each, as LiveCodeBench has it, or a list of them, as APPS has it."""
+    if isinstance(value, str):
+        return [json.loads(line) for line in value.splitlines() if line.strip()]
+    if not _is_list(value):
+        raise ValueError("an input of a function must be a list of arguments, or a line of JSON for each")
+    return list(value)
 
 
-def _is_texts(value: Any) -> bool:
-    return _is_list(value) and all(isinstance(text, str) for text in value)
+def _results(given: Any, expected: Any) -> Sequence[Any]:
+    """The right results of a call with the input `given`: APPS puts most of them into a list, but not all."""
+    if isinstance(given, str):
+        return [json.loads(expected) if isinstance(expected, str) else expected]
+    return [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
+
+
+def _driven(results: Sequence[Any], *, program: str, before: str = "", tests: str = "", call: Any = None) -> Test:
+    # A program that ends early must not pass: only what runs to its end prints this.
+    token = secrets.token_hex()
+    request = {"before": before, "program": program, "tests": tests, "call": call, "token": token}
+    return Test(_DRIVER, json.dumps(request), partial(_is_result, token, results))
+
+
+def _is_result(token: str, results: Sequence[Any], output: str) -> bool:
+    """Whether the last line of `output` is the token and one of the results."""
+    last = (_lines(output) or [""])[-1]
+    return last.startswith(token) and json.loads(last.removeprefix(token)) in results
+
+
+def _are_same(expected: str, output: str) -> bool:
+    return _lines(output) == _lines(expected)
 
 
 def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-def _unknown(ground_truth: Any, reason: str = "") -> ValueError:
-    return ValueError(
-        "the ground truth of code must be test code, inputs and outputs that are lists of texts of one length, or rows "
-        f"of input and output, which are texts: {reason}found {str(ground_truth)[:200]!r}"
-    )
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _check_keys(value: Mapping[str, Any], known: Sequence[str]) -> None:
+    if unknown := [key for key, inner in value.items() if key not in known and inner is not None]:
+        raise ValueError(f"{', '.join(map(str, unknown))} is not known, only {', '.join(known)}")

@@ -43,12 +43,49 @@ def score(solution, ground_truth, **options):
         (fenced("import sys\nsys.exit(0)"), ASSERTS, 0.0),
         (fenced("import os\nos._exit(0)"), ASSERTS, 0.0),
         (fenced("def add(a, b): return 3\nprint('"), ASSERTS, 0.0),
+        (fenced("def add(a, b): return a + b\nif __name__ == '__main__': print(int(input()))"), ASSERTS, 1.0),
+        (fenced("import sys\nprint(open(sys.argv[0]).read() + input())"), ASSERTS, 0.0),
         (fenced("\ud800"), SUMS, 0.0),
         (fenced("#" * 2**21), SUMS, 0.0),
     ],
 )
 def test_a_program_is_judged_by_its_tests(solution, ground_truth, value):
     assert score(solution, ground_truth)["score"] == value
+
+
+def test_neither_the_tests_nor_their_token_are_in_the_programs_file():
+    # It prints the last line of its own file's texts, where the token of test code used to be, and leaves.
+    finds = (
+        'import os\nprint(open(\'program.py\').read().rsplit("\\\\n", 1)[1].split("\'")[0], flush=True)\nos._exit(0)'
+    )
+    assert score(fenced(finds), ASSERTS)["score"] == 0.0
+
+
+CALLED = "def apply(a, b):\n    return [a + b]"
+IN_CLASS = "class Solution:\n    def apply(self, a: int, b: List[int]) -> Optional[int]:\n        return a + b[0]"
+
+
+@pytest.mark.parametrize(
+    ("program", "ground_truth", "value"),
+    [
+        (CALLED, {"fn_name": "apply", "inputs": ["1\n2", "3\n4\n"], "outputs": ["[3]", "[7]"]}, 1.0),
+        (CALLED, {"fn_name": "apply", "inputs": ["1\n2", "3\n4\n"], "outputs": ["[3]", "[8]"]}, 0.0),
+        (CALLED, {"fn_name": "apply", "inputs": ["1\n2"], "outputs": ["3"]}, 0.0),
+        (CALLED, {"fn_name": "apply", "inputs": [["a", "b"]], "outputs": [["ab"]]}, 1.0),
+        (CALLED, {"fn_name": "apply", "inputs": [[1, 2]], "outputs": [[[3]]]}, 1.0),
+        (CALLED, {"fn_name": "other", "inputs": [[1, 2]], "outputs": [[3]]}, 0.0),
+        ("def apply(a): return a", {"fn_name": "apply", "inputs": ["1"], "outputs": ["[1]"]}, 0.0),
+        (IN_CLASS, {"fn_name": "apply", "inputs": ["1\n[2]"], "outputs": ["3"]}, 1.0),
+        (
+            IN_CLASS,
+            [{"input": "1\n[2]", "output": "3", "testtype": "functional", "metadata": {"func_name": "apply"}}],
+            1.0,
+        ),
+        ("print(3)", {"fn_name": None, "inputs": ["1"], "outputs": ["3"]}, 1.0),
+    ],
+)
+def test_a_function_is_called_where_the_ground_truth_names_one(program, ground_truth, value):
+    assert score(fenced(program), ground_truth)["score"] == value
 
 
 def test_the_share_of_passed_tests_counts_where_asked_for():
@@ -82,6 +119,10 @@ def test_the_limits_are_the_options():
         *("", 7, {}, {"inputs": ["1"], "outputs": []}, {"inputs": [], "outputs": []}, {"inputs": "1", "outputs": "1"}),
         *("{1", "[1", "[]", "[1, 2]", '[{"input": "1"}]', '[{"input": "1", "output": "2", "testtype": "image"}]'),
         {"inputs": ["1", "2"], "outputs": ["", "\n"]},
+        {"inputs": ["1"], "outputs": ["2"], "import_statement": "import math"},
+        {"inputs": [[1]], "outputs": [[2]]},
+        {"fn_name": "f", "inputs": ["1"], "outputs": ["no JSON"]},
+        '[{"input": "1", "output": "2", "testtype": "functional"}]',
     ],
 )
 def test_other_ground_truths_are_refused(ground_truth):
