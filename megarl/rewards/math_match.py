@@ -1,13 +1,22 @@
 """The reward `math`: mathematical equality, decided by math-verify."""
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
+from sympy import FiniteSet  # type: ignore[import-untyped]
+
+from megarl.rewards.boxed import last_boxed
 
 # It warns of every call without its own timeouts.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+_LATEX, _PLAIN = LatexExtractionConfig(), ExprExtractionConfig()
+_UNITS = re.compile(r"\\?%|\\\$")
+_READ_CHARACTERS = 2000
+"""How much of a response without a box is read, and of a box: reading may take the square of the length."""
 
 
 def math(
@@ -16,19 +25,46 @@ def math(
     ground_truth: Any,
     extra_info: Any = None,  # noqa: ARG001
 ) -> dict[str, float]:
-    """Score 1.0 where the last mathematical answer of a response equals the ground truth, else 0.0.
+    """Score 1.0 where the answer of a response equals the ground truth, else 0.0.
+
+    The answer is the last \\boxed{...} that holds something; without one, the last mathematics in the last 2,000
+    characters. Boxes side by side are one answer where the ground truth has several elements. Signs of percent and of
+    dollars count for nothing on both sides.
 
     Equality is math-verify's (https://github.com/huggingface/Math-Verify); the ground truth is LaTeX or a plain
     expression. Raises `ValueError` if it cannot be parsed. The timeouts of math-verify are off: they rest on a signal
     handler in Python, which cannot interrupt a long computation in C; the end of this process can.
     """
-    truth = str(ground_truth)
+    gold, content = parse_truth(ground_truth), last_boxed(solution_str)
+    answers = [] if content is None else [_boxed(content)]
+    if content is None or _has_several(gold):
+        answers.append(_parse(_without_units(solution_str[-_READ_CHARACTERS:]), [_LATEX, _PLAIN]))
+    return {"score": float(any(verify(gold, each, timeout_seconds=None) for each in answers)), "unchecked": 0.0}
+
+
+def parse_truth(ground_truth: Any) -> list[Any]:
+    """The mathematics of a ground truth. Raises `ValueError` if there is none."""
+    truth = _without_units(str(ground_truth))
     wrapped = truth if "\\boxed" in truth or "$" in truth else f"\\boxed{{{truth}}}"
-    gold = _parse(wrapped, [LatexExtractionConfig()]) or _parse(truth, [ExprExtractionConfig()])
+    gold = _parse(wrapped, [_LATEX]) or _parse(truth, [_PLAIN])
     if not gold:
-        raise ValueError(f"math-verify cannot parse the ground truth {truth!r}")
-    answer = _parse(solution_str, [LatexExtractionConfig(), ExprExtractionConfig()])
-    return {"score": float(verify(gold, answer, timeout_seconds=None)), "unchecked": 0.0}
+        raise ValueError(f"math-verify cannot parse the ground truth {str(ground_truth)!r}")
+    return gold
+
+
+def _boxed(content: str) -> list[Any]:
+    """The mathematics in a box; none where it is longer than an answer can be."""
+    if len(content) > _READ_CHARACTERS:
+        return []
+    return _parse(f"\\boxed{{{_without_units(content).rstrip(' .')}}}", [_LATEX])
+
+
+def _has_several(parsed: Sequence[Any]) -> bool:
+    return isinstance(parsed[0], FiniteSet) and len(parsed[0]) > 1
+
+
+def _without_units(text: str) -> str:
+    return _UNITS.sub("", text)
 
 
 def _parse(text: str, extraction: Sequence[Any]) -> list[Any]:
