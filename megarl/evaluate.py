@@ -56,7 +56,7 @@ def fresh_engines(config: MegarlConfig) -> Iterator[FreshEngines]:
             prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
             check_context(config, (prompt.token_ids for prompt in prompts))
             scorer = stack.enter_context(Scorer(config.reward))
-            scorer.check_data_sources(prompt.data_source for prompt in prompts)
+            scorer.check_questions(prompts)
         processes = stack.enter_context(open_processes(config, {}, engines=True))
         with phase("starting the engines"):
             engines = processes.engines_with(model)

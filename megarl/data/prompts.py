@@ -26,6 +26,8 @@ class Prompt:
     token_ids: list[int]
     ground_truth: Any
     extra_info: Mapping[str, Any]
+    where: str = ""
+    """The file and the row, for messages."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def load_prompts(files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBas
             if config.overlong_prompts == "refuse":
                 raise _too_long(row, f"{len(token_ids)} tokens", limit)
             continue
-        prompts.append(Prompt(len(prompts), row.data_source, token_ids, row.ground_truth, row.extra_info))
+        prompts.append(Prompt(len(prompts), row.data_source, token_ids, row.ground_truth, row.extra_info, row.where))
     if not prompts:
         raise UserError(
             f"all {len(rows)} prompts of {', '.join(map(str, files))} are longer than data.max_prompt_tokens="

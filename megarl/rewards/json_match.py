@@ -24,7 +24,7 @@ def json_match(
     Numbers are equal by value, the order of keys does not count. The part "valid" is 1.0 where there is JSON at all;
     see `response_json`. Raises `ValueError` if a ground truth that is a text is no JSON.
     """
-    expected = _truth(ground_truth, "json_match")
+    expected = value_of_truth(ground_truth)
     try:
         found = response_json(solution_str)
     except ValueError:
@@ -43,11 +43,7 @@ def json_schema(
     The part "valid" is 1.0 where there is JSON at all; see `response_json`. Raises `ValueError` for a schema that is
     none.
     """
-    schema = _truth(ground_truth, "json_schema")
-    try:
-        Draft202012Validator.check_schema(schema)
-    except SchemaError as error:
-        raise ValueError(f"the ground truth of json_schema is no schema: {error.message}") from error
+    schema = schema_of_truth(ground_truth)
     try:
         found = response_json(solution_str)
     except ValueError:
@@ -68,9 +64,7 @@ def tool_call(
     `response_json`). The part "names" is 1.0 where the names alone are right. Raises `ValueError` for a ground truth
     without such calls.
     """
-    expected = _calls(_truth(ground_truth, "tool_call"))
-    if expected is None:
-        raise ValueError(f"the ground truth of tool_call must be calls with name and arguments, found {ground_truth!r}")
+    expected = calls_of_truth(ground_truth)
     try:
         tagged = [_parse(text) for text in _tagged(solution_str)]
         found = _calls(tagged or response_json(solution_str))
@@ -80,6 +74,29 @@ def tool_call(
         return {"score": 0.0, "names": 0.0}
     names = [name for name, _ in found] == [name for name, _ in expected]
     return {"score": float(names and _equal(found, expected)), "names": float(names)}
+
+
+def value_of_truth(ground_truth: Any) -> Any:
+    """The JSON of a ground truth of json_match. Raises `ValueError` if a text is none."""
+    return _truth(ground_truth, "json_match")
+
+
+def schema_of_truth(ground_truth: Any) -> Any:
+    """The schema of a ground truth of json_schema. Raises `ValueError` if it is none."""
+    schema = _truth(ground_truth, "json_schema")
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"the ground truth of json_schema is no schema: {error.message}") from error
+    return schema
+
+
+def calls_of_truth(ground_truth: Any) -> list[tuple[str, Any]]:
+    """Name and arguments of each call of a ground truth of tool_call. Raises `ValueError` if it holds none."""
+    calls = _calls(_truth(ground_truth, "tool_call"))
+    if calls is None:
+        raise ValueError(f"the ground truth of tool_call must be calls with name and arguments, found {ground_truth!r}")
+    return calls
 
 
 def response_json(text: str) -> Any:

@@ -15,6 +15,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _LATEX, _PLAIN = LatexExtractionConfig(), ExprExtractionConfig()
 _UNITS = re.compile(r"\\?%|\\\$")
+_COMMAND, _WORD = re.compile(r"\\[A-Za-z]+"), re.compile(r"\w")
 _READ_CHARACTERS = 2000
 """How much of a response without a box is read, and of a box: reading may take the square of the length."""
 
@@ -50,6 +51,17 @@ def parse_truth(ground_truth: Any) -> list[Any]:
     if not gold:
         raise ValueError(f"math-verify cannot parse the ground truth {str(ground_truth)!r}")
     return gold
+
+
+def check_truth(ground_truth: Any) -> None:
+    """Raise `ValueError` for a ground truth without mathematics.
+
+    Only what may lack it is parsed: parsing 100,000 expressions takes minutes.
+    """
+    truth = _without_units(str(ground_truth)).strip()
+    is_plain = _WORD.search(_COMMAND.sub("", truth)) is not None and last_boxed(f"\\boxed{{{truth}}}") == truth
+    if not is_plain or "$" in truth:
+        parse_truth(ground_truth)
 
 
 def _boxed(content: str) -> list[Any]:

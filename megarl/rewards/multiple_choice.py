@@ -27,10 +27,15 @@ def multiple_choice(
     a letter in brackets, "(B)"; else a letter that is alone in its line. Raises `ValueError` if the ground truth is no
     option.
     """
+    return float(right_option(ground_truth, options) == chosen_option(solution_str, options))
+
+
+def right_option(ground_truth: Any, options: str = "ABCD") -> str:
+    """The option that a ground truth is. Raises `ValueError` if it is none."""
     expected = str(ground_truth).strip().strip("().").upper()
     if len(expected) != 1 or expected not in options:
         raise ValueError(f"the ground truth of multiple_choice must be one of {options}, found {ground_truth!r}")
-    return float(chosen_option(solution_str, options) == expected)
+    return expected
 
 
 def chosen_option(text: str, options: str) -> str | None:

@@ -77,7 +77,7 @@ class Calls:
             yield _driven(results, before=_BEFORE_CALLED, program=program, call=call)
 
 
-def read_truth(ground_truth: Any) -> Truth:
+def read_truth(ground_truth: Any, **_options: Any) -> Truth:
     """Read a ground truth, which may be given as JSON. Raises `ValueError` if it is of no known form."""
     try:
         return _read(ground_truth)

@@ -27,6 +27,7 @@ class Builtin:
     `where` is its module and name; `options` those that make it what its name says; `check`, called with the options,
     raises `ValueError` for values that cannot be. A policy's response may make a function run forever, crash or need
     endless memory: with `undecided` such samples have that result, those of more than `limit_s` seconds among them.
+    `truth`, called with a ground truth and the options, raises `ValueError` for one that the function would not take.
     """
 
     where: str
@@ -34,6 +35,7 @@ class Builtin:
     check: str | None = None
     limit_s: float | None = None
     undecided: Mapping[str, float] | None = None
+    truth: str | None = None
 
 
 UNCHECKED = "unchecked"
@@ -43,19 +45,40 @@ _UNCHECKED = {"score": 0.0, UNCHECKED: 1.0}
 
 REWARDS: Mapping[str, Builtin] = {
     "exact_match": Builtin("megarl.rewards.text_match:exact_match"),
-    "gsm8k": Builtin("megarl.rewards.text_match:gsm8k"),
-    "gsm8k_flexible": Builtin("megarl.rewards.text_match:gsm8k", {"method": "flexible"}),
+    "gsm8k": Builtin("megarl.rewards.text_match:gsm8k", truth="megarl.rewards.text_match:gsm8k_truth"),
+    "gsm8k_flexible": Builtin(
+        "megarl.rewards.text_match:gsm8k", {"method": "flexible"}, truth="megarl.rewards.text_match:gsm8k_truth"
+    ),
     "numeric_match": Builtin(
-        "megarl.rewards.text_match:numeric_match", check="megarl.rewards.text_match:check_tolerances"
+        "megarl.rewards.text_match:numeric_match",
+        check="megarl.rewards.text_match:check_tolerances",
+        truth="megarl.rewards.text_match:numeric_truth",
     ),
-    "math": Builtin("megarl.rewards.math_match:math", limit_s=10.0, undecided=_UNCHECKED),
+    "math": Builtin(
+        "megarl.rewards.math_match:math",
+        limit_s=10.0,
+        undecided=_UNCHECKED,
+        truth="megarl.rewards.math_match:check_truth",
+    ),
     "multiple_choice": Builtin(
-        "megarl.rewards.multiple_choice:multiple_choice", check="megarl.rewards.multiple_choice:check_options"
+        "megarl.rewards.multiple_choice:multiple_choice",
+        check="megarl.rewards.multiple_choice:check_options",
+        truth="megarl.rewards.multiple_choice:right_option",
     ),
-    "json_match": Builtin("megarl.rewards.json_match:json_match"),
-    "json_schema": Builtin("megarl.rewards.json_match:json_schema", limit_s=10.0, undecided=_UNCHECKED),
-    "tool_call": Builtin("megarl.rewards.json_match:tool_call"),
-    "code": Builtin("megarl.rewards.code:code", check="megarl.rewards.code:check_sandbox", undecided=_UNCHECKED),
+    "json_match": Builtin("megarl.rewards.json_match:json_match", truth="megarl.rewards.json_match:value_of_truth"),
+    "json_schema": Builtin(
+        "megarl.rewards.json_match:json_schema",
+        limit_s=10.0,
+        undecided=_UNCHECKED,
+        truth="megarl.rewards.json_match:schema_of_truth",
+    ),
+    "tool_call": Builtin("megarl.rewards.json_match:tool_call", truth="megarl.rewards.json_match:calls_of_truth"),
+    "code": Builtin(
+        "megarl.rewards.code:code",
+        check="megarl.rewards.code:check_sandbox",
+        undecided=_UNCHECKED,
+        truth="megarl.rewards.program_tests:read_truth",
+    ),
     "format": Builtin(
         "megarl.rewards.form:format", check="megarl.rewards.form:check_pattern", limit_s=1.0, undecided=_UNCHECKED
     ),
@@ -85,6 +108,12 @@ class Source:
     def load(self) -> RewardFunction:
         """The function. Raises `UserError` as `load_reward`."""
         return load_reward(self.spec, self.options, self.key, self.options_key)
+
+    def truth_check(self) -> Callable[[Any], Any] | None:
+        """A function that raises `ValueError` for a bad ground truth; None where nothing is known of them."""
+        if self.builtin is None or self.builtin.truth is None:
+            return None
+        return partial(_resolve(self.builtin.truth), **{**self.builtin.options, **self.options})
 
 
 class Calling(NamedTuple):

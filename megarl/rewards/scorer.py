@@ -16,7 +16,7 @@ from megarl.rewards.scoring import (
     RewardTimedOut,
     Score,
 )
-from megarl.rewards.terms import check_data_source, combine, terms_of
+from megarl.rewards.terms import Question, check_data_source, check_ground_truths, combine, terms_of
 from megarl.rewards.worker import Answered, WorkerPool
 
 if TYPE_CHECKING:
@@ -81,6 +81,13 @@ class Scorer:
         """Raise `UserError` for the first data_source that no term is for."""
         for data_source in data_sources:
             check_data_source(self._terms, data_source)
+
+    def check_questions(self, questions: Iterable[Question]) -> None:
+        """Raise `UserError` for the first that no term is for, or whose ground truth would end the run once drawn."""
+        questions = list(questions)
+        self.check_data_sources({question.data_source for question in questions})
+        if self.config.on_error == "stop":
+            check_ground_truths(self._terms, questions)
 
     def begin(self) -> "PendingScores":
         """Scores of samples that are added from now on."""

@@ -1,9 +1,9 @@
 """Terms whose sum is the reward of a response, as the configuration names them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.errors import UserError
 from megarl.rewards.registry import Source
@@ -63,6 +63,44 @@ def check_data_source(terms: Sequence[Term], data_source: str) -> None:
             f"no term of reward.functions is for the data_source {data_source!r}: add it to data_sources of one of "
             f"{', '.join(term.name for term in terms)}, or give one none"
         )
+
+
+class Question(Protocol):
+    """Part of a prompt that scoring needs, and where it comes from."""
+
+    @property
+    def where(self) -> str:
+        """The file and the row."""
+        ...
+
+    @property
+    def data_source(self) -> str:
+        """The name by which terms choose."""
+        ...
+
+    @property
+    def ground_truth(self) -> Any:
+        """As the reward function gets it."""
+        ...
+
+
+def check_ground_truths(terms: Sequence[Term], questions: Iterable[Question]) -> None:
+    """Raise `UserError` for the first ground truth that a built-in reward would not take."""
+    checks = [(term, check) for term in terms if (check := term.source.truth_check()) is not None]
+    right = set[tuple[str, str]]()
+    for question in questions:
+        truth = question.ground_truth
+        for term, check in checks:
+            if not term.applies_to(question.data_source) or (isinstance(truth, str) and (term.name, truth) in right):
+                continue
+            try:
+                check(truth)
+            except ValueError as error:
+                raise UserError(
+                    f"{question.where}: {error}; correct it, or set reward.on_error=drop to leave such samples out"
+                ) from error
+            if isinstance(truth, str):
+                right.add((term.name, truth))
 
 
 def combine(scored: Sequence[tuple[Term, Score]]) -> Score:

@@ -32,12 +32,18 @@ def gsm8k(
 
     Raises `ValueError` if the ground truth is no number.
     """
-    expected = _as_number(str(ground_truth))
-    if expected is None:
-        raise ValueError(f"the ground truth of gsm8k must be a number, found {ground_truth!r}")
+    expected = gsm8k_truth(ground_truth)
     pattern = {"strict": _MARKED, "flexible": _ANY}[method]
     found = pattern.findall(solution_str[-_SEARCHED_CHARACTERS:])
     return float(bool(found) and _as_number(found[-1]) == expected)
+
+
+def gsm8k_truth(ground_truth: Any, **_options: Any) -> Decimal:
+    """The number of a ground truth. Raises `ValueError` if it is none."""
+    expected = _as_number(str(ground_truth))
+    if expected is None:
+        raise ValueError(f"the ground truth of gsm8k must be a number, found {ground_truth!r}")
+    return expected
 
 
 def numeric_match(
@@ -55,9 +61,7 @@ def numeric_match(
     |found - truth| <= max(relative * |truth|, absolute). Numbers may have an exponent (1.5e-3), a percent sign (12% is
     0.12) and commas between digits. Raises `ValueError` if the ground truth is no number.
     """
-    expected = _as_measure(str(ground_truth).strip())
-    if expected is None:
-        raise ValueError(f"the ground truth of numeric_match must be a number, found {ground_truth!r}")
+    expected = numeric_truth(ground_truth)
     found = [
         number
         for number in map(_as_measure, _MEASURE.findall(solution_str[-_SEARCHED_CHARACTERS:]))
@@ -65,6 +69,14 @@ def numeric_match(
     ]
     tolerance = max(Decimal(str(relative)) * abs(expected), Decimal(str(absolute)))
     return float(bool(found) and abs(found[-1] - expected) <= tolerance)
+
+
+def numeric_truth(ground_truth: Any, **_options: Any) -> Decimal:
+    """The number of a ground truth. Raises `ValueError` if it is none."""
+    expected = _as_measure(str(ground_truth).strip())
+    if expected is None:
+        raise ValueError(f"the ground truth of numeric_match must be a number, found {ground_truth!r}")
+    return expected
 
 
 def check_tolerances(relative: float = 0.0, absolute: float = 0.0) -> None:

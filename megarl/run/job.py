@@ -122,7 +122,7 @@ def open_job(setup: RunSetup) -> Iterator[Job]:
             objective = PolicyObjective(config.algorithm)
             state = _position(setup, len(data.prompts))
             scorer = stack.enter_context(Scorer(config.reward))
-            scorer.check_data_sources({prompt.data_source for prompt in (*data.prompts, *data.eval_prompts)})
+            scorer.check_questions((*data.prompts, *data.eval_prompts))
         roles = {POLICY: setup.options, **auxiliary_options(config)}
         processes = stack.enter_context(open_processes(config, roles, engines=True))
         tracker = processes.tracker(setup)

@@ -40,6 +40,7 @@ def test_a_prompt_is_the_rendered_chat_with_the_generation_prompt(tokenizer, tmp
         "<user>1+<assistant>2<end><user>=<assistant>",
     ]
     first = loaded.prompts[0]
+    assert first.where.startswith("row 0 (from 0) of ")
     assert (first.index, first.data_source, first.ground_truth, first.extra_info) == (0, "sums", "3", {"index": 7})
     assert loaded.dropped == 0
 

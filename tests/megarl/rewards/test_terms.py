@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
+from megarl.data import Prompt
 from megarl.rewards import Score, Scorer, reward_arguments
 from megarl.schema import RewardConfig, RewardTermConfig
 
@@ -56,6 +57,49 @@ def test_a_sample_that_no_term_is_for_is_refused():
         with pytest.raises(UserError, match="'words'"):
             scorer.check_data_sources(["sums", "words"])
         scorer.check_data_sources(["sums"])
+
+
+def question(ground_truth, data_source="sums"):
+    return Prompt(0, data_source, [1], ground_truth, {}, where="row 3 (from 0) of sums.parquet")
+
+
+@pytest.mark.parametrize(
+    ("function", "good", "bad", "said"),
+    [
+        ("gsm8k", "1,000", "a lot", "must be a number, found 'a lot'"),
+        ("gsm8k_flexible", "18", "a lot", "must be a number, found 'a lot'"),
+        ("numeric_match", "12%", "twelve", "must be a number, found 'twelve'"),
+        ("math", r"\$18.90", "", "math-verify cannot parse the ground truth ''"),
+        ("math", r"\infty", r"\boxed{", "math-verify cannot parse the ground truth"),
+        ("math", r"\frac{1}{2}", "$ $", "math-verify cannot parse the ground truth"),
+        ("math", r"\text{Monday}", r"\text{}", "math-verify cannot parse the ground truth"),
+        ("math", 5, "%", "math-verify cannot parse the ground truth"),
+        ("multiple_choice", "B", "E", "must be one of ABCD, found 'E'"),
+        ("json_match", "[7]", "[7", "is no JSON"),
+        ("json_schema", {"type": "object"}, {"type": "thing"}, "is no schema"),
+        ("tool_call", [{"name": "f", "arguments": {}}], [{"name": "f"}], "must be calls with name and arguments"),
+        ("code", {"inputs": ["1"], "outputs": ["2"]}, {"inputs": ["1"], "outputs": []}, "ground truth of code must be"),
+    ],
+)
+def test_a_bad_ground_truth_is_found_before_the_run(function, good, bad, said):
+    with Scorer(RewardConfig(function=function, workers=1)) as scorer:
+        scorer.check_questions([question(good), question(good)])
+        with pytest.raises(UserError, match=rf"row 3 \(from 0\) of sums.parquet: .*{said}.*correct it, or set"):
+            scorer.check_questions([question(good), question(bad)])
+
+
+def test_a_ground_truth_is_checked_by_its_own_terms_and_not_where_it_is_dropped():
+    functions = {"number": RewardTermConfig("gsm8k", data_sources=["sums"]), "text": RewardTermConfig("exact_match")}
+    with Scorer(RewardConfig(functions=functions, workers=1)) as scorer:
+        scorer.check_questions([question("a lot", "words"), question("7")])
+    with Scorer(RewardConfig(function="gsm8k", workers=1, on_error="drop")) as scorer:
+        scorer.check_questions([question("a lot")])
+
+
+def test_the_ground_truths_of_a_large_data_set_are_checked_in_seconds():
+    # Parsed one by one, they would run into the time limit of the tests.
+    with Scorer(RewardConfig(function="math", workers=1)) as scorer:
+        scorer.check_questions(question(rf"\frac{{{number}}}{{\sqrt{{x}}}}") for number in range(100_000))
 
 
 @pytest.mark.parametrize(
