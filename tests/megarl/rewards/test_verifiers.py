@@ -195,6 +195,24 @@ def test_blocks_between_fences():
     assert last_block("no fence", ("python",)) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("```python\nx = input(\n</think>\n```python\ny\n```", [Block("python", "y\n")]),  # one was never closed
+        ("as\n```x+1```\nsays:\n```python\ny\n```", [Block("python", "y\n")]),
+        ("```python title=a.py\ny\n```", [Block("python", "y\n")]),
+        ('```json {"a": 1} ```\n```python\ny\n```', [Block("json", '{"a": 1}'), Block("python", "y\n")]),
+        ("```json 1```", [Block("json", "1")]),
+        ("```python\ns = '\n```x```\n'\n```", [Block("python", "s = '\n```x```\n'\n")]),
+        ("````markdown\n```python\ny\n```\n````", [Block("markdown", "```python\ny\n```\n")]),
+        ("```\ny\n````", [Block("", "y\n")]),
+        ("```python\ny\n", []),
+    ],
+)
+def test_fences_are_paired_as_they_are_meant(text, blocks):
+    assert list(fenced_blocks(text)) == blocks
+
+
 @given(st.lists(st.tuples(st.sampled_from(["", "python", "sh"]), st.text(st.characters(exclude_characters="`")))))
 def test_every_block_is_found(blocks):
     text = "".join(f"```{language}\n{body}\n```\n" for language, body in blocks)
@@ -203,7 +221,21 @@ def test_every_block_is_found(blocks):
     ]
 
 
-EVIL = ["<tool_call>", "```json\n", "```", "(A", "\\boxed{", "answer: ", " \n", "1,", "[", '{"a":', "9e9 ", "*"]
+EVIL = [
+    "<tool_call>",
+    "```json\n",
+    "```",
+    "(A",
+    "\\boxed{",
+    "answer: ",
+    " \n",
+    "1,",
+    "[",
+    "```x ",
+    '{"a":',
+    "9e9 ",
+    "*",
+]
 
 
 @pytest.mark.parametrize("piece", EVIL)
