@@ -168,11 +168,11 @@ ALERTS: tuple[Alert, ...] = (
     ),
     Alert(
         "rewards_timed_out",
-        "reward/timed_out_fraction",
+        "reward/undecided_fraction",
         "warn_timed_out_fraction",
         "many responses take too long to score, and their rewards say nothing of them",
         (
-            Advice("look at what the reward function waits for"),
+            Advice("look at what the reward function waits for, or a built-in one with the part unchecked computes"),
             Advice("raise reward.timeout_s"),
             Advice("raise reward.workers"),
             Advice(

@@ -112,10 +112,15 @@ def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
         "reward/dropped": float(sum(each.score is None for each in members)),
         "reward/timed_out": float(failures.count("timed_out")),
         "reward/timed_out_fraction": failures.count("timed_out") / len(failures),
+        "reward/undecided_fraction": sum(map(_is_undecided, members)) / len(members),
         "reward/lost": float(failures.count("lost")),
         **{f"reward/source/{name}/mean": float(np.mean(values)) for name, values in sources.items()},
         **{f"reward/part/{name}": float(np.mean(values)) for name, values in parts.items()},
     }
+
+
+def _is_undecided(trajectory: Trajectory) -> bool:
+    return trajectory.failure == "timed_out" or (trajectory.score is not None and not trajectory.score.is_decided)
 
 
 def advantage_metrics(advantages: ArrayLike, tokens: ArrayLike, responses: ArrayLike) -> dict[str, float]:

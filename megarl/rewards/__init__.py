@@ -1,8 +1,9 @@
 """Scoring of responses: built-in verifiers and users' own functions."""
 
-from megarl.rewards.registry import REWARDS, UNCHECKED, load_reward
+from megarl.rewards.registry import REWARDS, load_reward
 from megarl.rewards.scorer import Outcome, PendingScores, Scorer
 from megarl.rewards.scoring import (
+    UNCHECKED,
     RewardFailed,
     RewardFunction,
     RewardLost,

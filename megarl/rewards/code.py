@@ -1,5 +1,6 @@
 """The reward `code`: unit tests of a program that a response holds, run in a sandbox."""
 
+import time
 from functools import cache
 from typing import Any
 
@@ -25,6 +26,7 @@ def code(
     processes: int = 8,
     file_mb: int = 16,
     isolation: str = "namespaces",
+    all_tests_s: float = 50.0,
 ) -> dict[str, float]:
     """Score the Python program in a response's last fenced block: 1.0 where it passes all tests, else 0.0.
 
@@ -38,6 +40,9 @@ def code(
     Each test is run on its own, with the limits that the options give; see `megarl.sandbox`. Raises `ValueError` for
     a ground truth of another form and for test code that a program which does nothing passes, `SandboxUnavailable`
     where the machine does not allow the isolation.
+
+    With `partial`, no test is begun that might end more than `all_tests_s` seconds after the first began: where tests
+    are left, the part "unchecked" is 1.0, and they count as not passed.
     """
     limits = _limits(timeout_s, memory_mb, processes, file_mb)
     program = last_block(solution_str, _LANGUAGES)
@@ -45,8 +50,12 @@ def code(
     tests = list(truth.tests(program or ""))
     if program is None or len(program.encode(errors="surrogatepass")) > _LONGEST_PROGRAM_BYTES:
         return {"score": 0.0, "passed": 0.0, "timed_out": 0.0, "unchecked": 0.0}
-    passed = timed_out = 0
-    for test in tests:
+    passed = timed_out = unchecked = 0
+    last_start = time.monotonic() + all_tests_s - timeout_s
+    for number, test in enumerate(tests):
+        if partial and number and time.monotonic() > last_start:
+            unchecked = 1
+            break
         finished = run(test.program, test.stdin.encode(errors="surrogatepass"), limits, isolation)
         is_passed = _passes(test, finished)
         passed += is_passed
@@ -61,7 +70,7 @@ def code(
         )
     share = passed / len(tests)
     score = share if partial else float(passed == len(tests))
-    return {"score": score, "passed": share, "timed_out": float(timed_out), "unchecked": 0.0}
+    return {"score": score, "passed": share, "timed_out": float(timed_out), "unchecked": float(unchecked)}
 
 
 def check_sandbox(
@@ -71,6 +80,7 @@ def check_sandbox(
     processes: int = 8,
     file_mb: int = 16,
     isolation: str = "namespaces",
+    all_tests_s: float = 50.0,  # noqa: ARG001
 ) -> None:
     """Run an empty program. Raises `UserError` if the machine does not allow the isolation, `ValueError` for limits."""
     if isolation not in _ISOLATIONS:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from converters.errors import UserError, did_you_mean
-from megarl.rewards.scoring import RewardFunction
+from megarl.rewards.scoring import UNCHECKED, RewardFunction
 
 GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
 """Arguments of every reward function, by name."""
@@ -37,9 +37,6 @@ class Builtin:
     undecided: Mapping[str, float] | None = None
     truth: str | None = None
 
-
-UNCHECKED = "unchecked"
-"""The part that is 1 where a built-in reward could not be decided."""
 
 _UNCHECKED = {"score": 0.0, UNCHECKED: 1.0}
 

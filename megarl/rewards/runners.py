@@ -57,7 +57,7 @@ class InProcess:
         self._index, self._calling, self._builtin, self._pool = index, calling, builtin, pool
 
     async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
-        """The function's score; a built-in one's may be what its entry says of an end by force.
+        """The function's score; a built-in one's may be what its entry says of an end by force, or by its own limit.
 
         A process that was killed is no fault of the sample's, which another then scores, in all the time that there was
         before. Raises RewardLost where that comes again and again.
@@ -73,17 +73,21 @@ class InProcess:
 
     async def _try(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
         builtin = self._builtin
-        limit_s = min(time_left.seconds, (builtin and builtin.limit_s) or math.inf)
+        own_limit_s = (builtin and builtin.limit_s) or math.inf
+        is_own = own_limit_s < time_left.seconds
+        undecided = builtin.undecided if builtin is not None else None
         try:
-            return await self._ask(arguments, limit_s, time_left)
+            return await self._ask(arguments, min(time_left.seconds, own_limit_s), time_left)
         except WorkerKilled:
             raise
-        except (TimeoutError, WorkerLost) as error:
-            if builtin is not None and builtin.undecided is not None:
-                return as_score(builtin.undecided)
-            if isinstance(error, WorkerLost):
-                raise RewardFailed(arguments, str(error)) from error
+        except TimeoutError as error:
+            if is_own and undecided is not None:
+                return as_score(undecided)
             raise _timed_out(arguments) from error
+        except WorkerLost as error:
+            if undecided is not None:
+                return as_score(undecided)
+            raise RewardFailed(arguments, str(error)) from error
 
     async def _ask(self, arguments: Mapping[str, Any], limit_s: float, time_left: TimeLeft) -> Score:
         request = {"call": self._index, "arguments": taken(arguments, self._calling)}

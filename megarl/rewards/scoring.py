@@ -14,6 +14,8 @@ RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
 """Called with the keywords of `reward_arguments`: data_source, solution_str, ground_truth, extra_info, as verl does,
 and response_tokens where it names that one, too. A mapping must hold "score"; its other numbers become named parts."""
 
+UNCHECKED = "unchecked"
+"""The part that is 1 where a built-in reward could not be decided."""
 LONGEST_SCORED_CHARACTERS = 4 * 1024**2
 """Limit of the text sent to a reward function: a longer response loses its beginning, as answers are at the end."""
 
@@ -50,6 +52,11 @@ class Score:
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     terms: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether every built-in reward in it came to a result."""
+        return not any(value for name, value in self.parts.items() if name.split("/")[-1] == UNCHECKED)
 
 
 class RewardFailed(UserError):  # noqa: N818 - says what happened

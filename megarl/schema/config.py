@@ -355,7 +355,7 @@ class TrackingConfig:
     warn_truncated_fraction: float | None = 0.5
     """Warn if the share of responses that ran into the limit is above this; null never does."""
     warn_timed_out_fraction: float | None = 0.5
-    """Warn if reward/timed_out_fraction, of responses that took too long to score, is above this; null never does."""
+    """Warn if reward/undecided_fraction, of responses that took too long to score, is above this; null never does."""
     warn_expert_imbalance: float | None = 8.0
     """Warn if experts/imbalance_mean, a busiest expert's load over the mean, is above this; null never does."""
     profile: int | None = None

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES
 from megarl.data import PromptGroup, Trajectory
-from megarl.rewards import OVERLONG, UNCHECKED
+from megarl.rewards import OVERLONG
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.batch import is_trained_on
 from megarl.stages.reward import REWARD_MODEL
@@ -115,5 +115,4 @@ def _numbers(trajectory: Trajectory) -> dict[str, float]:
 
 
 def _is_decided(trajectory: Trajectory) -> bool:
-    unchecked = (value for name, value in trajectory.scored.parts.items() if name.split("/")[-1] == UNCHECKED)
-    return trajectory.failure is None and not any(unchecked)
+    return trajectory.failure is None and trajectory.scored.is_decided

@@ -25,6 +25,11 @@ METRICS: tuple[Metric, ...] = (
     ),
     Metric("reward/timed_out", "responses", "scoring took longer than reward.timeout_s (see reward.on_timeout)"),
     Metric("reward/timed_out_fraction", "", "share of the responses whose scoring took longer than reward.timeout_s"),
+    Metric(
+        "reward/undecided_fraction",
+        "",
+        "share of the responses whose scoring took too long, or that a built-in reward gave up (its part unchecked)",
+    ),
     Metric("reward/lost", "responses", "left out because every process that scored them was killed"),
     Metric("reward/part/<name>", "", "mean of a number that the reward function gave beside its score"),
     Metric("response_length/mean", "tokens", "mean length of a response, its end token included"),

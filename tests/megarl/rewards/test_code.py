@@ -3,9 +3,10 @@ import json
 import pytest
 
 from converters.errors import UserError
-from megarl.rewards import load_reward
+from megarl.rewards import RewardTimedOut, Scorer, load_reward, reward_arguments
 from megarl.rewards.code import code
 from megarl.sandbox.run import SandboxUnavailable
+from megarl.schema import RewardConfig
 
 ADDS = "a, b = map(int, input().split())\nprint(a + b)"
 SUMS = {"inputs": ["1 2", "3 4\n", "0 0"], "outputs": ["3", "7\n", "0"]}
@@ -104,6 +105,19 @@ def test_what_takes_too_long_fails_and_is_counted():
     slow = fenced("import time\nif input() == '1 2': time.sleep(60)\nprint(7)")
     result = score(slow, SUMS, partial=True, timeout_s=3.0)
     assert result == {"score": pytest.approx(1 / 3), "passed": pytest.approx(1 / 3), "timed_out": 1.0, "unchecked": 0.0}
+
+
+def test_the_share_so_far_counts_where_time_is_over():
+    slow = fenced(f"import time\ntime.sleep(1.2)\n{ADDS}")
+    result = score(slow, SUMS, partial=True, timeout_s=4.0, all_tests_s=5.0)
+    assert result == {"score": pytest.approx(1 / 3), "passed": pytest.approx(1 / 3), "timed_out": 0.0, "unchecked": 1.0}
+
+
+def test_tests_that_run_into_the_timeout_of_the_sample_are_timed_out():
+    config = RewardConfig(function="code", workers=1, timeout_s=2.0)
+    with Scorer(config) as scorer:
+        (outcome,) = scorer.score([reward_arguments("any", fenced("import time\ntime.sleep(60)"), SUMS, {})])
+    assert isinstance(outcome, RewardTimedOut)
 
 
 def test_the_limits_are_the_options():

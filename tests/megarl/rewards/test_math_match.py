@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from megarl.rewards import Score, Scorer, reward_arguments
+from megarl.rewards import REWARDS, RewardTimedOut, Score, Scorer, reward_arguments
 from megarl.rewards.math_match import math
 from megarl.schema import RewardConfig
 
@@ -60,10 +62,16 @@ def test_long_responses_are_read_in_one_pass(piece):
     assert math("math", f"\\boxed{{{piece * 2**15}}}", "7")["score"] == 0.0
 
 
-def test_an_endless_comparison_is_ended_and_scored_zero():
-    # Shorter than the built-in limit, and of the same effect.
-    config = RewardConfig(function="math", workers=1, timeout_s=2.0, on_timeout="stop")
-    with Scorer(config) as scorer:
+@pytest.mark.parametrize("on_timeout", ["zero", "drop"])
+def test_an_endless_comparison_is_ended_by_the_timeout_of_the_sample(on_timeout):
+    with Scorer(RewardConfig(function="math", workers=1, timeout_s=2.0, on_timeout=on_timeout)) as scorer:
+        scored = scorer.score([reward_arguments("math", text, "7", {}) for text in (FOREVER, "it is 7")])
+    assert [type(each) for each in scored] == [RewardTimedOut, Score]
+
+
+def test_an_endless_comparison_is_ended_by_the_limit_of_the_reward_and_scored_zero(monkeypatch):
+    monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], limit_s=2.0))
+    with Scorer(RewardConfig(function="math", workers=1, on_timeout="stop")) as scorer:
         scored = scorer.score([reward_arguments("math", text, "7", {}) for text in (FOREVER, "it is 7")])
     assert scored == [
         Score(0.0, {"unchecked": 1.0}, {"score": 0.0}),

@@ -141,7 +141,8 @@ def test_long_responses_are_penalised_in_training_only():
 def test_metrics_of_rewards():
     def scored(source, value):
         (one,) = group("", data_source=source).trajectories
-        return group(data_source=source).with_members([replace(one, score=Score(value, {"half": value / 2}))])
+        parts = {"half": value / 2, "code/unchecked": float(source == "b")}
+        return group(data_source=source).with_members([replace(one, score=Score(value, parts))])
 
     groups = [scored("a", 1.0), scored("b", 3.0), scored("any", 5.0)]
     unscored = [replace(response(""), failure=failure) for failure in ("failed", "timed_out", "lost")]
@@ -155,10 +156,12 @@ def test_metrics_of_rewards():
             "reward/dropped": 3.0,
             "reward/timed_out": 1.0,
             "reward/timed_out_fraction": 1 / 6,
+            "reward/undecided_fraction": 1 / 3,
             "reward/lost": 1.0,
             "reward/source/a/mean": 1.0,
             "reward/source/b/mean": 3.0,
             "reward/source/any/mean": 5.0,
             "reward/part/half": 1.5,
+            "reward/part/code/unchecked": 1 / 3,
         }
     )
