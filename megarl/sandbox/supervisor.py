@@ -27,9 +27,9 @@ from typing import Any, NoReturn
 
 from megarl.sandbox import namespaces, process_tree, system_calls
 from megarl.sandbox.libc import call
+from megarl.sandbox.users import another_user
 
 _PR_SET_PDEATHSIG = 1
-_FIRST_USER, _USERS = 10_000, 50_000
 _SIGNALLED = 128
 _ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -57,7 +57,7 @@ def main(parent: int, request_fd: int, complaint_fd: int) -> int:
 
 
 def _with_namespaces(request: Mapping[str, Any], parent: int) -> int:
-    user = _other_user()
+    user = another_user()
     namespaces.enter(user)
     process_tree.die_with(parent, signal.SIGTERM)
     alive, here = os.pipe()
@@ -90,7 +90,7 @@ def _with_namespaces(request: Mapping[str, Any], parent: int) -> int:
 def _with_limits(request: Mapping[str, Any], parent: int) -> int:
     process_tree.die_with(parent, signal.SIGTERM)
     process_tree.adopt_orphans()
-    user = _other_user()
+    user = another_user()
     processes = request["processes"] + (0 if user else process_tree.tasks_of_user(os.getuid()))
     os.umask(0o077)
     folder = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
@@ -142,11 +142,6 @@ def _become_program(
         resource.setrlimit(limit, (value, value))
     system_calls.forbid(may_signal=may_signal)
     os.execve(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", "program.py"], _ENVIRONMENT)
-
-
-def _other_user() -> int:
-    """A user that owns nothing, and few programs at a time: the kernel counts processes by user. 0 if not root."""
-    return _FIRST_USER + os.getpid() % _USERS if os.geteuid() == 0 else 0
 
 
 def _exit_code(code: int) -> int:
