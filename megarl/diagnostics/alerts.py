@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.schema import MegarlConfig
-from megarl.tracking import read_history
 from megarl.tracking.histogram import MetricValue, numbers
-from megarl.tracking.jsonl import FILE_NAME
+from megarl.tracking.jsonl import FILE_NAME, each_step
 
 
 class Thresholds(Protocol):
@@ -234,7 +233,7 @@ class Alerts:
         """
         alerts = cls(config.tracking, config)
         if step and (output_dir / FILE_NAME).exists():
-            alerts.replay(line for line in read_history(output_dir) if line["step"] <= step)
+            alerts.replay(line for line in each_step(output_dir) if line["step"] <= step)
         return alerts
 
     def replay(self, history: Iterable[Mapping[str, Any]]) -> None:

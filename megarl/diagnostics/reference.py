@@ -18,8 +18,8 @@ Means over tokens are over the response tokens of the step's global batch. With 
 metrics of the update are means over the optimizer steps, those that end in `max` the largest of them.
 
 A metric may be a histogram. In `metrics.jsonl` it is `{"edges": [...], "counts": [...]}`: `counts[i]` values lie from
-`edges[i]` to `edges[i + 1]`, and what lies beyond the ends is counted in the outer bins. TensorBoard and Weights &
-Biases draw it, MLflow is given its quantiles as `<name>/p10`, `p50` and `p90`, and the console leaves it out.
+`edges[i]` to `edges[i + 1]`, and what lies beyond the ends is counted in the outer bins; where
+things are numbered, as experts are, it is `{"counts": [...]}`. TensorBoard and Weights & Biases draw it, MLflow is given its quantiles as `<name>/p10`, `p50` and `p90`, and the console leaves it out.
 """
 _TABLE = ["| metric | unit | meaning |", "|---|---|---|"]
 

@@ -161,13 +161,12 @@ def expert_metrics(load: Tensor) -> dict[str, MetricValue]:
         return {}
     loads = load[layers].double()
     imbalance = loads.amax(1) / loads.mean(1)
-    edges = tuple(expert - 0.5 for expert in range(load.shape[1] + 1))
     return {
         "experts/imbalance_mean": float(imbalance.mean()),
         "experts/imbalance_max": float(imbalance.max()),
         "experts/idle_fraction": float((loads == 0).double().mean()),
         **{f"experts/imbalance/layer_{layer}": float(imbalance[i]) for i, layer in enumerate(layers.tolist())},
-        **{f"experts/load/layer_{layer}": Histogram(edges, tuple(load[layer].tolist())) for layer in layers.tolist()},
+        **{f"experts/load/layer_{layer}": Histogram.of_numbered(load[layer].tolist()) for layer in layers.tolist()},
     }
 
 

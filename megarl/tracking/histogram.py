@@ -25,11 +25,21 @@ class Histogram:
             raise ValueError(f"the edges of a histogram rise and are finite, unlike {self.edges}")
 
     @classmethod
+    def of_numbered(cls, counts: Sequence[int]) -> "Histogram":
+        """The histogram of things that are numbered from 0 on, each a bin around its number."""
+        return cls(tuple(number - 0.5 for number in range(len(counts) + 1)), tuple(counts))
+
+    @classmethod
     def of(cls, values: ArrayLike, edges: Sequence[float]) -> "Histogram":
         """The histogram of `values`; those beyond the outer edges are counted in the outer bins."""
         clipped = np.clip(np.asarray(values, dtype=float), edges[0], edges[-1])
         counts, _ = np.histogram(clipped, np.asarray(edges, dtype=float))
         return cls(tuple(float(edge) for edge in edges), tuple(int(count) for count in counts))
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether its bins are those of `of_numbered`."""
+        return all(edge == number - 0.5 for number, edge in enumerate(self.edges))
 
     @property
     def total(self) -> int:

@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ class JsonLinesLogger:
 
     A resumed run first cuts off the lines from its first step on and a line a kill left incomplete, so that the file
     ends up as that of a run without interruption. A value that is not finite is written as null, a histogram as
-    {"edges": [...], "counts": [...]}.
+    {"edges": [...], "counts": [...]}, and one of numbered things, such as experts, as {"counts": [...]}.
     """
 
     def __init__(self, run: Run) -> None:
@@ -46,12 +46,19 @@ def read_history(output_dir: Path) -> list[dict[str, Any]]:
 
     The last line is left out while it is being written, and where a kill left it incomplete.
     """
+    return list(each_step(output_dir))
+
+
+def each_step(output_dir: Path) -> Iterator[dict[str, Any]]:
+    """The lines of `read_history`, one by one: all of a long run may be gigabytes."""
     path = output_dir / FILE_NAME
-    return [_parse(path, number, line) for number, line in _whole_lines(path)]
+    return (_parse(path, number, line) for number, line in _whole_lines(path))
 
 
-def _as_json(value: MetricValue) -> dict[str, list[float]] | float | None:
+def _as_json(value: MetricValue) -> Mapping[str, Sequence[float]] | float | None:
     if isinstance(value, Histogram):
+        if value.is_numbered:
+            return {"counts": value.counts}
         return {"edges": list(value.edges), "counts": list(value.counts)}
     return value if math.isfinite(value) else None
 
@@ -68,9 +75,10 @@ def _length_before(path: Path, first_step: int) -> int:
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the number and the bytes of each line that has an end."""
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        if line.endswith(b"\n"):
-            yield number, line
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield number, line
 
 
 def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:

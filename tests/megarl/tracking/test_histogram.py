@@ -58,3 +58,10 @@ def test_bins_that_are_none_are_refused(edges, counts):
 
 def test_numbers_are_what_is_no_histogram():
     assert numbers({"a": 1.0, "b": Histogram((0, 1), (2,))}) == {"a": 1.0}
+
+
+def test_bins_of_numbered_things():
+    assert Histogram.of_numbered([5, 7]) == Histogram((-0.5, 0.5, 1.5), (5, 7))
+    assert Histogram.of_numbered([5, 7]).is_numbered
+    assert not Histogram((0.5, 1.5, 2.5), (5, 7)).is_numbered
+    assert not Histogram((-0.5, 0.5, 2.5), (5, 7)).is_numbered

@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -6,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from converters.errors import UserError
-from megarl.tracking import Run, read_history
-from megarl.tracking.jsonl import JsonLinesLogger
+from megarl.tracking import Histogram, Run, read_history
+from megarl.tracking.jsonl import JsonLinesLogger, each_step
 
 
 def run(folder: Path, first_step: int, *, resumed: bool) -> Run:
@@ -106,3 +107,26 @@ def test_nothing_is_kept_of_a_run_that_logged_nothing(tmp_path):
     for _ in range(2):
         JsonLinesLogger(run(tmp_path, 0, resumed=False)).close()
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_numbered_things_are_written_as_their_counts_alone(tmp_path):
+    logger = JsonLinesLogger(run(tmp_path, 1, resumed=False))
+    logger.log(1, {"experts/load/layer_0": Histogram.of_numbered([6, 2]), "lengths": Histogram((0, 2, 4), (1, 0))})
+    logger.close()
+    (line,) = read_history(tmp_path)
+    assert line == {
+        "step": 1,
+        "experts/load/layer_0": {"counts": [6, 2]},
+        "lengths": {"edges": [0, 2, 4], "counts": [1, 0]},
+    }
+
+
+def test_a_long_history_is_never_in_memory_as_a_whole(tmp_path):
+    line = json.dumps({"step": 1, "a": "x" * 2**20}) + "\n"
+    (tmp_path / "metrics.jsonl").write_text(line * 32)
+    tracemalloc.start()
+    assert sum(len(step["a"]) for step in each_step(tmp_path)) == 32 * 2**20
+    JsonLinesLogger(run(tmp_path, 2, resumed=True)).close()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 * 2**20
