@@ -19,7 +19,8 @@ metrics of the update are means over the optimizer steps, those that end in `max
 
 A metric may be a histogram. In `metrics.jsonl` it is `{"edges": [...], "counts": [...]}`: `counts[i]` values lie from
 `edges[i]` to `edges[i + 1]`, and what lies beyond the ends is counted in the outer bins; where
-things are numbered, as experts are, it is `{"counts": [...]}`. TensorBoard and Weights & Biases draw it, MLflow is given its quantiles as `<name>/p10`, `p50` and `p90`, and the console leaves it out.
+things are numbered, as experts are, it is `{"counts": [...]}`. TensorBoard and Weights & Biases draw it,
+MLflow is given its quantiles as `<name>/p10`, `p50` and `p90`, and the console leaves it out.
 """
 _TABLE = ["| metric | unit | meaning |", "|---|---|---|"]
 

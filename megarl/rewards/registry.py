@@ -27,6 +27,7 @@ class Builtin:
     `where` is its module and name; `options` those that make it what its name says; `check`, called with the options,
     raises `ValueError` for values that cannot be. A policy's response may make a function run forever, crash or need
     endless memory: with `undecided` such samples have that result, those of more than `limit_s` seconds among them.
+    With `reads_answer` it looks for an answer, and not at the form of the whole response.
     `truth`, called with a ground truth and the options, raises `ValueError` for one that the function would not take.
     """
 
@@ -36,6 +37,7 @@ class Builtin:
     limit_s: float | None = None
     undecided: Mapping[str, float] | None = None
     truth: str | None = None
+    reads_answer: bool = True
 
 
 _UNCHECKED = {"score": 0.0, UNCHECKED: 1.0}
@@ -77,10 +79,18 @@ REWARDS: Mapping[str, Builtin] = {
         truth="megarl.rewards.program_tests:read_truth",
     ),
     "format": Builtin(
-        "megarl.rewards.form:format", check="megarl.rewards.form:check_pattern", limit_s=1.0, undecided=_UNCHECKED
+        "megarl.rewards.form:format",
+        check="megarl.rewards.form:check_pattern",
+        limit_s=1.0,
+        undecided=_UNCHECKED,
+        reads_answer=False,
     ),
-    "length_penalty": Builtin("megarl.rewards.form:length_penalty", check="megarl.rewards.form:check_lengths"),
-    "repetition_penalty": Builtin("megarl.rewards.form:repetition_penalty", check="megarl.rewards.form:check_words"),
+    "length_penalty": Builtin(
+        "megarl.rewards.form:length_penalty", check="megarl.rewards.form:check_lengths", reads_answer=False
+    ),
+    "repetition_penalty": Builtin(
+        "megarl.rewards.form:repetition_penalty", check="megarl.rewards.form:check_words", reads_answer=False
+    ),
 }
 """The built-in reward functions."""
 

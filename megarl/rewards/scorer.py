@@ -16,7 +16,7 @@ from megarl.rewards.scoring import (
     RewardTimedOut,
     Score,
 )
-from megarl.rewards.terms import Question, check_data_source, check_ground_truths, combine, terms_of
+from megarl.rewards.terms import Question, Term, check_data_source, check_ground_truths, combine, terms_of
 from megarl.rewards.worker import Answered, WorkerPool
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Scorer:
             time_left = TimeLeft(self.config.timeout_s)
             try:
                 scored = [
-                    (term, await runner(arguments, time_left))
+                    (term, await _score_by(term, runner, arguments, time_left))
                     for term, runner in zip(self._terms, self._runners, strict=True)
                     if term.applies_to(arguments["data_source"])
                 ]
@@ -203,6 +203,12 @@ class PendingScores:
         self.is_stopped = True
         for each in self._added:
             each.cancel()
+
+
+async def _score_by(term: Term, runner: Runner, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
+    """The score of one term: 0 where the response gives no answer that it could read."""
+    read = term.arguments(arguments)
+    return Score(0.0) if read is None else await runner(read, time_left)
 
 
 def _stops(result: RewardFailed, config: "RewardConfig") -> bool:

@@ -1,7 +1,7 @@
 """Terms whose sum is the reward of a response, as the configuration names them."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,16 @@ class Term:
     source: Source
     weight: float = 1.0
     data_sources: Sequence[str] = ()
+    answer_after: str = ""
+    """A built-in reward reads what stands behind the last of these; see `reward.answer_after`."""
+
+    def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """What the function is called with; None where the response gives no answer that it could read."""
+        builtin = self.source.builtin
+        if not self.answer_after or builtin is None or not builtin.reads_answer:
+            return arguments
+        _, marker, answer = arguments["solution_str"].rpartition(self.answer_after)
+        return {**arguments, "solution_str": answer} if marker else None
 
     def applies_to(self, data_source: str) -> bool:
         """Whether samples of `data_source` are scored by it."""
@@ -38,7 +48,7 @@ def terms_of(config: "RewardConfig") -> list[Term]:
     Raises `UserError` for `function` beside `functions`, and for a name or a weight that cannot be one.
     """
     if not config.functions:
-        return [Term(SINGLE, Source(config.function))]
+        return [Term(SINGLE, Source(config.function), answer_after=config.answer_after)]
     if config.function != type(config)().function:
         raise UserError(
             f"reward.function={config.function} and reward.functions are both given: make the former one of the "
@@ -52,7 +62,7 @@ def terms_of(config: "RewardConfig") -> list[Term]:
         if not math.isfinite(term.weight):
             raise UserError(f"{where}.weight={term.weight} must be a finite number")
         source = Source(term.function, dict(term.options), f"{where}.function", f"{where}.options")
-        terms.append(Term(name, source, term.weight, tuple(term.data_sources)))
+        terms.append(Term(name, source, term.weight, tuple(term.data_sources), config.answer_after))
     return terms
 
 

@@ -137,6 +137,9 @@ class RewardConfig:
     """A name of `megarl.rewards.REWARDS` or path/to/file.py:name of your own function."""
     functions: dict[str, RewardTermConfig] = field(default_factory=dict)
     """Several named rewards instead of `function`."""
+    answer_after: str = ""
+    """Built-in rewards that look for an answer read what stands behind the last of these, such as `</think>`, and score
+    a response without it 0; empty is the whole response."""
     on_error: str = "stop"
     """When the function raises: stop the step, or drop the sample and count it."""
     on_timeout: str = "zero"

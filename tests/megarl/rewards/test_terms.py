@@ -59,6 +59,28 @@ def test_a_sample_that_no_term_is_for_is_refused():
         scorer.check_data_sources(["sums"])
 
 
+def test_an_answer_that_was_only_thought_is_none():
+    thought, given, open_end = "<think>#### 7</think>It is 8", "<think>8</think>#### 7", "<think>#### 7"
+    functions = {
+        "right": RewardTermConfig("gsm8k"),
+        "form": RewardTermConfig("format", options={"pattern": "<think>.*"}),
+    }
+    samples = [reward_arguments("any", text, "7", {}) for text in (thought, given, open_end)]
+    with Scorer(RewardConfig(functions=functions, workers=1, answer_after="</think>")) as scorer:
+        assert [each.terms for each in scorer.score(samples)] == [
+            {"right": 0.0, "form": 1.0},
+            {"right": 1.0, "form": 1.0},
+            {"right": 0.0, "form": 1.0},
+        ]
+    with Scorer(RewardConfig(function="gsm8k", workers=1)) as scorer:
+        assert [each.value for each in scorer.score(samples)] == [1.0, 1.0, 1.0]
+
+
+def test_a_users_function_reads_the_whole_response():
+    with Scorer(RewardConfig(function=LENGTH, workers=1, answer_after="</think>")) as scorer:
+        assert scorer.score([sample("<think>")])[0].value == len("<think>")
+
+
 def question(ground_truth, data_source="sums"):
     return Prompt(0, data_source, [1], ground_truth, {}, where="row 3 (from 0) of sums.parquet")
 
