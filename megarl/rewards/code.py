@@ -1,5 +1,6 @@
 """The reward `code`: unit tests of a program that a response holds, run in a sandbox."""
 
+import math
 import time
 from functools import cache
 from typing import Any
@@ -118,7 +119,7 @@ _ISOLATIONS = {
 def _limits(timeout_s: float, memory_mb: int, processes: int, file_mb: int) -> Limits:
     return Limits(
         wall_s=timeout_s,
-        cpu_s=max(int(timeout_s), 1),
+        cpu_s=math.ceil(timeout_s) + 1,
         memory_bytes=memory_mb * _MIB,
         processes=processes,
         file_bytes=file_mb * _MIB,

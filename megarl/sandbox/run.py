@@ -22,6 +22,8 @@ sys.exit(main(*map(int, sys.argv[2:])))
 """
 _START_ALLOWANCE_S = 10.0
 _READ_BYTES = 65536
+_TIME_IS_OVER = (-signal.SIGALRM, 128 + signal.SIGXCPU)
+"""Exit codes where the supervisor's clock, or the limit of CPU time, ended the program."""
 
 
 class SandboxUnavailable(Exception):  # noqa: N818 - says what is wrong
@@ -81,7 +83,7 @@ def run(program: str, stdin: bytes, limits: Limits, isolation: str) -> Finished:
             code = _end(supervisor)
         if message := complaint.read():
             raise SandboxUnavailable(message.decode())
-    return Finished("timed_out" if code == -signal.SIGALRM else end, code, output)
+    return Finished("timed_out" if code in _TIME_IS_OVER else end, code, output)
 
 
 def _read(supervisor: "subprocess.Popen[bytes]", limits: Limits) -> tuple[End, bytes]:

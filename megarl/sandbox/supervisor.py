@@ -139,7 +139,8 @@ def _become_program(
         resource.RLIMIT_MSGQUEUE: 0,
     }
     for limit, value in limits.items():
-        resource.setrlimit(limit, (value, value))
+        # Beyond the former, CPU time ends a program by SIGXCPU, by which it is known; beyond the latter by SIGKILL.
+        resource.setrlimit(limit, (value, value + (limit == resource.RLIMIT_CPU)))
     system_calls.forbid(may_signal=may_signal)
     os.execve(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", "program.py"], _ENVIRONMENT)
 

@@ -4,7 +4,7 @@ import pytest
 
 from converters.errors import UserError
 from megarl.rewards import RewardTimedOut, Scorer, load_reward, reward_arguments
-from megarl.rewards.code import code
+from megarl.rewards.code import _limits, code
 from megarl.sandbox.run import SandboxUnavailable
 from megarl.schema import RewardConfig
 
@@ -105,6 +105,10 @@ def test_what_takes_too_long_fails_and_is_counted():
     slow = fenced("import time\nif input() == '1 2': time.sleep(60)\nprint(7)")
     result = score(slow, SUMS, partial=True, timeout_s=3.0)
     assert result == {"score": pytest.approx(1 / 3), "passed": pytest.approx(1 / 3), "timed_out": 1.0, "unchecked": 0.0}
+
+
+def test_a_part_of_a_second_is_not_cut_off():
+    assert _limits(1.5, 512, 8, 16).cpu_s == 3
 
 
 def test_the_share_so_far_counts_where_time_is_over():

@@ -291,3 +291,8 @@ def test_an_interpreter_below_tmp_is_there_too():
         python = f"{folder}/venv/bin/python"
         ran = subprocess.run([python, "-c", ask], env={"PYTHONPATH": str(ROOT)}, capture_output=True)
     assert b"output=b'42\\n'" in ran.stdout, ran.stderr
+
+
+def test_the_limit_of_cpu_time_is_a_timeout():
+    finished = finish("while True: pass", wall_s=60.0, cpu_s=1)
+    assert (finished.end, finished.code) == ("timed_out", 128 + signal.SIGXCPU)
