@@ -3,13 +3,20 @@
 import re
 from typing import Any
 
-_STATED = re.compile(
-    r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Z])\)?\s*\}?\s*\}"  # \boxed{B}, \boxed{\text{(B)}}
-    r"|(?i:\b(?:answer|choice|option))(?:\*\*)?\s{0,4}(?:(?i:is|should be|would be|must be))?\s{0,4}:?\s{0,4}"
-    r"(?:\*\*)?\s{0,4}(?i:option\s{1,4})?[\(\[\"'`]?([A-Z])(?![A-Za-z'])"  # Answer: B, the answer is **(B)**
+from megarl.rewards.boxed import last_boxed
+
+_WRAPPED = r"(?:[\s(\[\"'`$*]|\\[A-Za-z]{1,9}\s?\{){0,9}"
+"""Brackets, quotes, bold type and LaTeX before a letter, such as `**(` or `$\\mathrm{`."""
+_OPTION = rf"{_WRAPPED}(?i:option\s{{1,4}})?{_WRAPPED}([A-Z])(?![A-Za-z'])(?!(?<=[AI])\s+(?!because|since|as\b)[a-z])"
+"""A letter that is no word: "A" and "I" may begin a sentence."""
+_IN_BOX = re.compile(_OPTION)
+_FORMS = (
+    # Answer: B, the answer is **(B)**
+    re.compile(rf"(?i:\banswer)(?:\*\*)?\s{{0,4}}(?i:is|should be|would be|must be)?\s{{0,4}}:?{_OPTION}"),
+    re.compile(rf"(?i:\b(?:choice|option))(?:\*\*)?\s{{0,4}}(?i:is|should be|would be|must be)?\s{{0,4}}:?{_OPTION}"),
+    re.compile(r"[\(\[]([A-Z])[\)\]]"),
+    re.compile(r"^[\s*]*([A-Z])[\s*]*[.):]?[\s*]*$", re.MULTILINE),
 )
-_BRACKETED = re.compile(r"[\(\[]([A-Z])[\)\]]")
-_ALONE = re.compile(r"^[\s*]*([A-Z])[\s*]*[.):]?[\s*]*$", re.MULTILINE)
 _SEARCHED_CHARACTERS = 2000
 
 
@@ -23,9 +30,9 @@ def multiple_choice(
 ) -> float:
     """Return 1.0 where the option that the response states last is the ground truth, a letter of `options`.
 
-    The last 2,000 characters count, and in them, in this order: \\boxed{B} and "answer: B" or "the answer is (B)"; else
-    a letter in brackets, "(B)"; else a letter that is alone in its line. Raises `ValueError` if the ground truth is no
-    option.
+    The last 2,000 characters count, and in them, in this order: \\boxed{B}; "answer: B" or "the answer is (B)"; "option
+    B"; a letter in brackets, "(B)"; a letter that is alone in its line. Text may follow all but the last. Raises
+    `ValueError` if the ground truth is no option.
     """
     return float(right_option(ground_truth, options) == chosen_option(solution_str, options))
 
@@ -41,8 +48,11 @@ def right_option(ground_truth: Any, options: str = "ABCD") -> str:
 def chosen_option(text: str, options: str) -> str | None:
     """The option that a text states last, None if it states none."""
     tail = text[-_SEARCHED_CHARACTERS:]
-    for form in (_STATED, _BRACKETED, _ALONE):
-        found = [letter for match in form.finditer(tail) for letter in match.groups() if letter and letter in options]
+    boxed = _IN_BOX.match(last_boxed(tail) or "")
+    if boxed and boxed[1] in options:
+        return boxed[1]
+    for form in _FORMS:
+        found = [match[1] for match in form.finditer(tail) if match[1] in options]
         if found:
             return found[-1]
     return None
