@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import dropwhile
 from typing import Any
 
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
@@ -126,8 +127,13 @@ def _check_depth(value: Any, depth: int = 0) -> None:
 
 
 def _tagged(text: str) -> list[str]:
+    """What the tags of calls hold. Raises `ValueError` if one is not closed that others come before."""
     parts = [part.partition(_CLOSE) for part in text.split(_OPEN)[1:]]
-    return [inside for inside, close, _ in parts if close]
+    # A tag that is only spoken of comes before the calls.
+    calls = list(dropwhile(lambda part: not part[1], parts))
+    if not all(close for _, close, _ in calls):
+        raise ValueError("a call is not closed")
+    return [inside for inside, _, _ in calls]
 
 
 def _refuse(constant: str) -> Any:
