@@ -4,10 +4,15 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
+from megarl.rewards.boxed import last_boxed
+
 _NUMBER = r"-?\$?[0-9][0-9.,]*|-?\$?\.[0-9]+"
 _MARKED = re.compile(rf"####\s*({_NUMBER})")
 _ANY = re.compile(_NUMBER)
-_MEASURE = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?%?")
+_MEASURE = re.compile(r"(?:(?<![0-9])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?%?")
+_POWER = re.compile(r"\^\s{0,9}\{?[-+]?[0-9.]+\}?")
+_STATED = re.compile(r"\banswer\b[\s:*]*(.*?)(?:\n|\.\s|$)", re.IGNORECASE | re.DOTALL)
+"""A sentence that states an answer, from there to its end."""
 _SEARCHED_CHARACTERS = 300
 
 
@@ -55,20 +60,17 @@ def numeric_match(
     relative: float = 0.0,
     absolute: float = 0.0,
 ) -> float:
-    """Return 1.0 where the response's last number is the ground truth within a tolerance, else 0.0.
+    """Return 1.0 where the response's number is the ground truth within a tolerance, else 0.0.
 
-    It is taken from the last 300 characters.
+    It is the last number in the last \\boxed{...}; without one, in the last sentence that says "answer"; without
+    either, in the last 300 characters. Exponents behind a ^ do not count, as in m^2.
     |found - truth| <= max(relative * |truth|, absolute). Numbers may have an exponent (1.5e-3), a percent sign (12% is
     0.12) and commas between digits. Raises `ValueError` if the ground truth is no number.
     """
     expected = numeric_truth(ground_truth)
-    found = [
-        number
-        for number in map(_as_measure, _MEASURE.findall(solution_str[-_SEARCHED_CHARACTERS:]))
-        if number is not None
-    ]
+    found = _stated_number(solution_str)
     tolerance = max(Decimal(str(relative)) * abs(expected), Decimal(str(absolute)))
-    return float(bool(found) and abs(found[-1] - expected) <= tolerance)
+    return float(found is not None and abs(found - expected) <= tolerance)
 
 
 def numeric_truth(ground_truth: Any, **_options: Any) -> Decimal:
@@ -77,6 +79,19 @@ def numeric_truth(ground_truth: Any, **_options: Any) -> Decimal:
     if expected is None:
         raise ValueError(f"the ground truth of numeric_match must be a number, found {ground_truth!r}")
     return expected
+
+
+def _stated_number(solution: str) -> Decimal | None:
+    """The last number of the first of the places that hold any: the box, the sentence that answers, the end."""
+    end = solution[-_SEARCHED_CHARACTERS:]
+    places = (last_boxed(solution) or "", *_STATED.findall(end)[-1:], end)
+    return next((numbers[-1] for place in places if (numbers := _measures(place))), None)
+
+
+def _measures(text: str) -> list[Decimal]:
+    """The numbers at the end of a text."""
+    read = _POWER.sub(" ", text[-_SEARCHED_CHARACTERS:].replace("\\%", "%"))
+    return [number for each in _MEASURE.findall(read) if (number := _as_measure(each)) is not None]
 
 
 def check_tolerances(relative: float = 0.0, absolute: float = 0.0) -> None:
