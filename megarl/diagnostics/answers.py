@@ -1,31 +1,31 @@
 """Extracts the answer of a response, for a vote among several."""
 
-_BOXED = "\\boxed{"
+import re
+
+from megarl.rewards.boxed import last_boxed
+
 _MARKED = "####"
 _TAGS = ("<answer>", "</answer>")
+_ALIKE = (
+    (re.compile(r"\\[dt]frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(?<=[0-9])(?:,|\{,\}|\\,|\\!,?(?:\\!)?)(?=[0-9]{3}(?![0-9]))"), ""),
+    (re.compile(r"[\s$]+"), ""),
+)
+"""Spellings, each with the one that stands for it: fractions, separators of thousands, and white space."""
 
 
 def answer_of(text: str) -> str:
     """The answer that a response gives: equal texts are one vote.
 
     It is the last one of the first kind that there is: \\boxed{...}, <answer>...</answer>, the rest of a line after
-    "####", or else the whole text. Case and white space count for nothing, nor do dollar signs and a point at the end.
+    "####", or else the whole text. Case and white space count for nothing, nor do dollar signs, a point at the end,
+    separators of thousands and the size of a fraction.
     """
-    found = next((answer for find in (_boxed, _tagged, _marked) if (answer := find(text)) is not None), text)
-    return " ".join(found.replace("$", " ").split()).rstrip(".").casefold()
-
-
-def _boxed(text: str) -> str | None:
-    start = text.rfind(_BOXED)
-    if start < 0:
-        return None
-    start += len(_BOXED)
-    depth = 1
-    for place in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start:place]
-    return None
+    found = next((answer for find in (last_boxed, _tagged, _marked) if (answer := find(text)) is not None), text)
+    for spelling, stands_for in _ALIKE:
+        found = spelling.sub(stands_for, found)
+    return found.rstrip(".").casefold()
 
 
 def _tagged(text: str) -> str | None:

@@ -98,12 +98,20 @@ def test_k_are_the_powers_of_two_and_all():
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("  The  Answer\nis 4. ", "the answer is 4"),
+        ("  The  Answer\nis 4. ", "theansweris4"),
         (r"so \boxed{1} or \boxed{\frac{1}{2}} #### 3", r"\frac{1}{2}"),
         ("<answer> A </answer> <answer>B.</answer> then #### 7", "b"),
         ("1 #### 2\n#### $5$ \nthe end", "5"),
         (r"\boxed{1 #### 6", "6"),
-        ("</answer> <answer>", "</answer> <answer>"),
+        ("</answer> <answer>", "</answer><answer>"),
+        (r"\boxed{\dfrac12}", r"\frac{1}{2}"),
+        (r"\boxed{\tfrac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{1,234,567}", "1234567"),
+        (r"\boxed{1{,}234}", "1234"),
+        (r"\boxed{1\,234}", "1234"),
+        (r"\boxed{x = 5}", "x=5"),
+        (r"\boxed{(1, 234)}", "(1,234)"),
+        (r"\boxed{1,2}", "1,2"),
         ("", ""),
     ],
 )
