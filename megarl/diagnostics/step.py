@@ -100,9 +100,14 @@ def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
     rewards = np.array([trajectory.reward for _, trajectory in scored])
     parts: dict[str, list[float]] = defaultdict(list)
     sources: dict[str, list[float]] = defaultdict(list)
+    names: dict[str, set[str]] = defaultdict(set)
     for source, trajectory in scored:
         sources[source].append(trajectory.reward)
-        for name, value in trajectory.scored.parts.items():
+        names[source].update(trajectory.scored.parts)
+    for source, trajectory in scored:
+        # Without parts of its own, it has those of the others: means would be of the quick ones alone.
+        own = dict.fromkeys(names[source], 0.0) if trajectory.failure == "timed_out" else {}
+        for name, value in (own | trajectory.scored.parts).items():
             parts[name].append(value)
     return {
         "reward/mean": float(rewards.mean()),

@@ -25,8 +25,9 @@ class Builtin:
     """A reward function of this package.
 
     `where` is its module and name; `options` those that make it what its name says; `check`, called with the options,
-    raises `ValueError` for values that cannot be. A policy's response may make a function run forever, crash or need
-    endless memory: with `undecided` such samples have that result, those of more than `limit_s` seconds among them.
+    raises `ValueError` for values that cannot be; `parts` are the numbers that it gives beside its score. A policy's
+    response may make a function run forever, crash or need endless memory: where it `may_be_undecided`, such samples
+    score 0, those of more than `limit_s` seconds among them.
     With `reads_answer` it looks for an answer, and not at the form of the whole response.
     `truth`, called with a ground truth and the options, raises `ValueError` for one that the function would not take.
     """
@@ -34,13 +35,22 @@ class Builtin:
     where: str
     options: Mapping[str, Any] = field(default_factory=dict)
     check: str | None = None
+    parts: tuple[str, ...] = ()
     limit_s: float | None = None
-    undecided: Mapping[str, float] | None = None
+    may_be_undecided: bool = False
     truth: str | None = None
     reads_answer: bool = True
 
+    @property
+    def nothing(self) -> dict[str, float]:
+        """What it gives for a response that is worth nothing: all parts are there, so that their means are of all."""
+        return {"score": 0.0, **dict.fromkeys(self.parts, 0.0)}
 
-_UNCHECKED = {"score": 0.0, UNCHECKED: 1.0}
+    @property
+    def undecided(self) -> dict[str, float]:
+        """What it gives for a sample that could not be decided."""
+        return {**self.nothing, UNCHECKED: 1.0}
+
 
 REWARDS: Mapping[str, Builtin] = {
     "exact_match": Builtin("megarl.rewards.text_match:exact_match"),
@@ -56,7 +66,8 @@ REWARDS: Mapping[str, Builtin] = {
     "math": Builtin(
         "megarl.rewards.math_match:math",
         limit_s=10.0,
-        undecided=_UNCHECKED,
+        parts=(UNCHECKED,),
+        may_be_undecided=True,
         truth="megarl.rewards.math_match:check_truth",
     ),
     "multiple_choice": Builtin(
@@ -64,25 +75,32 @@ REWARDS: Mapping[str, Builtin] = {
         check="megarl.rewards.multiple_choice:check_options",
         truth="megarl.rewards.multiple_choice:right_option",
     ),
-    "json_match": Builtin("megarl.rewards.json_match:json_match", truth="megarl.rewards.json_match:value_of_truth"),
+    "json_match": Builtin(
+        "megarl.rewards.json_match:json_match", parts=("valid",), truth="megarl.rewards.json_match:value_of_truth"
+    ),
     "json_schema": Builtin(
         "megarl.rewards.json_match:json_schema",
         limit_s=10.0,
-        undecided=_UNCHECKED,
+        parts=("valid", UNCHECKED),
+        may_be_undecided=True,
         truth="megarl.rewards.json_match:schema_of_truth",
     ),
-    "tool_call": Builtin("megarl.rewards.json_match:tool_call", truth="megarl.rewards.json_match:calls_of_truth"),
+    "tool_call": Builtin(
+        "megarl.rewards.json_match:tool_call", parts=("names",), truth="megarl.rewards.json_match:calls_of_truth"
+    ),
     "code": Builtin(
         "megarl.rewards.code:code",
         check="megarl.rewards.code:check_sandbox",
-        undecided=_UNCHECKED,
+        parts=("passed", "timed_out", UNCHECKED),
+        may_be_undecided=True,
         truth="megarl.rewards.program_tests:read_truth",
     ),
     "format": Builtin(
         "megarl.rewards.form:format",
         check="megarl.rewards.form:check_pattern",
         limit_s=1.0,
-        undecided=_UNCHECKED,
+        parts=(UNCHECKED,),
+        may_be_undecided=True,
         reads_answer=False,
     ),
     "length_penalty": Builtin(

@@ -75,7 +75,7 @@ class InProcess:
         builtin = self._builtin
         own_limit_s = (builtin and builtin.limit_s) or math.inf
         is_own = own_limit_s < time_left.seconds
-        undecided = builtin.undecided if builtin is not None else None
+        undecided = builtin.undecided if builtin is not None and builtin.may_be_undecided else None
         try:
             return await self._ask(arguments, min(time_left.seconds, own_limit_s), time_left)
         except WorkerKilled:

@@ -15,6 +15,7 @@ from megarl.rewards.scoring import (
     RewardLost,
     RewardTimedOut,
     Score,
+    as_score,
 )
 from megarl.rewards.terms import Question, Term, check_data_source, check_ground_truths, combine, terms_of
 from megarl.rewards.worker import Answered, WorkerPool
@@ -208,7 +209,10 @@ class PendingScores:
 async def _score_by(term: Term, runner: Runner, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
     """The score of one term: 0 where the response gives no answer that it could read."""
     read = term.arguments(arguments)
-    return Score(0.0) if read is None else await runner(read, time_left)
+    if read is None:
+        assert term.source.builtin is not None
+        return as_score(term.source.builtin.nothing)
+    return await runner(read, time_left)
 
 
 def _stops(result: RewardFailed, config: "RewardConfig") -> bool:

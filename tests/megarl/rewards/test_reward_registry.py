@@ -45,6 +45,12 @@ def test_built_in_rewards_go_by_name():
     }
 
 
+def test_a_sample_that_is_undecided_has_all_parts_of_the_others():
+    assert REWARDS["code"].undecided == {"score": 0.0, "passed": 0.0, "timed_out": 0.0, "unchecked": 1.0}
+    assert REWARDS["json_schema"].undecided == {"score": 0.0, "valid": 0.0, "unchecked": 1.0}
+    assert REWARDS["math"].undecided == {"score": 0.0, "unchecked": 1.0}
+
+
 @pytest.mark.parametrize("keyword", ["def", "async def"])
 def test_a_function_of_a_file(tmp_path, keyword):
     file = tmp_path / "my.rewards.py"

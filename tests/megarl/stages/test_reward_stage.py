@@ -138,6 +138,13 @@ def test_long_responses_are_penalised_in_training_only():
     assert plain.rewards == [1.0, 1.0, 1.0]
 
 
+def test_a_response_that_took_too_long_counts_in_the_means_of_parts():
+    (one,) = group("").trajectories
+    quick = [replace(one, score=Score(1.0, {"passed": value})) for value in (1.0, 0.5)]
+    slow = replace(one, score=Score(0.0), failure="timed_out")
+    assert reward_metrics([group().with_members([*quick, slow])])["reward/part/passed"] == 0.5
+
+
 def test_metrics_of_rewards():
     def scored(source, value):
         (one,) = group("", data_source=source).trajectories
