@@ -35,7 +35,6 @@ LOGS_HELP = "where the engine's log goes (default: runs/chat; runs/chat-2 while 
 _COMMANDS = {"/reset": "forget what was said", "/quit": "end"}
 _HINT = "Ctrl-C stops an answer; " + "; ".join(f"{name}: {does}" for name, does in _COMMANDS.items())
 _BREAKS = {ord(character): character for character in "\n\t"}
-# A model must not be able to command the terminal.
 _SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | _BREAKS
 
 
@@ -95,7 +94,7 @@ def reply(chat: "Chat") -> None:
     if not question:
         raise UserError("there is no question on stdin: pipe one to megarl chat, or start it in a terminal")
     for piece in chat.answer(question):
-        print(piece, end="", flush=True)
+        _show(piece)
     print()
 
 
@@ -133,10 +132,15 @@ def _answer(chat: "Chat", question: str) -> None:
     with _ctrl_c() as pressed:
         try:
             for piece in chat.answer(question, pressed.is_set):
-                print(piece.translate(_SHOWN), end="", flush=True)
+                _show(piece)
         except UserError as error:
             print(f"megarl: {error}; /reset forgets what was said", end="", file=sys.stderr)
     print(" [stopped]" if pressed.is_set() else "")
+
+
+def _show(piece: str) -> None:
+    # A model must not be able to command the terminal.
+    print(piece.translate(_SHOWN) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 @contextmanager

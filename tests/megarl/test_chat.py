@@ -2,6 +2,7 @@
 
 import io
 import signal
+import sys
 
 import pytest
 import torch
@@ -127,13 +128,23 @@ def test_at_the_prompt_ctrl_c_gives_a_hint_and_sigterm_ends(monkeypatch, capsys)
     assert next(came, None) is None
 
 
-def test_a_model_cannot_command_the_terminal(capsys):
-    class Mischief:
-        def answer(self, _question, _is_stopped):
-            yield "\x1b]0;owned\x07\n\tend\x9b"
+class Mischief:
+    def answer(self, _question, _is_stopped=None):
+        yield "\x1b]0;owned\x07\n\tend\x9b"
 
+
+def test_a_model_cannot_command_the_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     command._answer(Mischief(), "x")
-    assert capsys.readouterr().out == "\\x1b]0;owned\\x07\n\tend\\x9b\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a question of a pipe"))
+    command.reply(Mischief())
+    assert capsys.readouterr().out == 2 * "\\x1b]0;owned\\x07\n\tend\\x9b\n"
+
+
+def test_a_pipe_gets_what_the_model_wrote(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a question of a pipe"))
+    command.reply(Mischief())
+    assert capsys.readouterr().out == "\x1b]0;owned\x07\n\tend\x9b\n"
 
 
 @pytest.mark.parametrize(
