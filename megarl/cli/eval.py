@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
     """The command line as overrides of the recipe `eval`."""
-    files = [word for word in options.files if "=" not in word]
-    # Overrides that follow --files end up in it.
-    overrides = [word for word in options.files if "=" in word]
+    # Overrides that follow --files end up in it; folders of data may be called split=test.
+    overrides = [word for word in options.files if "=" in word and not Path(word).exists()]
+    files = [word for word in options.files if word not in overrides]
     given = {
         "model.path": options.model,
         "reward.function": options.reward,

@@ -49,6 +49,18 @@ def test_samples_and_temperature_are_keys_of_the_recipe():
     assert (config.loop.eval_samples, config.loop.eval_temperature) == (8, 0.6)
 
 
+def test_a_file_that_is_there_is_no_override(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "split=test" / "part-0.parquet"
+    file.parent.mkdir()
+    file.touch()
+    words = ["eval", "--model", "m", "--files", "split=test/part-0.parquet", "e.parquet", "loop.eval_samples=4"]
+    options, options.overrides = build_parser().parse_known_args(words)
+    config = compose("eval", overrides_of(options))
+    assert config.data.eval_files == ["split=test/part-0.parquet", "e.parquet"]
+    assert config.loop.eval_samples == 4
+
+
 def test_json_is_all_metrics() -> None:
     assert json.loads(json_of("model", SAMPLED)) == {"model": "model", **SAMPLED}
 
