@@ -1,6 +1,9 @@
 """In which order prompts are drawn."""
 
-from typing import TypedDict
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NotRequired, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,17 @@ class SamplerState(TypedDict):
     seed: int
     epoch: int
     position: int
+    digest: NotRequired[str]
+    """Of the prompts, where they were told; see `digest_of`."""
+
+
+def digest_of(prompts: Iterable[Sequence[int]]) -> str:
+    """Digest of the tokens of prompts, which differs where any of them, or their order, does."""
+    digest = hashlib.sha256()
+    for token_ids in prompts:
+        digest.update(len(token_ids).to_bytes(8))
+        digest.update(array("q", token_ids).tobytes())
+    return digest.hexdigest()
 
 
 class PromptSampler:
@@ -25,10 +39,10 @@ class PromptSampler:
     continues exactly where the saved one stopped. A draw that reaches the end of an epoch goes on with the next.
     """
 
-    def __init__(self, size: int, shuffle: bool, seed: int) -> None:
+    def __init__(self, size: int, shuffle: bool, seed: int, digest: str = "") -> None:
         if size < 1:
             raise ValueError(f"a sampler needs at least one prompt, got size={size}")
-        self._size, self._shuffle, self._seed = size, shuffle, seed
+        self._size, self._shuffle, self._seed, self._digest = size, shuffle, seed, digest
         self._start_epoch(0, position=0)
 
     @property
@@ -66,7 +80,12 @@ class PromptSampler:
     def state_dict(self) -> SamplerState:
         """Return the position and what the order depends on."""
         return SamplerState(
-            size=self._size, shuffle=self._shuffle, seed=self._seed, epoch=self._epoch, position=self._position
+            size=self._size,
+            shuffle=self._shuffle,
+            seed=self._seed,
+            epoch=self._epoch,
+            position=self._position,
+            digest=self._digest,
         )
 
     def load_state_dict(self, state: SamplerState) -> None:
@@ -78,6 +97,13 @@ class PromptSampler:
                     f"the checkpoint's prompt sampler has {key}={state[key]} and this run {key}={own[key]}, so the "
                     f"order of prompts cannot be continued; resume with the same data, data.shuffle and loop.seed"
                 )
+        # Older checkpoints have no digest.
+        saved = state.get("digest", "")
+        if saved and self._digest and saved != self._digest:
+            raise UserError(
+                "the checkpoint's prompts are not those of this run, although there are as many, so their order cannot "
+                "be continued; resume with the same data files, chat template and data.max_prompt_tokens"
+            )
         self._start_epoch(state["epoch"], state["position"])
 
     def _start_epoch(self, epoch: int, position: int) -> None:

@@ -16,6 +16,7 @@ from megarl.cluster.roles import POLICY
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
+from megarl.data.sampler import digest_of
 from megarl.diagnostics.alerts import Alerts
 from megarl.models.auxiliary import AuxiliaryModels, auxiliary_options, check_auxiliary, open_auxiliary
 from megarl.models.context import check_context
@@ -120,7 +121,7 @@ def open_job(setup: RunSetup) -> Iterator[Job]:
             data = _read_prompt_data(config, model)
             check_auxiliary(config, model, data.prompts)
             objective = PolicyObjective(config.algorithm)
-            state = _position(setup, len(data.prompts))
+            state = _position(setup, data.prompts)
             scorer = stack.enter_context(Scorer(config.reward))
             scorer.check_questions((*data.prompts, *data.eval_prompts))
         roles = {POLICY: setup.options, **auxiliary_options(config)}
@@ -233,9 +234,10 @@ def _read_prompts(files: list[str], config: MegarlConfig, model: Model) -> list[
     return found.prompts
 
 
-def _position(setup: RunSetup, prompts: int) -> LoopState:
-    """Where the loop stands at the start."""
-    state = LoopState(setup.step, setup.sampler(prompts), AdaptiveKl.from_config(setup.config.algorithm))
+def _position(setup: RunSetup, prompts: Sequence[Prompt]) -> LoopState:
+    """Where the loop stands at the setup."""
+    sampler = setup.sampler(len(prompts), digest_of(prompt.token_ids for prompt in prompts))
+    state = LoopState(setup.step, sampler, AdaptiveKl.from_config(setup.config.algorithm))
     if setup.checkpoint is not None:
         state.kl.load_state_dict(setup.checkpoint.state["kl"])
     return state

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from megarl.data import PromptSampler
+from megarl.data.sampler import digest_of
 
 sizes = st.integers(1, 40)
 seeds = st.integers(0, 2**32)
@@ -70,3 +71,21 @@ def test_unshuffled_is_the_order_of_the_files():
 def test_the_state_of_another_order_is_refused(other, said):
     with pytest.raises(UserError, match=said):
         PromptSampler(10, True, 0).load_state_dict(other.state_dict())
+
+
+def test_a_run_goes_on_with_the_same_prompts_alone():
+    digest = digest_of([[1, 2], [3]])
+    assert digest != digest_of([[1], [2, 3]])
+    assert digest != digest_of([[3], [1, 2]])
+    sampler = PromptSampler(2, True, 0, digest)
+    sampler.next(1)
+    PromptSampler(2, True, 0, digest_of([[1, 2], [3]])).load_state_dict(sampler.state_dict())
+    with pytest.raises(UserError, match="prompts are not those of this run"):
+        PromptSampler(2, True, 0, digest_of([[1, 2], [4]])).load_state_dict(sampler.state_dict())
+
+
+def test_a_checkpoint_without_a_digest_is_taken():
+    state = PromptSampler(2, True, 0).state_dict()
+    PromptSampler(2, True, 0, digest_of([[1], [2]])).load_state_dict(state)
+    del state["digest"]
+    PromptSampler(2, True, 0, digest_of([[1], [2]])).load_state_dict(state)
