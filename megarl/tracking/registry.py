@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from converters.errors import UserError, did_you_mean
 from megarl.tracking.console import make_console_logger
 from megarl.tracking.jsonl import JsonLinesLogger
-from megarl.tracking.services import MlflowLogger, ServiceLogger, TensorBoardLogger, WandbLogger
+from megarl.tracking.services import MlflowLogger, TensorBoardLogger, WandbLogger, open_service
 from megarl.tracking.tracker import Logger, Run, Tracker
 
 
@@ -28,13 +29,13 @@ LOGGERS: Mapping[str, LoggerKind] = {
     "jsonl": LoggerKind(JsonLinesLogger, files=("metrics.jsonl",)),
     "tensorboard": LoggerKind(TensorBoardLogger, folders=("tensorboard",)),
     "wandb": LoggerKind(
-        lambda run: ServiceLogger("wandb", WandbLogger(run)),
+        partial(open_service, "wandb", WandbLogger),
         folders=("wandb",),
         files=("wandb_run_id",),
         package="wandb",
     ),
     "mlflow": LoggerKind(
-        lambda run: ServiceLogger("mlflow", MlflowLogger(run)), files=("mlflow_run_id",), package="mlflow-skinny"
+        partial(open_service, "mlflow", MlflowLogger), files=("mlflow_run_id",), package="mlflow-skinny"
     ),
 }
 """The loggers that `tracking.loggers` may name."""

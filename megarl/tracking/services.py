@@ -3,19 +3,27 @@
 import importlib
 import re
 import sys
+import time
 from collections.abc import Callable, Mapping
-from functools import cache
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
 from converters.errors import UserError
 from megarl.tracking.histogram import Histogram, MetricValue
-from megarl.tracking.tracker import Logger, Run
+from megarl.tracking.tracker import Logger, Run, Tracker
 
 _WANDB_BINS = 512
 """As many bins as wandb takes in a histogram; it raises ValueError for more."""
 _MLFLOW_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+_MOST_WAITING = 100
+"""Steps that may wait for a service."""
+_CLOSE_WAIT_S = 60.0
 _MLFLOW_FORBIDS = re.compile(r"[^\w.\- /]")
 
 
@@ -122,25 +130,83 @@ class MlflowLogger:
 
 
 class ServiceLogger:
-    """A logger to a service that may be away: what it does not take is said and lost there, and no run ends for it."""
+    """A logger to a service that may be away: what it does not take is said and lost there, and no run ends for it.
 
-    def __init__(self, name: str, logger: Logger) -> None:
-        self._name, self._logger = name, logger
+    It is made and used in a thread of its own, so that no step waits for the service. Raises what `make` raises.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Logger]) -> None:
+        self._name = name
+        self._waiting: Queue[tuple[int, Mapping[str, MetricValue]] | None] = Queue(_MOST_WAITING)
+        self._has_lost = False
+        made: Future[None] = Future()
+        # A daemon: a service that never answers holds up no end of a program.
+        self._thread = Thread(target=self._serve, args=(make, made), name=name, daemon=True)
+        self._thread.start()
+        made.result()
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        """Let it have the metrics of one step."""
-        self._try(f"does not take the metrics of step {step}", lambda: self._logger.log(step, metrics))
+        """Let it have the metrics of one step once it has taken those before; where too many wait, they are lost."""
+        try:
+            self._waiting.put_nowait((step, metrics))
+        except Full:
+            if not self._has_lost:
+                self._warn(f"is {_MOST_WAITING} steps behind: metrics from step {step} on may be missing there")
+            self._has_lost = True
 
     def close(self) -> None:
-        """Let it write out what is pending and end."""
-        self._try("does not take the end of the run", self._logger.close)
+        """Let it write out what is pending and end, for as long as `_CLOSE_WAIT_S`."""
+        end = time.monotonic() + _CLOSE_WAIT_S
+        with suppress(Full):
+            self._waiting.put(None, timeout=_CLOSE_WAIT_S)
+            self._thread.join(max(end - time.monotonic(), 0.0))
+        if self._thread.is_alive():
+            self._warn(f"has not taken all metrics {_CLOSE_WAIT_S:.0f} s after the run: the last may be missing there")
+
+    def _serve(self, make: Callable[[], Logger], made: "Future[None]") -> None:
+        try:
+            logger = make()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            made.set_exception(error)
+            return
+        made.set_result(None)
+        while (taken := self._waiting.get()) is not None:
+            step, metrics = taken
+            self._try(f"does not take the metrics of step {step}", partial(logger.log, step, metrics))
+        self._try("does not take the end of the run", logger.close)
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - each service has its own
-            why = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"warning: {self._name} {what} ({why}); the run goes on", file=sys.stderr, flush=True)
+            self._warn(f"{what} ({_told(error)})")
+
+    def _warn(self, what: str) -> None:
+        print(f"warning: {self._name} {what}; the run goes on", file=sys.stderr, flush=True)
+
+
+def open_service(name: str, make: Callable[[Run], Logger], run: Run) -> Logger:
+    """The logger of a service in a `ServiceLogger`; none where a resumed run finds it away, which is said.
+
+    A run's first start raises what `make` raises, so that settings that are wrong are seen.
+    """
+    try:
+        return ServiceLogger(name, partial(make, run))
+    except UserError:
+        raise
+    except Exception as error:
+        if not run.resumed:
+            raise
+        print(
+            f"warning: {name} cannot be reached ({_told(error)}); the run goes on without it",
+            file=sys.stderr,
+            flush=True,
+        )
+        return Tracker([])
+
+
+def _told(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _of_mlflow(metrics: Mapping[str, MetricValue]) -> dict[str, float]:

@@ -1,12 +1,14 @@
 import importlib
 import importlib.util
 import sys
+import threading
+import time
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from converters.errors import UserError
-from megarl.tracking import LOGGERS, Histogram, Run, open_tracker, read_history
+from megarl.tracking import LOGGERS, Histogram, Run, open_tracker, read_history, services
 
 # Stand-ins for services that need an account or a server: they keep what they are told, as the real ones' clients do.
 WANDB = """
@@ -137,11 +139,14 @@ def test_a_service_that_is_away_for_a_while_ends_no_run(tmp_path, installed, mon
     def unreachable(*_, **__):
         raise ConnectionError("Max retries exceeded\nwith url: /api/2.0/mlflow")
 
+    def away_at_first(metrics, step):
+        (unreachable if step == 1 else log_metrics)(metrics, step)
+
+    monkeypatch.setattr(mlflow, "log_metrics", away_at_first)
+    monkeypatch.setattr(mlflow, "end_run", unreachable)
     with open_tracker(["jsonl", "mlflow"], Run(tmp_path, 0, 2)) as tracker:
         for step in range(3):
-            monkeypatch.setattr(mlflow, "log_metrics", unreachable if step == 1 else log_metrics)
             tracker.log(step, {"reward/mean": 0.5})
-        monkeypatch.setattr(mlflow, "end_run", unreachable)
     assert [line["step"] for line in read_history(tmp_path)] == [0, 1, 2]
     assert [step for step, _ in mlflow.runs["run0"]] == [0, 2]
     why = "(ConnectionError: Max retries exceeded with url: /api/2.0/mlflow); the run goes on"
@@ -149,6 +154,55 @@ def test_a_service_that_is_away_for_a_while_ends_no_run(tmp_path, installed, mon
         f"warning: mlflow does not take the metrics of step 1 {why}",
         f"warning: mlflow does not take the end of the run {why}",
     ]
+
+
+def test_no_step_waits_for_a_service_that_does_not_answer(tmp_path, installed, monkeypatch, capsys):
+    mlflow = installed("mlflow", MLFLOW)
+    answers = threading.Event()
+    monkeypatch.setattr(mlflow, "log_metrics", lambda *_, **__: answers.wait(60))
+    monkeypatch.setattr(services, "_CLOSE_WAIT_S", 0.1)
+    logger = LOGGERS["mlflow"].make(Run(tmp_path, 0, 300))
+    start = time.monotonic()
+    for step in range(300):
+        logger.log(step, {"reward/mean": 0.5})
+    logger.close()
+    answers.set()
+    assert time.monotonic() - start < 30
+    lost, late = capsys.readouterr().err.splitlines()
+    assert "mlflow is 100 steps behind: metrics from step 10" in lost
+    assert "mlflow has not taken all metrics" in late
+
+
+def test_all_that_waits_is_taken_before_the_end(tmp_path, installed, monkeypatch):
+    mlflow = installed("mlflow", MLFLOW)
+    log_metrics = mlflow.log_metrics
+
+    def slowly(metrics, step):
+        time.sleep(0.01)
+        log_metrics(metrics, step)
+
+    monkeypatch.setattr(mlflow, "log_metrics", slowly)
+    logger = LOGGERS["mlflow"].make(Run(tmp_path, 0, 9))
+    for step in range(30):
+        logger.log(step, {"reward/mean": 0.5})
+    logger.close()
+    assert [step for step, _ in mlflow.runs["run0"]] == list(range(30))
+
+
+def test_a_service_that_is_away_at_the_start_ends_a_new_run_and_no_resumed_one(
+    tmp_path, installed, monkeypatch, capsys
+):
+    mlflow = installed("mlflow", MLFLOW)
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(mlflow, "start_run", unreachable)
+    with pytest.raises(ConnectionError, match="no route"):
+        LOGGERS["mlflow"].make(Run(tmp_path, 0, 9))
+    log_once("mlflow", Run(tmp_path, 1, 9, resumed=True), step=1)
+    said = "warning: mlflow cannot be reached (ConnectionError: no route); the run goes on without it\n"
+    assert capsys.readouterr().err == said
 
 
 LENGTHS = Histogram(edges=(0.5, 2.5, 4.5), counts=(3, 1))
@@ -171,6 +225,7 @@ def test_wandb_gets_a_histogram_of_its_own(tmp_path, installed):
     wandb = installed("wandb", WANDB)
     logger = LOGGERS["wandb"].make(Run(tmp_path, 0, 9))
     logger.log(4, {"response_length/histogram": LENGTHS, "reward/mean": 0.5})
+    logger.close()
     (line,) = wandb.runs["run0"].lines
     drawn = line.pop("response_length/histogram")
     assert (drawn.counts, drawn.edges) == ([3, 1], [0.5, 2.5, 4.5])
@@ -180,7 +235,9 @@ def test_wandb_gets_a_histogram_of_its_own(tmp_path, installed):
 def test_wandb_gets_the_load_of_more_experts_than_it_takes_bins(tmp_path, installed):
     wandb = installed("wandb", WANDB)
     load = Histogram(tuple(expert - 0.5 for expert in range(601)), tuple(range(600)))
-    LOGGERS["wandb"].make(Run(tmp_path, 0, 9)).log(4, {"experts/load/layer_3": load})
+    logger = LOGGERS["wandb"].make(Run(tmp_path, 0, 9))
+    logger.log(4, {"experts/load/layer_3": load})
+    logger.close()
     (line,) = wandb.runs["run0"].lines
     drawn = line["experts/load/layer_3"]
     assert drawn.counts == [2 * (2 * pair) + 1 for pair in range(300)]
@@ -191,6 +248,7 @@ def test_mlflow_gets_quantiles_and_names_that_it_takes(tmp_path, installed):
     mlflow = installed("mlflow", MLFLOW)
     logger = LOGGERS["mlflow"].make(Run(tmp_path, 0, 9))
     logger.log(4, {"a/histogram": LENGTHS, "reward/source/my@data": 0.5, "none": Histogram((0.0, 1.0), (0,))})
+    logger.close()
     quantiles = {"p10": 0.5 + 2 * 0.4 / 3, "p50": 0.5 + 2 * 2 / 3, "p90": 2.5 + 2 * 0.6}
     ((step, values),) = mlflow.runs["run0"]
     assert step == 4
