@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
+from statistics import fmean
 
 import numpy as np
 
@@ -87,17 +88,29 @@ def validation_metrics(answers: Sequence[Answers], samples: int) -> dict[str, fl
 
 
 def by_source(answers: Sequence[Answers], samples: int) -> dict[str, float]:
-    """`validation_metrics` of all answers, and of each data source as "source/<data_source>/..." if there are several.
+    """`validation_metrics` as `for_each_source` gives them."""
+    return for_each_source(answers, lambda found: validation_metrics(found, samples))
 
-    There is at least one.
+
+def accuracy_by_source(answers: Sequence[Answers]) -> dict[str, float]:
+    """The mean reward, "accuracy", as `for_each_source` gives it."""
+    return for_each_source(answers, lambda found: {"accuracy": fmean(r for each in found for r in each.rewards)})
+
+
+def for_each_source(
+    answers: Sequence[Answers], measure: Callable[[Sequence[Answers]], dict[str, float]]
+) -> dict[str, float]:
+    """Metrics of all answers, and of each data source as "source/<data_source>/..." if there are several.
+
+    There is at least one answer.
     """
     sources: dict[str, list[Answers]] = defaultdict(list)
     for each in answers:
         sources[each.data_source].append(each)
-    metrics = validation_metrics(answers, samples)
+    metrics = measure(answers)
     if len(sources) > 1:
         for source, found in sources.items():
-            metrics |= {f"source/{source}/{name}": x for name, x in validation_metrics(found, samples).items()}
+            metrics |= {f"source/{source}/{name}": value for name, value in measure(found).items()}
     return metrics
 
 

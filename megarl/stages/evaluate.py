@@ -1,6 +1,5 @@
 """How good the policy is: greedy responses to held-out prompts, or several sampled ones."""
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.cluster.engines import Engines
 from megarl.data import Prompt, PromptGroup
 from megarl.diagnostics.answers import answer_of
-from megarl.diagnostics.pass_at_k import Answers, by_source
+from megarl.diagnostics.pass_at_k import Answers, accuracy_by_source, by_source
 from megarl.rewards import Scorer
 from megarl.rollout.protocol import SamplingParameters
 from megarl.schema import MegarlConfig
@@ -112,18 +111,9 @@ def evaluation_metrics(
         mean = f"mean_at_{samples}"
         found |= {f"{name.removesuffix(mean)}accuracy": x for name, x in found.items() if name.endswith(mean)}
     else:
-        found = _accuracies(answered)
+        # Nothing is voted on, so that texts are not needed.
+        found = accuracy_by_source([Answers(group.prompt.data_source, (), group.rewards) for group in answered])
     return {f"eval/{name}": value for name, value in found.items()}
-
-
-def _accuracies(groups: Sequence[PromptGroup]) -> dict[str, float]:
-    rewards: dict[str, list[float]] = defaultdict(list)
-    for group in groups:
-        rewards[group.prompt.data_source] += group.rewards
-    means = {f"source/{source}/accuracy": sum(found) / len(found) for source, found in rewards.items()}
-    all_rewards = [reward for group in groups for reward in group.rewards]
-    overall = {"accuracy": sum(all_rewards) / len(all_rewards)}
-    return overall | means if len(means) > 1 else overall
 
 
 def _answers(group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> Answers:

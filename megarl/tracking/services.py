@@ -7,16 +7,19 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
 from megarl.tracking.histogram import Histogram, MetricValue
 from megarl.tracking.tracker import Logger, Run, Tracker
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 _WANDB_BINS = 512
 """As many bins as wandb takes in a histogram; it raises ValueError for more."""
@@ -33,23 +36,25 @@ class TensorBoardLogger:
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter  # torch takes seconds to import
 
-        folder = str(run.place("tensorboard"))
+        self._make_writer = partial(
+            SummaryWriter, str(run.place("tensorboard")), purge_step=run.first_step if run.resumed else None
+        )
         # A start that fails before its first metric is to leave no event file, which the next would have to keep.
-        self._open = cache(lambda: SummaryWriter(folder, purge_step=run.first_step if run.resumed else None))
+        self._writer: SummaryWriter | None = None
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Write one scalar or histogram per metric and flush."""
-        writer = self._open()
+        self._writer = self._writer or self._make_writer()
         for name, value in metrics.items():
             if isinstance(value, Histogram):
-                self._log_histogram(step, name, value)
+                self._log_histogram(self._writer, step, name, value)
             else:
-                writer.add_scalar(name, value, step)
-        writer.flush()
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
-    def _log_histogram(self, step: int, name: str, histogram: Histogram) -> None:
+    def _log_histogram(self, writer: "SummaryWriter", step: int, name: str, histogram: Histogram) -> None:
         weighted = list(zip(histogram.middles, histogram.counts, strict=True))
-        self._open().add_histogram_raw(
+        writer.add_histogram_raw(
             name,
             min=histogram.edges[0],
             max=histogram.edges[-1],
@@ -63,8 +68,8 @@ class TensorBoardLogger:
 
     def close(self) -> None:
         """Close the event file, if there is one."""
-        if self._open.cache_info().currsize:
-            self._open().close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbLogger:
