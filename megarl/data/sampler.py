@@ -20,7 +20,7 @@ class SamplerState(TypedDict):
     epoch: int
     position: int
     digest: NotRequired[str]
-    """Of the prompts, where they were told; see `digest_of`."""
+    """Digest of the prompts (`digest_of`); empty where none was given."""
 
 
 def digest_of(prompts: Iterable[Sequence[int]]) -> str:

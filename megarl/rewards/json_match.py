@@ -127,7 +127,7 @@ def _check_depth(value: Any, depth: int = 0) -> None:
 
 
 def _tagged(text: str) -> list[str]:
-    """What the tags of calls hold. Raises `ValueError` if one is not closed that others come before."""
+    """The texts between the tags of calls. Raises `ValueError` if one is not closed that others come before."""
     parts = [part.partition(_CLOSE) for part in text.split(_OPEN)[1:]]
     # A tag that is only spoken of comes before the calls.
     calls = list(dropwhile(lambda part: not part[1], parts))

@@ -1,4 +1,4 @@
-"""What the sandbox runs in the place of a program that is called or tested by code: it does both, and says the result.
+"""Driver that the sandbox runs for a program which is called, or tested by code: it does both, and says the result.
 
 The program, the code or the call, and a token come on stdin. The last line is the token and the result as JSON, so it
 is there only where all went well. The program's name is not "__main__": what it guards by that is not run.

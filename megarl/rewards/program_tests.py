@@ -19,7 +19,7 @@ _BEFORE_CALLED = "\n".join(
         *(f"from {name} import *" for name in ["typing", "collections", "functools", "itertools", "heapq", "bisect"]),
     ]
 )
-"""What LeetCode imports for its programs, which therefore do not."""
+"""Imports that LeetCode makes for its programs, which therefore make none."""
 
 
 class Test(NamedTuple):
@@ -31,7 +31,7 @@ class Test(NamedTuple):
 
 
 class Truth(Protocol):
-    """What a ground truth asks of a program."""
+    """Tests that a ground truth asks of a program."""
 
     def tests(self, program: str) -> Iterator[Test]:
         """The tests of `program`, in order."""

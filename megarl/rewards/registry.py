@@ -43,12 +43,12 @@ class Builtin:
 
     @property
     def nothing(self) -> dict[str, float]:
-        """What it gives for a response that is worth nothing: all parts are there, so that their means are of all."""
+        """Its result for a response that is worth nothing: all parts are there, so that their means are of all."""
         return {"score": 0.0, **dict.fromkeys(self.parts, 0.0)}
 
     @property
     def undecided(self) -> dict[str, float]:
-        """What it gives for a sample that could not be decided."""
+        """Its result for a sample that could not be decided."""
         return {**self.nothing, UNCHECKED: 1.0}
 
 

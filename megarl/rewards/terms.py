@@ -30,7 +30,7 @@ class Term:
     """A built-in reward reads what stands behind the last of these; see `reward.answer_after`."""
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """What the function is called with; None where the response gives no answer that it could read."""
+        """Arguments that the function is called with; None where the response gives no answer that it could read."""
         builtin = self.source.builtin
         if not self.answer_after or builtin is None or not builtin.reads_answer:
             return arguments
