@@ -52,7 +52,9 @@ def own_root(writable_bytes: int) -> None:
     """
     _mount(None, Path("/"), None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size=1m,nr_inodes={_OUTSIDE_FILES},mode=755")
-    interpreter = sorted(map(Path, {sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix}))
+    named = set(map(Path, (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)))
+    # A virtual environment may be a link to one.
+    interpreter = sorted(named | {path.resolve() for path in named})
     in_tmp = [path for path in interpreter if path.is_relative_to("/tmp")]
     for path in (*(Path("/") / name for name in (*_SYSTEM, *_DEVICES)), *interpreter):
         if path not in in_tmp:
@@ -63,7 +65,8 @@ def own_root(writable_bytes: int) -> None:
     _mount("tmpfs", _ROOT / "tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, options)
     for path in in_tmp:
         _bring(path)
-        _set_attributes(_ROOT / path.relative_to("/"), _READ_ONLY | _NO_SETUID)
+        if not path.is_symlink():
+            _set_attributes(_ROOT / path.relative_to("/"), _READ_ONLY | _NO_SETUID)
     os.chdir(_ROOT)
     call("syscall", _PIVOT_ROOT[os.uname().machine], b".", b".")  # the old root is now on top of the new one
     call("umount2", b".", _MNT_DETACH)

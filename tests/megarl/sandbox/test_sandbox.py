@@ -296,3 +296,12 @@ def test_an_interpreter_below_tmp_is_there_too():
 def test_the_limit_of_cpu_time_is_a_timeout():
     finished = finish("while True: pass", wall_s=60.0, cpu_s=1)
     assert (finished.end, finished.code) == ("timed_out", 128 + signal.SIGXCPU)
+
+
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="the interpreter is in no virtual environment")
+def test_an_environment_that_is_a_link_has_its_interpreter(tmp_path):
+    (tmp_path / "venv").symlink_to(sys.prefix)
+    code = "from megarl.sandbox.run import *; print(run('print(7)', b'', Limits(), 'namespaces').output)"
+    python = [str(tmp_path / "venv" / "bin" / "python"), "-c", code]
+    finished = subprocess.run(python, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    assert (finished.stdout, finished.stderr) == ("b'7\\n'\n", "")
