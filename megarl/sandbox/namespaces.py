@@ -4,6 +4,7 @@ import ctypes
 import os
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.sandbox.libc import call
@@ -45,6 +46,13 @@ def enter(other_user: int) -> None:
     Path("/proc/self/gid_map").write_text(f"{_NOBODY} {group} 1")
 
 
+def _with_targets(path: Path) -> Iterator[Path]:
+    """The path, and where it leads to if it is a link, as a virtual environment may be, also to another link."""
+    yield path
+    if path.is_symlink():
+        yield from _with_targets(path.parent / path.readlink())
+
+
 def own_root(writable_bytes: int) -> None:
     """Change the root to one that holds the interpreter and the system's libraries, and /tmp of so many bytes.
 
@@ -52,9 +60,8 @@ def own_root(writable_bytes: int) -> None:
     """
     _mount(None, Path("/"), None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", _ROOT, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size=1m,nr_inodes={_OUTSIDE_FILES},mode=755")
-    named = set(map(Path, (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)))
-    # A virtual environment may be a link to one.
-    interpreter = sorted(named | {path.resolve() for path in named})
+    named = map(Path, (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix))
+    interpreter = sorted({place for path in named for place in _with_targets(path)})
     in_tmp = [path for path in interpreter if path.is_relative_to("/tmp")]
     for path in (*(Path("/") / name for name in (*_SYSTEM, *_DEVICES)), *interpreter):
         if path not in in_tmp:
