@@ -144,7 +144,9 @@ class Adapter(torch.nn.ModuleDict):
         if cut_in is not None:
             set_tensor_model_parallel_attributes(factor, is_parallel=True, dim=cut_in, stride=1)
         elif self._is_expert:
-            # Other experts' ranks are among the tensor-parallel ones, of which Megatron would count the first alone.
-            factor.tensor_model_parallel = self._group.rank() == 0  # type: ignore[attr-defined]
+            # Megatron would count it on each first rank of the layers that aren't experts, which may be none or several
+            # of those that have it alike: as a cut one it is counted everywhere but where it is a copy.
+            factor.tensor_model_parallel = True  # type: ignore[attr-defined]
+            factor.shared = self._group.rank() != 0  # type: ignore[attr-defined]
         else:
             factor.sequence_parallel = linear.config.sequence_parallel  # type: ignore[attr-defined]

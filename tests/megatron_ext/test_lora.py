@@ -56,6 +56,7 @@ SIZES = {
         ParallelSizes(world_size=4, tensor_model_parallel_size=2, expert_model_parallel_size=2),
         MIXTURES,
     ),
+    "TP1 ETP2": (ParallelSizes(world_size=2, expert_tensor_parallel_size=2), ("qwen3_moe",)),
 }
 LORAS = {
     "qwen3": Lora(3, 12.0),
