@@ -20,15 +20,21 @@ from converters.layout import Shape
 
 ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-_PLAIN: Mapping[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    **dict.fromkeys(("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out"), False),
-    **dict.fromkeys(("modules_to_save", "layers_to_transform", "layer_replication", "target_parameters")),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern", "exclude_modules", "trainable_token_indices")),
-}
-"""Field of adapter_config.json -> the only value with which the adapter is A and B of whole matrices; all empty ones
-are alike."""
+_PLAIN_BEGINNINGS = ("gaussian", "orthogonal", "eva")
+"""Values of init_lora_weights, beside true and false, that choose A and B and leave the model's weights as they are."""
+_SAYS_NOTHING = frozenset(
+    (
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("r", "lora_alpha", "lora_dropout", "target_modules", "runtime_config", "megatron_config", "megatron_core"),
+        # Of a way to begin, and each acts with another field alone.
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "layers_pattern"),
+    )
+)
+"""Fields of adapter_config.json with any value of which the adapter is A and B of whole matrices; others make it more
+than that, unless they are empty."""
+_MERGE = "merge it into its model with PEFT and train on from that"
+_PLAIN: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none"}
+"""Fields that are never empty, and the only values with which it is that."""
 
 
 class AdapterFolder:
@@ -77,15 +83,40 @@ def read_adapter_config(folder: Path) -> Lora:
     """The adapter of which the adapter_config.json in `folder` speaks. Raises UserError as `AdapterFolder`."""
     path = folder / ADAPTER_CONFIG
     config = read_json(path)
-    for name, plain in _PLAIN.items():
-        if (value := config.get(name, plain)) != plain and (value or plain):
-            raise UserError(f"{path} has {name}={value!r}, and only {plain!r} is supported")
+    _check_plain(path, config)
     targets, rank, alpha = (config.get(name) for name in ("target_modules", "r", "lora_alpha"))
     if targets != ALL_LINEAR and not (isinstance(targets, list) and all(isinstance(each, str) for each in targets)):
         raise UserError(f"{path} has target_modules={targets!r}, which is no list of names: write them out")
     if not isinstance(rank, int) or not isinstance(alpha, int | float):
         raise UserError(f"{path} has r={rank!r} and lora_alpha={alpha!r}, where numbers belong; correct them")
     return Lora(rank, float(alpha), (targets,) if isinstance(targets, str) else tuple(sorted(targets)))
+
+
+def read_dropout(folder: Path) -> float:
+    """The lora_dropout in the adapter_config.json in `folder`: the share of inputs that its training left out."""
+    dropout = read_json(folder / ADAPTER_CONFIG).get("lora_dropout")
+    return float(dropout) if isinstance(dropout, int | float) else 0.0
+
+
+def _check_plain(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise UserError unless the fields are those of plain LoRA: what PEFT adds to them later is more than that."""
+    for name, value in config.items():
+        if name == "init_lora_weights":
+            _check_beginning(path, value)
+        elif name in _PLAIN:
+            if value != _PLAIN[name]:
+                raise UserError(f"{path} has {name}={value!r}, and only {_PLAIN[name]!r} is supported: {_MERGE}")
+        elif value and name not in _SAYS_NOTHING:
+            raise UserError(f"{path} has {name}={value!r}, which plain LoRA has not: {_MERGE}")
+
+
+def _check_beginning(path: Path, begun: Any) -> None:
+    """Raise UserError for an adapter that PEFT began by taking its first values from the model's weights."""
+    if isinstance(begun, str) and begun.lower() not in _PLAIN_BEGINNINGS:
+        raise UserError(
+            f"{path} has init_lora_weights={begun!r}, and such an adapter may belong to weights other than the model's:"
+            " save it as plain LoRA with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+        )
 
 
 def write_adapter_config(folder: Path, adapter: Architecture, lora: Lora) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from converters.architectures import Lora
 from converters.errors import UserError
-from converters.formats.peft import read_adapter_config
+from converters.formats.peft import read_adapter_config, read_dropout
 from megarl.schema import LoraConfig, MegarlConfig
 from megatron_ext.options import AdapterOptions
 
@@ -28,6 +28,13 @@ def adapter_options(config: LoraConfig, seed: int) -> AdapterOptions | None:
                 f"lora.{name}={asked}, and the adapter in lora.path={config.path} has {value}: leave it out"
             )
     return AdapterOptions(lora, seed, Path(config.path), config.merge)
+
+
+def without_dropout(config: LoraConfig) -> str | None:
+    """A sentence where an adapter goes on that was trained with dropout: its log-probs are equal, its training not."""
+    if config.path is None or not (dropout := read_dropout(Path(config.path))):
+        return None
+    return f"the adapter in lora.path={config.path} has lora_dropout={dropout:g}, and goes on without dropout"
 
 
 def check_lora(config: MegarlConfig) -> None:

@@ -18,6 +18,7 @@ from megarl.cluster.reservation import Seats, reserve
 from megarl.cluster.roles import ENGINE, POLICY, engine_role, trainer_role
 from megarl.cluster.runtime import ray_cluster
 from megarl.cluster.trainer_group import TrainerGroup
+from megarl.config.lora import without_dropout
 from megarl.config.megatron import megatron_options
 from megarl.config.validate import COMMANDS
 from megarl.data import PromptSampler
@@ -211,6 +212,8 @@ def open_processes(
         seats = stack.enter_context(reserve(roles, config.cluster))
         for line in table({name: each.nodes for name, each in seats.items()}, config.cluster.sharing()):
             print(line, file=sys.stderr, flush=True)
+        if sentence := without_dropout(config.lora):
+            print(f"warning: {sentence}", file=sys.stderr, flush=True)
         machines = len({node.id for name in models for node in seats[name].nodes})
         if sentence := lost_in_export(Path(config.output_dir), machines):
             print(f"warning: {sentence}, when the run is done", file=sys.stderr, flush=True)

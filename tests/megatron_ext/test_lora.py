@@ -33,6 +33,8 @@ from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
 from megarl.algorithms import SftObjective
+from megarl.config.lora import without_dropout
+from megarl.schema import LoraConfig
 from megatron_ext import checkpoint, device
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options import AdapterOptions, MegatronOptions
@@ -313,7 +315,12 @@ def test_adapters_that_cannot_be_are_refused_in_a_sentence(cases: Mapping[str, C
         AdapterFolder(cases["qwen3"].adapter).check(other)
     written = json.loads((cases["qwen3"].adapter / ADAPTER_CONFIG).read_text())
     for change, words in (
-        ({"use_dora": True}, "use_dora=True, and only False is supported"),
+        ({"use_dora": True}, "use_dora=True, which plain LoRA has not: merge it"),
+        ({"peft_type": "LOHA"}, "peft_type='LOHA', and only 'LORA' is supported: merge it"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens="),
+        ({"use_qalora": True}, "use_qalora=True"),
+        ({"of_the_future": {"x": 1}}, "of_the_future={'x': 1}"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4', and .* save it as plain LoRA"),
         ({"r": "8"}, "r='8'"),
         ({"target_modules": ".*_proj"}, "no list of names"),
         ({"r": 0}, "must be above 0"),
@@ -321,3 +328,13 @@ def test_adapters_that_cannot_be_are_refused_in_a_sentence(cases: Mapping[str, C
         (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({**written, **change}))
         with pytest.raises(UserError, match=words):
             read_adapter_config(tmp_path)
+
+
+def test_an_adapter_with_the_fields_that_peft_writes_is_plain(cases: Mapping[str, Case], tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    for options in ({}, {"init_lora_weights": "gaussian"}, {"init_lora_weights": False, "lora_dropout": 0.1}):
+        peft.LoraConfig(r=3, lora_alpha=12, target_modules=["q_proj"], **options).save_pretrained(tmp_path)
+        assert read_adapter_config(tmp_path) == Lora(3, 12.0, ("q_proj",))
+    assert "lora_dropout=0.1, and goes on without dropout" in str(without_dropout(LoraConfig(path=str(tmp_path))))
+    assert without_dropout(LoraConfig(path=str(cases["qwen3"].adapter))) is None
+    assert without_dropout(LoraConfig()) is None
