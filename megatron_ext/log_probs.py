@@ -213,7 +213,12 @@ class _WeightGradient:
             total.addmm_(gradient.t(), hidden)
             return
         for start in range(0, len(total), rows := max(1, _BLOCK_ELEMENTS // hidden.shape[1])):
-            total[start : start + rows].add_(gradient[:, start : start + rows].t() @ hidden)
+            block = gradient[:, start : start + rows].t()
+            if hidden.is_cuda:
+                # Without copies of both in float32.
+                total[start : start + rows].add_(torch.mm(block, hidden, out_dtype=torch.float32))
+            else:
+                total[start : start + rows].addmm_(block.float(), hidden.float())
 
     def result(self) -> Tensor:
         """Gradient of the weight for autograd."""

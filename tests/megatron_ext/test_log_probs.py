@@ -175,6 +175,20 @@ def test_the_weight_gradient_of_many_chunks_is_summed_in_fp32() -> None:
     assert weight.grad.flatten().tolist() == [tokens / 2, -tokens / 2]
 
 
+def test_products_of_the_weight_gradient_are_not_rounded() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(256, 64, generator=generator).bfloat16()
+    labels = torch.randint(96, (256,), generator=generator)
+    found = []
+    for chunk_tokens in (256, 4):
+        # All logits are equal, so that they and their gradients are the same numbers however they are cut.
+        weight = torch.zeros(96, 64, dtype=torch.bfloat16, requires_grad=True)
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        linear_log_probs(hidden, weight, labels, None, chunk_tokens=chunk_tokens).log_probs.sum().backward()
+        found.append(weight.main_grad)
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_weight_gradient_goes_into_megatrons_buffer_and_autograd_gets_zeros(dtype: torch.dtype) -> None:
     hidden, weight, labels, of_log_probs, _ = random_case(9, 12, 10)
