@@ -8,7 +8,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron_ext import compat
-from megatron_ext.device_memory import ALL_PARTS, CountedMemory, StatePart
+from megatron_ext.device_memory import ALL_PARTS, CountedMemory, DeviceFullError, StatePart
 from megatron_ext.fully_sharded import gradients, own_rows
 from megatron_ext.optimizer import Wrapped
 from megatron_ext.storages import HostCopy, nbytes_of, storages_of
@@ -74,9 +74,23 @@ class OffloadableState:
                 if self._memory is not None:
                     gradients = self._gradient_bytes if part == "training" else 0
                     self._memory.hold(_NAMES[part], self._away[part].nbytes + gradients)
-                self._away.pop(part).reload()
-                if part == "training":
-                    self._make_gradients()
+                self._bring_back(part)
+                del self._away[part]
+
+    def _bring_back(self, part: StatePart) -> None:
+        copy = self._away[part]
+        try:
+            if part == "training":
+                self._make_gradients()
+            copy.reload()
+        except torch.OutOfMemoryError as error:
+            # The copy on the host is the only one, and still whole: the part can be brought back later.
+            if part == "training":
+                self._drop_gradients()
+            raise DeviceFullError(
+                f"{_NAMES[part]}, {copy.nbytes:,} bytes and gradients, do not fit on the GPU beside what others hold:"
+                " give engines a smaller share of it, or cut the model over more ranks"
+            ) from error
 
     def _storages(self, part: StatePart) -> list[torch.UntypedStorage]:
         if part == "weights":
@@ -92,6 +106,9 @@ class OffloadableState:
 
     def _free_gradients(self) -> None:
         self._gradient_bytes = _gradient_bytes(self._chunks)
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for chunk in self._chunks:
             if isinstance(chunk, DistributedDataParallel):
                 chunk.offload_grad_buffers(empty_cache=False)

@@ -76,7 +76,20 @@ class HostCopy:
         device.empty_cache()
 
     def reload(self) -> None:
-        """Give the storages their memory and bytes back; the copy is empty then."""
+        """Give the storages their memory and bytes back; the copy is empty then.
+
+        Where the device has no room (torch.OutOfMemoryError) they have none of it, and the copy is as it was.
+        """
+        try:
+            self._copy_back()
+        except torch.OutOfMemoryError:
+            for piece in (piece for bucket in self._buckets for piece in bucket.pieces):
+                free(piece.storage)
+            device.empty_cache()
+            raise
+        self._buckets, self.nbytes = [], 0
+
+    def _copy_back(self) -> None:
         device.synchronize()
         stream = device.SideStream()
         for bucket in self._buckets:
@@ -88,7 +101,6 @@ class HostCopy:
                 for piece in bucket.pieces:
                     _of_device(piece).copy_(_of_host(bucket, piece), non_blocking=True)
             stream.synchronize()
-        self._buckets, self.nbytes = [], 0
 
 
 def free(storage: torch.UntypedStorage) -> None:

@@ -19,7 +19,7 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megatron_ext.device_memory import ALL_PARTS, CountedMemory, DeviceFullError
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.offload import optimizer_tensors
+from megatron_ext.offload import Residence, optimizer_tensors
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.storages import HostCopy, nbytes_of, storages_of
@@ -144,6 +144,29 @@ def moved_within_a_limit(rank: int, sizes: ParallelSizes, folder: Path, counts: 
     other.hold("weights", 0)
     model.reload(ALL_PARTS)
     assert memory.take_peak() == whole
+
+
+def test_what_a_device_without_room_did_not_take_back_is_still_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.arange(1000.0), torch.arange(2000.0)]
+    expected = [weight.clone() for weight in weights]
+    residence = Residence(lambda: iter(weights))
+    residence.offload(["weights"])
+    resize, left = torch.UntypedStorage.resize_, iter([True])
+
+    def resize_once(storage: torch.UntypedStorage, size: int) -> None:
+        if size and not next(left, False):
+            raise torch.OutOfMemoryError
+        resize(storage, size)
+
+    with monkeypatch.context() as full:
+        full.setattr(torch.UntypedStorage, "resize_", resize_once)
+        with pytest.raises(DeviceFullError, match=r"the weights of a rank, 12,000 bytes and .* give engines a smaller"):
+            residence.reload(["weights"])
+    assert not residence.has("weights")
+    assert nbytes_of([weight.untyped_storage() for weight in weights]) == 0
+    residence.reload(["weights"])
+    assert residence.has("weights")
+    assert all(map(torch.equal, weights, expected))
 
 
 def test_quantised_copies_go_with_the_weights(tiny_models: Mapping[str, Path]) -> None:
