@@ -6,6 +6,7 @@ A segment that nothing maps or holds open is gone, so no end of a process, `kill
 import errno
 import mmap
 import os
+import weakref
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ class Segment:
 
     def __init__(self, size_bytes: int) -> None:
         self._descriptor = os.open(_FOLDER, os.O_RDWR | os.O_TMPFILE, 0o600)
+        # Where connecting fails, nobody is left to close what was made for it.
+        self._close = weakref.finalize(self, os.close, self._descriptor)
         try:
             os.posix_fallocate(self._descriptor, 0, size_bytes)
         except OSError as error:
@@ -42,8 +45,8 @@ class Segment:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Let nobody else map the segment. The memory stays until the last mapping is gone."""
-        os.close(self._descriptor)
+        """Let nobody else map the segment; its end does that, too. The memory stays until the last mapping is gone."""
+        self._close()
 
 
 def map_segment(handle: str, size_bytes: int) -> Tensor:

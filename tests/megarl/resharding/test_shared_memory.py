@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from converters.errors import UserError
+from megarl.resharding.direct.connections import TransferError
+from megarl.resharding.direct.transports.endpoint import Rendezvous, Transport
+from megarl.resharding.direct.transports.mapped import SHARED_MEMORY
+from megarl.resharding.direct.transports.per_pair import per_pair
 from megarl.resharding.shared_memory import Segment, map_segment
 
 
@@ -57,3 +61,16 @@ def test_mapping_more_than_there_is_fails():
             map_segment(segment.handle(), 128)
     finally:
         segment.close()
+
+
+def test_buckets_of_ranks_that_could_not_connect_are_freed():
+    def refuse(*_arguments):
+        raise TransferError("the network is gone")
+
+    transport = per_pair(SHARED_MEMORY, Transport(refuse, refuse))
+    rendezvous = Rendezvous("tcp", b"", [("here", 1)], None, 1, 1.0)
+    before = psutil.Process().num_fds()
+    for _ in range(3):
+        with pytest.raises(TransferError, match="the network is gone"):
+            transport.send_endpoint(rendezvous, 0, 1 << 20)
+    assert psutil.Process().num_fds() == before
