@@ -107,6 +107,8 @@ _AT_MOST: Mapping[str, int] = {
     "rollout.top_p": 1,
     "reward.workers": 10_000,
     "cluster.rendezvous_port": 65535,
+    # Kernels count the words of a bucket in int32.
+    "refit.bucket_bytes": 4 * 1024**3,
 }
 _MOST_PROCESSES_HERE = 1024
 """Largest number of ranks and engines on one machine."""

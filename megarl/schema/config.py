@@ -100,8 +100,8 @@ class RefitConfig:
     machine, and between machines rdma, or tcp where NIXL is not installed; with several machines, what stays on one
     goes through mapped memory by any."""
     bucket_bytes: int = 512 * 1024**2
-    """Size of a bucket; each rank has two at most, or four of half the size where workers of a node relay to each
-    other what they all need. None is larger than what a rank sends at once."""
+    """Size of a bucket, 4 GiB at most; each rank has two at most, or four of half the size where workers of a node
+    relay to each other what they all need. None is larger than what a rank sends at once."""
     verify: str = "checksum"
     """How direct refits are checked: checksum compares those of each bucket before and after its way, logprobs lets
     the trainer score a few greedy tokens of the engines after every refit, off does neither."""

@@ -102,6 +102,10 @@ def test_moments_of_those_that_take_no_turns_may_be_in_eight_bits(make_config: C
         (["sft.eval_every=0"], "sft.eval_every=0"),
         (["rollout.temperature=0"], "rollout.temperature=0.0 .*at least 0.01"),
         (["loop.eval_temperature=0.009"], "loop.eval_temperature=0.009 .*at least 0.01"),
+        (
+            ["refit.bucket_bytes=4294967297"],
+            "refit.bucket_bytes=4294967297 is too large: it must be at most 4294967296",
+        ),
         (["rollout.top_p=1.5"], "rollout.top_p=1.5 is too large"),
         (["algorithm.policy_loss_options.clip_low=2"], "clip_low must be above 0 and at most 1, not 2"),
         (["rollout.top_k=0"], "rollout.top_k=0"),
