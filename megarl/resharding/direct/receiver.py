@@ -182,7 +182,9 @@ class Receiver:
                     source, announcement = announced.popleft()
                     straight = self._straight_of(source, announcement, in_place=in_place)
                     pull = self._endpoint.pull(source, announcement.bucket, announcement.size_bytes, straight)
-                    pulled.append(_Incoming(source, announcement, pull, in_place and bool(straight)))
+                    pulled.append(
+                        _Incoming(source, announcement, pull, any(each.into is not None for each in straight))
+                    )
                 incoming = pulled.popleft()
                 take(incoming)
                 self._links[incoming.source].send(Acknowledgement(incoming.announcement.bucket))
@@ -224,7 +226,10 @@ class Receiver:
 
     def _straight_of(self, source: int, announcement: Announcement, *, in_place: bool) -> list[Straight]:
         found = self._straight[source].get(announcement.number, {}).values() if announcement.straight else ()
-        return list(found) if in_place else [replace(each, into=None) for each in found]
+        # Weights that were freed for a sleep may have come back elsewhere, into memory that is not registered.
+        if in_place and all(each.into is not None and each.into.data_ptr() == each.into_address for each in found):
+            return list(found)
+        return [replace(each, into=None) for each in found]
 
     def _note(self, incoming: _Incoming) -> None:
         announcement = incoming.announcement

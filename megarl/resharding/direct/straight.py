@@ -60,7 +60,8 @@ def _straight(piece: Piece, there: Readable, here: Tensor) -> Straight | None:
     if into.nbytes != piece.size_bytes:
         raise ValueError(f"{piece.destination_box} leads out of {piece.destination_name}")
     address = there.address + offset * piece.dtype.itemsize
-    return Straight(piece.offset_bytes, piece.end_bytes, address, piece.size_bytes, into.view(-1).view(torch.uint8))
+    place = into.view(-1).view(torch.uint8)
+    return Straight(piece.offset_bytes, piece.end_bytes, address, piece.size_bytes, place, place.data_ptr())
 
 
 def _is_on_host_in_one(tensor: Tensor) -> bool:

@@ -115,9 +115,19 @@ def test_what_is_large_and_contiguous_at_both_ends_skips_the_buckets():
         there["whole"][0, 0] += 1
         assert refit(5, delta=True).size_bytes < SMALLEST_BYTES
         assert differing(there, here) == set()
+        # Weights of an engine that slept lie elsewhere, in memory that is not registered.
+        storage = here["whole"].untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        storage.resize_(0)
+        others = [torch.ones(size, dtype=torch.uint8) for _ in range(4)]
+        storage.resize_(size)
+        assert storage.data_ptr() != address
+        refit(6)
+        assert differing(there, here) == set()
+        assert all(each.eq(1).all() for each in others)
         # Memory that is no more where it was registered is not read.
         there["whole"].share_memory_().add_(1)
-        refit(6)
+        refit(7)
         assert differing(there, here) == set()
 
 

@@ -68,6 +68,8 @@ class Straight:
     address: int
     size_bytes: int
     into: Tensor | None = None
+    into_address: int = 0
+    """Where that tensor lay when its memory was registered: after a sleep it may lie elsewhere."""
 
 
 class SendEndpoint(Protocol):
