@@ -1,4 +1,4 @@
-"""How fast the kernels of a refit pack, unpack, quantise and dequantise, beside a copy of the same bytes.
+"""How fast the kernels of a refit pack, unpack and quantise, beside a copy of the same bytes.
 
 The weights are experts of DeepSeek-V3 that fill a bucket. In each round all works take their turns, and the figure is
 the best round: gigabytes of bfloat16 a second, and beside them the share of the rate at which the device copies the
@@ -33,19 +33,17 @@ from megatron_ext import device  # noqa: E402
 
 SHAPES = {"gate and up": (4096, 7168), "down": (7168, 2048)}
 """Weights of an expert of DeepSeek-V3."""
-HOST_PASS_BYTES = 2**20
 Work = Callable[[], object]
 Quantise = Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The weights of a bucket, and the blocks that the kernels move: of bfloat16, to FP8, and from FP8."""
+    """The weights of a bucket, and the blocks that the kernels move: of bfloat16, and to FP8."""
 
     weights: list[Tensor]
     plain: list[Block]
     quantised: list[Block]
-    dequantised: list[Block]
 
 
 def buckets(experts: int, where: torch.device) -> Buckets:
@@ -56,15 +54,7 @@ def buckets(experts: int, where: torch.device) -> Buckets:
         for _ in range(experts)
         for shape in SHAPES.values()
     ]
-    rows = HOST_PASS_BYTES if where.type == "cpu" else 2**40
-    boxes = [
-        box for weight in weights for box in weight.split(max(BLOCK, rows // (2 * weight.shape[1] * BLOCK) * BLOCK))
-    ]
-    if where.type == "cpu":
-        # The host dequantises in a pass of its own: a piece that is in the cache when it is checksummed.
-        return Buckets(weights, [plain(weights)], [quantised(weights)], [quantised([box]) for box in boxes])
-    whole = [quantised(boxes)]
-    return Buckets(weights, [plain(boxes)], whole, whole)
+    return Buckets(weights, [plain(weights)], [quantised(weights)])
 
 
 def plain(boxes: list[Tensor]) -> Block:
@@ -111,12 +101,6 @@ def quantise_by_hand(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks / scales).to(torch.float8_e4m3fn), scales
 
 
-def dequantise_by_hand(codes: Tensor, scales: Tensor) -> Tensor:
-    """Dequantise a matrix, as one writes it down."""
-    spread = scales.repeat_interleave(BLOCK, 0)[: codes.shape[0]].repeat_interleave(BLOCK, 1)[:, : codes.shape[1]]
-    return (codes.float() * spread).bfloat16()
-
-
 def contenders(found: Buckets) -> Mapping[str, Work]:
     """The works to be timed, each on all weights of the bucket; the first is the copy."""
     memory = torch.empty(
@@ -124,9 +108,6 @@ def contenders(found: Buckets) -> Mapping[str, Work]:
     )
     # Written: all pages of new zeros may be one, which stays in the cache.
     source = torch.zeros_like(memory).fill_(1)
-    for block in found.dequantised:
-        gather(block, None)
-    every = [each for block in found.dequantised for each in block.quantised]
     works: dict[str, Work] = {
         "a copy": lambda: memory.copy_(source),
         "pack": lambda: [gather(block, None) for block in found.plain],
@@ -135,8 +116,6 @@ def contenders(found: Buckets) -> Mapping[str, Work]:
         "unpack, with checksum": lambda: [scatter(block, 0) for block in found.plain],
         "quantise, with checksum": lambda: [gather(block, 0) for block in found.quantised],
         "quantise in plain torch": lambda: [quantise_by_hand(weight) for weight in found.weights],
-        "dequantise, with checksum": lambda: [scatter(block, 0) for block in found.dequantised],
-        "dequantise in plain torch": lambda: [dequantise_by_hand(each.codes, each.scales) for each in every],
     }
     for name, quantise in quantisers():
         works[f"quantise by {name}"] = partial(quantise_all, quantise, found.weights)

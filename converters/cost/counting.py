@@ -37,7 +37,6 @@ class _Count:
         self._direct = [0] * (plan.source.ranks * self._ranks)
         self._relayed = [0] * (self._ranks * self._ranks)
         self._needed = [0] * plan.destination.ranks
-        self._unique = [0] * plan.place.nodes
         self._entering = [0] * plan.place.nodes
         self._leaving: dict[tuple[int, ...], int] = defaultdict(int)
         self._pieces = self._relays = 0
@@ -51,7 +50,6 @@ class _Count:
             direct=np.array(self._direct, np.int64).reshape(plan.source.ranks, ranks),
             relayed=np.array(self._relayed, np.int64).reshape(ranks, ranks),
             needed=np.tile(np.array(self._needed, np.int64), plan.replicas),
-            unique_needed=np.array(self._unique, np.int64),
             entering=np.array(self._entering, np.int64),
             leaving=dict(self._leaving),
             pieces=self._pieces,
@@ -115,7 +113,6 @@ class _Count:
     def _bound(self, region: Region, nodes: Sequence[int], size: int) -> None:
         """Count what each of `nodes` wants at least once, of which `region` has `size` bytes."""
         for node in nodes:
-            self._unique[node] += size
             if all(self._plan.place.source_node[owner] != node for owner in region.owners):
                 self._entering[node] += size
                 self._leaving[region.owners] += size

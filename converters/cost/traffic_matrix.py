@@ -23,10 +23,8 @@ class Traffic:
     """[destination ranks, destination ranks]: what a destination relays to another of its node (NVLink)."""
     needed: np.ndarray
     """[destination ranks]: what a destination must hold."""
-    unique_needed: np.ndarray
-    """[nodes]: the union of what the destinations of a node need."""
     entering: np.ndarray
-    """[nodes]: of `unique_needed`, what no source of the node holds, which must come in through its NICs."""
+    """[nodes]: what any destination of a node needs and no source of it holds: it must come in through its NICs."""
     leaving: Mapping[tuple[int, ...], int]
     """Source ranks -> what just these hold, once for every node that needs it and on which no source holds it: one of
     them must send it out through its NIC."""

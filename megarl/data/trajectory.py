@@ -162,8 +162,7 @@ class Trajectory:
 
     `score` is the reward, None before it is known and where the reward function gave none: then `failure` says why. A
     sample that timed out has both where `reward.on_timeout=zero` put a 0 in its place. `turn_scores`, if there are any,
-    are rewards of the single turns, beyond the score; each falls due at the last token of its turn. `payload` is a
-    reference (a ray.ObjectRef) to what belongs to the conversation and no stage opens.
+    are rewards of the single turns, beyond the score; each falls due at the last token of its turn.
 
     A rollout whose history was rewritten has several branches: trajectories of one group with the same `rollout`.
     Tokens that they share are sampled in one of them and appended in the others, and so trained once.
@@ -176,7 +175,6 @@ class Trajectory:
     score: Score | None = None
     failure: Failure | None = None
     turn_scores: Sequence[float] = ()
-    payload: object = None
     rollout: int | None = None
 
     def __post_init__(self) -> None:

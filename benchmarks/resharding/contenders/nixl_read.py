@@ -62,7 +62,8 @@ class NixlRead:
         for peer, cut in self._in_turns():
             memory, region, name = self._offers[peer]
             into = self._memory[peer][cut]
-            read = self._agent.begin_read(into, memory, region, name, f"rank {peer}", offset=cut.start)
+            address = memory.addresses[region] + cut.start
+            read = self._agent.begin_reads([(into, address)], memory, name, f"rank {peer}")
             reads.append((read, into))
             if len(reads) == BUCKETS:
                 self._finish(*reads.pop(0))

@@ -1,4 +1,4 @@
-"""Kernels of a refit: one pass that moves a block's boxes, takes their checksum, and quantises or dequantises them.
+"""Kernels of a refit: one pass that moves a block's boxes, takes their checksum, and quantises them.
 
 On a CPU in machine code, and in torch what that does not know; on a GPU in Triton, in one launch for a whole bucket.
 Both make the same bytes.
@@ -26,8 +26,9 @@ def gather(block: Block, before: int | None) -> int | None:
 def scatter(block: Block, before: int | None) -> int | None:
     """Copy the boxes out of the bucket into this rank's tensors; the checksum of what was copied, as `gather`.
 
-    Raises ValueError, naming the tensor, for codes or scales that are no numbers.
+    Codes and scales are boxes as any others here: engines keep them.
     """
+    assert not block.quantised
     return _kernels(block).scatter(block, before)
 
 

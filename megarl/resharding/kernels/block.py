@@ -27,6 +27,7 @@ class Block:
     names: Sequence[str]
     """Names of the local tensors."""
     quantised: Sequence[Quantised] = ()
+    """At the source alone, whose weights become codes."""
 
     @cached_property
     def rows(self) -> np.ndarray:

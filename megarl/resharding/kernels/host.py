@@ -31,8 +31,6 @@ def scatter(block: Block, before: int | None) -> int | None:
     total = _move("unpack", block, before)
     packed, local = block.conversions
     _copy(local, packed)
-    for each in block.quantised:
-        each.dequantise()
     return total
 
 

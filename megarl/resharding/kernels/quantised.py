@@ -30,10 +30,3 @@ class Quantised:
             self.number_format.quantise_into(self.local, self.codes, self.scales)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from error
-
-    def dequantise(self) -> None:
-        """Make weights of codes and scales in torch. Raises ValueError, naming the tensor, for what are no numbers."""
-        try:
-            self.number_format.dequantise_into(self.codes, self.scales, self.local)
-        except ValueError as error:
-            raise ValueError(f"{self.name}: {error}") from error

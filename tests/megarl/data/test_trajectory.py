@@ -82,12 +82,10 @@ def test_pieces_that_do_not_belong_together_are_refused() -> None:
 
 
 def test_a_group_is_compared_as_far_as_it_has_scores() -> None:
-    payload = object()
-    scored, failed = replace(TALK, payload=payload), replace(TALK, score=None, failure="failed")
+    scored, failed = TALK, replace(TALK, score=None, failure="failed")
     group = PromptGroup(Prompt(3, "sums", [9, 8], "7", {}), 12, [scored, failed], baseline=TALK)
     assert group.members == [scored, failed, TALK]
     kept = group.only_scored()
     assert (kept.ordinal, kept.rewards, kept.baseline) == (12, [1.0], TALK)
-    # A conversation's payload goes with it by reference.
-    assert kept.trajectories[0].payload is payload
+    assert kept.trajectories[0] is scored
     assert group.with_members(group.trajectories, failed).only_scored().trajectories == []

@@ -20,7 +20,6 @@ def traffic_of(
         direct=sent,
         relayed=relayed_to,
         needed=needed,
-        unique_needed=per_node,
         entering=per_node,
         leaving={},
         pieces=np.count_nonzero(sent),

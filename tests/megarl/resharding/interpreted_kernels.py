@@ -9,7 +9,6 @@ import torch
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from kernel_cases import (
-    NO_CODES,
     NOT_HELD,
     Box,
     Matrix,
@@ -89,19 +88,6 @@ def test_weights_that_no_code_holds_are_refused_as_on_the_host_and_by_torch(matr
     assert refusal(on_gpu.gather, found) == refusal(host.gather, found) == f"matrix 1: {of_torch.value}"
 
 
-@settings(max_examples=4, phases=GENERATED)
-@given(in_block_fp8, places, st.permutations((*NO_CODES, torch.nan, torch.inf, -torch.inf)), SEEDS)
-@example(PLAIN, CORNER, [-torch.inf], 0)
-@example(PLAIN, CORNER, [NO_CODES[1]], 0)
-def test_codes_and_scales_that_are_no_numbers_are_refused_as_on_the_host(matrix, where, values, seed):
-    found = block([], [PLAIN, matrix], seed)
-    host.gather(found, None)
-    (_, bad) = found.quantised
-    for place, value in zip(where, values, strict=False):
-        put(bad.codes.view(torch.uint8) if value in NO_CODES else bad.scales, [place], [value])
-    assert refusal(on_gpu.scatter, elsewhere(found)) == refusal(host.scatter, elsewhere(found))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype):
     found = block([], [Matrix((8, 128), dtype, 0, FP8_BLOCK, 0.0)])
@@ -129,32 +115,6 @@ def test_a_weight_that_a_row_or_a_block_cannot_hold_is_named(number_format, valu
     found.quantised[0].local[1, 3] = value
     with pytest.raises(ValueError, match=r"matrix 0: (row 1|block 1, 0) holds a weight that is NaN"):
         on_gpu.gather(found, None)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_code_and_scale_of_mxfp8_is_dequantised_as_on_the_host(dtype):
-    found = block([], [Matrix((255, 256), dtype, 0, MXFP8, 1.0)])
-    (matrix,) = found.quantised
-    codes = torch.arange(256, dtype=torch.uint8)
-    codes[[0x7F, 0xFF]] = 0
-    matrix.codes.view(torch.uint8).copy_(codes.expand(255, 256))
-    matrix.scales.copy_(torch.arange(255, dtype=torch.uint8)[:, None])
-    one, other = elsewhere(found), elsewhere(found)
-    on_gpu.scatter(one, None)
-    host.scatter(other, None)
-    assert torch.equal(one.quantised[0].local, other.quantised[0].local)
-
-
-@pytest.mark.parametrize(("code", "scale"), [(0x7F, 127), (0xFF, 127), (1, 255)])
-@pytest.mark.parametrize("kernels", [host, on_gpu])
-def test_a_code_or_a_scale_of_mxfp8_that_is_no_number_is_named(kernels, code, scale):
-    found = block([], [Matrix((3, 64), torch.bfloat16, 0, MXFP8, 1.0)])
-    found.quantised[0].codes.view(torch.uint8).fill_(1)
-    found.quantised[0].scales.fill_(127)
-    found.quantised[0].codes.view(torch.uint8)[1, 40] = code
-    found.quantised[0].scales[1, 1] = scale
-    with pytest.raises(ValueError, match=r"matrix 0: block 1, 1 has a code or a scale that is NaN"):
-        kernels.scatter(found, 0)
 
 
 def test_many_tiles_of_a_box_larger_than_a_program_moves():
@@ -185,27 +145,3 @@ def test_a_weight_that_fp8_cannot_hold_is_named_with_its_block(kernels, value):
     with pytest.raises(ValueError, match=r"block 0, 1 .*NaN, infinite or too large") as error:
         kernels.gather(found, 0)
     assert "matrix 1" in str(error.value)
-
-
-@pytest.mark.parametrize(("code", "scale"), [(0x7F, 1.0), (1, torch.nan), (1, 2.0**120)])
-@pytest.mark.parametrize("kernels", [host, on_gpu])
-def test_a_code_or_a_scale_that_is_no_number_is_named(kernels, code, scale):
-    found = block([], [PLAIN])
-    found.quantised[0].scales.fill_(1.0)
-    found.quantised[0].codes.view(torch.uint8)[0, 130] = code
-    found.quantised[0].scales[0, 1] = scale
-    with pytest.raises(ValueError, match="matrix 0"):
-        kernels.scatter(found, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_code_is_dequantised_as_on_the_host(dtype):
-    found = block([], [Matrix((16, 16), dtype, 0, FP8_BLOCK, 1.0)])
-    found.quantised[0].codes.view(torch.uint8).view(-1).copy_(torch.arange(256))
-    found.quantised[0].codes.view(torch.uint8)[found.quantised[0].codes.isnan()] = 0
-    for scale in (1e-41, 2.0**119, -0.7):
-        found.quantised[0].scales.fill_(scale)
-        one, other = elsewhere(found), elsewhere(found)
-        on_gpu.scatter(one, None)
-        host.scatter(other, None)
-        assert torch.equal(one.quantised[0].local.view(torch.uint8), other.quantised[0].local.view(torch.uint8))

@@ -19,8 +19,6 @@ NUMBERS = (0.0, -0.0, 1e-45, -1e-40, 1e-12, 0.3, -1.0, 447.0, 449.0, -1e6, LARGE
 
 NOT_HELD = (torch.nan, torch.inf, -torch.inf, 1.01 * LARGEST_WEIGHT, -torch.finfo(torch.float32).max)
 """Weights that FP8 cannot hold, whatever the scale."""
-NO_CODES = (0x7F, 0xFF)
-"""The codes of e4m3 that are no numbers."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +119,10 @@ def scales_shape(matrix: Matrix) -> tuple[int, ...]:
 
 
 def elsewhere(source: Block) -> Block:
-    """The same bucket, to be unpacked into new tensors of the same strides, full of something else."""
-    return replace(
-        source,
-        local=[other(tensor) for tensor in source.local],
-        quantised=[replace(each, local=other(each.local)) for each in source.quantised],
-    )
+    """The same bucket, to be unpacked into new tensors of the same strides, full of something else; codes stay."""
+    made = [part for each in source.quantised for part in (each.codes, each.scales)]
+    local = [*map(other, source.local), *map(torch.zeros_like, made)]
+    return replace(source, packed=[*source.packed, *made], local=local, names=["unpacked"] * len(local), quantised=())
 
 
 def in_all(found: Block) -> Iterator[Tensor]:

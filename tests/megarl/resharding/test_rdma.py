@@ -44,8 +44,9 @@ def test_nothing_is_read_beyond_a_bucket(ends):
     own = torch.zeros(SIZE + 1, dtype=torch.uint8)
     agent = destination._agent
     agent.register([own])
+    memory = source.offer(0).memory
     with pytest.raises(TransferError, match=r"^reading from trainer rank 3 failed: NIXL_ERR_NOT_FOUND"):
-        agent.begin_read(own, source.offer(0).memory, 0, "trainer rank 3", "trainer rank 3")
+        agent.begin_reads([(own, memory.addresses[0])], memory, "trainer rank 3", "trainer rank 3")
 
 
 def test_a_rank_between_two_refits_computes_nothing(ends):

@@ -98,12 +98,6 @@ class NixlAgent:
         self._peers.append(name)
         return name
 
-    def begin_read(
-        self, into: Tensor, memory: RemoteMemory, region: int, name: str, peer: str, offset: int = 0
-    ) -> "Read":
-        """Begin to fill `into`, which is registered, from a region of the agent with this `name`, at `offset` in it."""
-        return self.begin_reads([(into, memory.addresses[region] + offset)], memory, name, peer)
-
     def begin_reads(self, reads: Sequence[tuple[Tensor, int]], memory: RemoteMemory, name: str, peer: str) -> "Read":
         """Begin to fill contiguous tensors, each from an address in registered memory of the agent, all in one read."""
         own = [(into.data_ptr(), into.nbytes, max(into.get_device(), 0)) for into, _ in reads]

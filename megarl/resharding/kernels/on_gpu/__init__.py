@@ -14,11 +14,8 @@ from megarl.resharding.kernels.launch_table import CodeFormat
 from megarl.resharding.kernels.on_gpu.move import SUMS, move
 from megatron_ext import device
 
-_LAUNCHES: Mapping[tuple[CodeFormat, bool], Mapping[str, int]] = {
-    (CodeFormat.BLOCK_FP8, True): {"num_warps": 4, "maxnreg": 96},
-    (CodeFormat.BLOCK_FP8, False): {"num_warps": 8, "maxnreg": 64},
-}
-"""Warps and registers, by codes and whether the bucket is filled: the fastest of those that were tried on an H200
+_LAUNCHES: Mapping[CodeFormat, Mapping[str, int]] = {CodeFormat.BLOCK_FP8: {"num_warps": 4, "maxnreg": 96}}
+"""Warps and registers, by the codes that are made: the fastest of those that were tried on an H200
 (benchmarks/results/kernels_h200.md).
 """
 _OTHERS: Mapping[str, int] = {"num_warps": 8}
@@ -43,14 +40,12 @@ def scatter(block: Block, before: int | None) -> int | None:
     total = _launch(block, before, to_bucket=False)
     if conversions:
         torch._foreach_copy_([local for _, local in conversions], [packed for packed, _ in conversions])
-    for each in block.table.in_torch:
-        each.dequantise()
     return total
 
 
-def launch_options(code_format: CodeFormat, *, to_bucket: bool) -> Mapping[str, int]:
+def launch_options(code_format: CodeFormat) -> Mapping[str, int]:
     """Triton's options of a launch: warps, registers where they are bounded, and no product fused with a sum."""
-    return {**_LAUNCHES.get((code_format, to_bucket), _OTHERS), "enable_fp_fusion": False}
+    return {**_LAUNCHES.get(code_format, _OTHERS), "enable_fp_fusion": False}
 
 
 def _launch(block: Block, before: int | None, *, to_bucket: bool) -> int | None:
@@ -59,17 +54,13 @@ def _launch(block: Block, before: int | None, *, to_bucket: bool) -> int | None:
     if table.tiles:
         grid = (table.tiles,)
         constants = (int(table.code_format), to_bucket, before is not None, device.has_e4m3(block.memory.device))
-        options = launch_options(table.code_format, to_bucket=to_bucket)
-        move[grid](table.rows, table.row_of_tile, results, *constants, **options)
+        move[grid](table.rows, table.row_of_tile, results, *constants, **launch_options(table.code_format))
     if before is None and not block.quantised:
         return None
     *sums, unfailed = results.tolist()
     if unfailed:
         matrix = table.matrix_of_tile(table.tiles - unfailed)
         # Raises, and names the tensor and the block.
-        if to_bucket:
-            matrix.quantise()
-        else:
-            matrix.dequantise()
+        matrix.quantise()
         raise AssertionError(f"the kernel refuses numbers of {matrix.name} that its number format takes")
     return None if before is None else (before * _FACTOR + sum(sums)) & _MASK

@@ -1,4 +1,4 @@
-"""Block FP8 on a GPU: a program quantises or dequantises one block, by the rule of `converters.fp8`, on bits."""
+"""Block FP8 on a GPU: a program quantises one block, by the rule of `converters.fp8`, on bits."""
 
 import triton
 import triton.language as tl
@@ -6,13 +6,12 @@ import triton.language as tl
 from converters.fp8.blocks import (
     HALVED_UP_TO,
     LARGEST_CODE,
-    LARGEST_SCALE,
     LARGEST_WEIGHT,
     SMALLEST_MAGNITUDE,
     SMALLEST_MAGNITUDE_OF_POWERS,
 )
 from megarl.resharding.kernels.launch_table import Column
-from megarl.resharding.kernels.on_gpu.numbers import as_type, bits_of, decoded, e4m3, float32_bits, signed
+from megarl.resharding.kernels.on_gpu.numbers import bits_of, e4m3, float32_bits, signed
 from megarl.resharding.kernels.on_gpu.tiles import (
     OFFSET_BYTES,
     PACKED,
@@ -29,7 +28,6 @@ _SMALLEST_MAGNITUDE = tl.constexpr(SMALLEST_MAGNITUDE)
 _SMALLEST_MAGNITUDE_OF_POWERS = tl.constexpr(SMALLEST_MAGNITUDE_OF_POWERS)
 _LARGEST_WEIGHT = tl.constexpr(LARGEST_WEIGHT)
 _HALVED_UP_TO = tl.constexpr(HALVED_UP_TO)
-_LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
 _LARGEST_CODE = tl.constexpr(LARGEST_CODE)
 
 
@@ -54,23 +52,6 @@ def quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
         tl.store(tl.load(row + PACKED).to(tl.pointer_type(tl.int8)) + at, codes, mask=inside)
         total += sum_of(codes, tl.load(row + OFFSET_BYTES) + at.to(tl.int64), 1, WITH_CHECKSUM)
     return total, (largest > bits_of(_LARGEST_WEIGHT)).to(tl.int32)
-
-
-@triton.jit
-def dequantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
-    """Dequantise one block; returns its part of the checksum, and not zero if a code or the scale is no number."""
-    scale = tl.load(tl.load(row + SCALES).to(tl.pointer_type(tl.int32)) + tile)
-    total = scale_sum(row, tile, scale, WITH_CHECKSUM)
-    largest = tl.full((), 0, tl.int32)
-    for slab in range(0, SQUARE, SLAB):
-        local, at, inside = slab_of(row, tile, slab, LOCAL)
-        codes = tl.load(tl.load(row + PACKED).to(tl.pointer_type(tl.int8)) + at, mask=inside, other=0)
-        values = decoded(codes.to(tl.int32)) * scale.to(tl.float32, bitcast=True)
-        tl.store(local, as_type(values, LOCAL), mask=inside)
-        largest = tl.maximum(largest, tl.max(codes.to(tl.int32) & 0x7F))
-        total += sum_of(codes, tl.load(row + OFFSET_BYTES) + at.to(tl.int64), 1, WITH_CHECKSUM)
-    bad = (largest == 0x7F) | ((scale & 0x7FFFFFFF) > bits_of(_LARGEST_SCALE))
-    return total, bad.to(tl.int32)
 
 
 @triton.jit

@@ -6,10 +6,10 @@ The rule is that of `block_fp8`.
 import triton
 import triton.language as tl
 
-from converters.fp8.blocks import BLOCK, LARGEST_SCALE, LARGEST_WEIGHT
+from converters.fp8.blocks import BLOCK, LARGEST_WEIGHT
 from megarl.resharding.kernels.launch_table import Column
 from megarl.resharding.kernels.on_gpu.block_fp8 import scale_of, scale_sum
-from megarl.resharding.kernels.on_gpu.numbers import bits_of, decoded, e4m3
+from megarl.resharding.kernels.on_gpu.numbers import bits_of, e4m3
 from megarl.resharding.kernels.on_gpu.tiles import (
     COLUMNS,
     LOCAL_PLANE,
@@ -23,7 +23,6 @@ from megarl.resharding.kernels.on_gpu.tiles import (
 
 _POWER_OF_TWO = tl.constexpr(int(Column.POWER_OF_TWO))
 _LARGEST_WEIGHT = tl.constexpr(LARGEST_WEIGHT)
-_LARGEST_SCALE = tl.constexpr(LARGEST_SCALE)
 _ACROSS = tl.constexpr(BLOCK // 4)
 """Words in a row of a block."""
 _SLAB = tl.constexpr(32)
@@ -67,26 +66,6 @@ def quantise(row, tile, HAS_E4M3: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
         sums += _parts_of_sum(row, codes, at, WITH_CHECKSUM)
     total = scale_sum(row, tile, kept, WITH_CHECKSUM) + tl.sum(sums)
     return total, (largest > bits_of(_LARGEST_WEIGHT)).to(tl.int32)
-
-
-@triton.jit
-def dequantise(row, tile, WITH_CHECKSUM: tl.constexpr):
-    """Dequantise one block; returns its part of the checksum, and not zero if a code or the scale is no number."""
-    scale = tl.load(tl.load(row + SCALES).to(tl.pointer_type(tl.int32)) + tile)
-    value = scale.to(tl.float32, bitcast=True)
-    sums = tl.full((_SLAB, _ACROSS), 0, tl.int64)
-    no_number = tl.full((_SLAB, _ACROSS), 0, tl.int32)
-    for slab in range(0, SQUARE, _SLAB):
-        local, packed, at, inside = _places(row, tile, slab)
-        codes = tl.load(packed, mask=inside, other=0)
-        low = _lower_half(codes, value) | (_rounded(codes >> 8, value) & _UPPER_HALF)
-        high = _lower_half(codes >> 16, value) | (_rounded(codes >> 24, value) & _UPPER_HALF)
-        tl.store(local, (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32), mask=inside)
-        no_number |= ((codes & _MAGNITUDES_OF_CODES) + 0x01010101) & _SIGNS_OF_CODES
-        sums += _parts_of_sum(row, codes, at, WITH_CHECKSUM)
-    total = scale_sum(row, tile, scale, WITH_CHECKSUM) + tl.sum(sums)
-    bad = (tl.max((no_number != 0).to(tl.int32)) != 0) | ((scale & _MAGNITUDE) > bits_of(_LARGEST_SCALE))
-    return total, bad.to(tl.int32)
 
 
 @triton.jit
@@ -165,18 +144,6 @@ def _doubled(codes):
     has_exponent = ((codes & 0x78787878) + 0x78787878) & _SIGNS_OF_CODES
     small = codes & 0x07070707 & ~(has_exponent - ((has_exponent >> 7) & 0x01010101))
     return codes + ((has_exponent >> 4) & 0x08080808) + small
-
-
-@triton.jit
-def _rounded(codes, scale):
-    """The bits of the number of each lowest code, rounded to bfloat16, in their upper half."""
-    bits = (decoded(codes & 0xFF) * scale).to(tl.int32, bitcast=True)
-    return bits + 0x7FFF + ((bits >> 16) & 1)
-
-
-@triton.jit
-def _lower_half(codes, scale):
-    return (_rounded(codes, scale) >> 16) & 0xFFFF
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""INT8 per channel on a GPU: a program quantises or dequantises some whole rows, each of which has a scale.
+"""INT8 per channel on a GPU: a program quantises some whole rows, each of which has a scale.
 
 The rule is that of `converters.number_formats.int8_channel`.
 """
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from converters.number_formats.int8_channel import LARGEST_CODE, LARGEST_WEIGHT, SMALLEST_MAGNITUDE
-from megarl.resharding.kernels.on_gpu.numbers import as_type, bits_of, float32_bits
+from megarl.resharding.kernels.on_gpu.numbers import bits_of, float32_bits
 from megarl.resharding.kernels.on_gpu.tiles import (
     COLUMNS,
     LOCAL_PLANE,
@@ -55,21 +55,6 @@ def quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
         tl.store(tl.load(row + PACKED).to(tl.pointer_type(tl.int8)) + at, codes, mask=inside)
         total += sum_of(tl.where(inside, codes, 0), tl.load(row + OFFSET_BYTES) + at.to(tl.int64), 1, WITH_CHECKSUM)
     return total, (tl.max(largest) > bits_of(_LARGEST_WEIGHT)).to(tl.int32)
-
-
-@triton.jit
-def dequantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
-    """Dequantise a slab of rows; returns its part of the checksum, and zero: all codes are numbers."""
-    columns = tl.load(row + COLUMNS).to(tl.int32)
-    places, there = _rows_of(row, tile)
-    kept = tl.load(tl.load(row + SCALES).to(tl.pointer_type(tl.int32)) + places, mask=there, other=0)
-    total = _scales_sum(row, places, kept, WITH_CHECKSUM)
-    for left in range(0, columns, SQUARE):
-        local, at, inside = _part(row, tile, left, LOCAL)
-        codes = tl.load(tl.load(row + PACKED).to(tl.pointer_type(tl.int8)) + at, mask=inside, other=0)
-        tl.store(local, as_type(codes.to(tl.float32) * kept.to(tl.float32, bitcast=True), LOCAL), mask=inside)
-        total += sum_of(codes, tl.load(row + OFFSET_BYTES) + at.to(tl.int64), 1, WITH_CHECKSUM)
-    return total, tl.full((), 0, tl.int32)
 
 
 @triton.jit

@@ -68,13 +68,14 @@ def move(
         total = _copy(row, inner, tl.int16, 2, TO_BUCKET, WITH_CHECKSUM)
     elif kind == _COPY_1:
         total = _copy(row, inner, tl.int8, 1, TO_BUCKET, WITH_CHECKSUM)
-    elif kind == _BFLOAT16:
-        total, bad = _quantised(row, inner, tl.bfloat16, CODE_FORMAT, TO_BUCKET, WITH_CHECKSUM)
-    elif kind == _WIDE:
-        if CODE_FORMAT == _BLOCK_FP8:
-            total, bad = _wide(row, inner, TO_BUCKET, WITH_CHECKSUM, HAS_E4M3)
-    elif kind == _FLOAT32:
-        total, bad = _quantised(row, inner, tl.float32, CODE_FORMAT, TO_BUCKET, WITH_CHECKSUM)
+    elif TO_BUCKET:
+        if kind == _BFLOAT16:
+            total, bad = _quantised(row, inner, tl.bfloat16, CODE_FORMAT, WITH_CHECKSUM)
+        elif kind == _WIDE:
+            if CODE_FORMAT == _BLOCK_FP8:
+                total, bad = block_fp8_wide.quantise(row, inner, HAS_E4M3, WITH_CHECKSUM)
+        elif kind == _FLOAT32:
+            total, bad = _quantised(row, inner, tl.float32, CODE_FORMAT, WITH_CHECKSUM)
     if WITH_CHECKSUM:
         tl.atomic_add(results + tile % _SUMS, total, sem="relaxed")
     if bad:
@@ -98,32 +99,13 @@ def _copy(row, tile, UNIT: tl.constexpr, BYTES: tl.constexpr, TO_BUCKET: tl.cons
 
 
 @triton.jit
-def _quantised(
-    row, tile, LOCAL: tl.constexpr, CODE_FORMAT: tl.constexpr, TO_BUCKET: tl.constexpr, WITH_CHECKSUM: tl.constexpr
-):
+def _quantised(row, tile, LOCAL: tl.constexpr, CODE_FORMAT: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
     total = tl.full((), 0, tl.int64)
     bad = tl.full((), 0, tl.int32)
     if CODE_FORMAT == _BLOCK_FP8:
-        if TO_BUCKET:
-            total, bad = block_fp8.quantise(row, tile, LOCAL, WITH_CHECKSUM)
-        else:
-            total, bad = block_fp8.dequantise(row, tile, LOCAL, WITH_CHECKSUM)
+        total, bad = block_fp8.quantise(row, tile, LOCAL, WITH_CHECKSUM)
     elif CODE_FORMAT == _MXFP8:
-        if TO_BUCKET:
-            total, bad = mxfp8.quantise(row, tile, LOCAL, WITH_CHECKSUM)
-        else:
-            total, bad = mxfp8.dequantise(row, tile, LOCAL, WITH_CHECKSUM)
+        total, bad = mxfp8.quantise(row, tile, LOCAL, WITH_CHECKSUM)
     elif CODE_FORMAT == _INT8:
-        if TO_BUCKET:
-            total, bad = int8_channel.quantise(row, tile, LOCAL, WITH_CHECKSUM)
-        else:
-            total, bad = int8_channel.dequantise(row, tile, LOCAL, WITH_CHECKSUM)
+        total, bad = int8_channel.quantise(row, tile, LOCAL, WITH_CHECKSUM)
     return total, bad
-
-
-@triton.jit
-def _wide(row, tile, TO_BUCKET: tl.constexpr, WITH_CHECKSUM: tl.constexpr, HAS_E4M3: tl.constexpr):
-    if TO_BUCKET:
-        return block_fp8_wide.quantise(row, tile, HAS_E4M3, WITH_CHECKSUM)
-    else:  # Triton compiles what stands behind a return, too
-        return block_fp8_wide.dequantise(row, tile, WITH_CHECKSUM)

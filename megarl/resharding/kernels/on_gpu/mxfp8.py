@@ -1,4 +1,4 @@
-"""MXFP8 on a GPU: a program quantises or dequantises a square, in which 32 of a row share a scale.
+"""MXFP8 on a GPU: a program quantises a square, in which 32 of a row share a scale.
 
 The rule is that of `converters.number_formats.mxfp8`.
 """
@@ -6,7 +6,7 @@ The rule is that of `converters.number_formats.mxfp8`.
 import triton
 import triton.language as tl
 
-from megarl.resharding.kernels.on_gpu.numbers import as_type, decoded, e4m3, float32_bits, signed
+from megarl.resharding.kernels.on_gpu.numbers import e4m3, float32_bits, signed
 from megarl.resharding.kernels.on_gpu.tiles import (
     COLUMNS,
     OFFSET_BYTES,
@@ -26,8 +26,6 @@ _ACROSS = tl.constexpr(4)
 _NOT_FINITE = tl.constexpr(255)
 _LARGEST_EXPONENT = tl.constexpr(8)
 _LARGEST_CODE = tl.constexpr(448.0)
-_NAN_CODE = tl.constexpr(0x7F)
-_NO_SCALE = tl.constexpr(255)
 
 
 @triton.jit
@@ -53,27 +51,6 @@ def quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
 
 
 @triton.jit
-def dequantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
-    """Dequantise a square; returns its part of the checksum, and not zero if a code or a scale is no number."""
-    total = tl.full((), 0, tl.int64)
-    largest_code = tl.full((), 0, tl.int32)
-    largest_scale = tl.full((), 0, tl.int32)
-    for slab in range(0, SQUARE, SLAB):
-        local, at, inside = slab_of(row, tile, slab, LOCAL)
-        places, there = _scales_of(row, tile, slab)
-        stored = tl.load(tl.load(row + SCALES).to(tl.pointer_type(tl.int8)) + places, mask=there, other=0)
-        codes = tl.load(tl.load(row + PACKED).to(tl.pointer_type(tl.int8)) + at, mask=inside, other=0)
-        scales = stored.to(tl.int32) & 0xFF
-        tl.store(local, as_type(_spread(_power(scales)) * decoded(codes.to(tl.int32)), LOCAL), mask=inside)
-        largest_code = tl.maximum(largest_code, tl.max(codes.to(tl.int32) & _NAN_CODE))
-        largest_scale = tl.maximum(largest_scale, tl.max(scales))
-        total += sum_of(codes, tl.load(row + OFFSET_BYTES) + at.to(tl.int64), 1, WITH_CHECKSUM)
-        offset = tl.load(row + SCALES_OFFSET_BYTES) + places.to(tl.int64)
-        total += sum_of(stored, offset, 1, WITH_CHECKSUM)
-    return total, ((largest_code == _NAN_CODE) | (largest_scale == _NO_SCALE)).to(tl.int32)
-
-
-@triton.jit
 def _scales_of(row, tile, slab):
     """The positions of the scales of some rows of a square, and which exist."""
     columns = tl.load(row + COLUMNS).to(tl.int32)
@@ -95,10 +72,3 @@ def _spread(values):
     """A number of each block, for all elements of a slab."""
     wide = tl.broadcast_to(tl.reshape(values, (SLAB, _ACROSS, 1)), (SLAB, _ACROSS, _SHARED))
     return tl.reshape(wide, (SLAB, SQUARE))
-
-
-@triton.jit
-def _power(exponents):
-    """2 to the power of a biased exponent; the smallest is no normal float32."""
-    bits = tl.where(exponents == 0, 0x00400000, exponents << 23)
-    return bits.to(tl.float32, bitcast=True)

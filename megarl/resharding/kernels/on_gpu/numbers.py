@@ -4,7 +4,6 @@ import triton
 import triton.language as tl
 
 _SMALLEST_NORMAL_CODE = tl.constexpr(2.0**-6)
-_SMALLEST_CODE = tl.constexpr(2.0**-9)
 # Its neighbours in float32 are as far apart as the smallest codes: adding it to a small number rounds that to a code.
 _ROUNDING = tl.constexpr(2.0**14)
 
@@ -38,23 +37,3 @@ def e4m3(quotient):
 def signed(codes, bits):
     """The codes of magnitudes as bytes, with the signs of numbers of float32."""
     return (codes | ((bits >> 24) & 0x80)).to(tl.int8)
-
-
-@triton.jit
-def decoded(codes):
-    """The float32 numbers of e4m3 codes that are not NaN."""
-    magnitude = codes & 0x7F
-    normal = (magnitude << 20) + ((127 - 7) << 23)
-    small = (magnitude.to(tl.float32) * _SMALLEST_CODE).to(tl.int32, bitcast=True)
-    bits = tl.where(magnitude < 8, small, normal) | ((codes & 0x80) << 24)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def as_type(values, TYPE: tl.constexpr):
-    """float32, none of them NaN, as bfloat16, to nearest, ties to even, or as it is."""
-    if TYPE == tl.bfloat16:
-        bits = values.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        return values
