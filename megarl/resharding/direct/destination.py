@@ -45,7 +45,6 @@ class Destination:
         self._tensors = tensors = {**tensors, **(staging.tensors if staging else {})}
         self._readiness = RelayReadiness(messages)
         self._to_neighbours = Sender(rank, messages.relays_out, tensors, LOOPBACK)
-        self._inside: Rendezvous | None = None
         self._from_sources: Receiver | None = None
         self._from_neighbours: Receiver | None = None
 
@@ -57,7 +56,7 @@ class Destination:
     def connect(self, rendezvous: Rendezvous) -> None:
         """Connect with all sources and neighbours. Raises TransferError as `Sender.connect` and `Receiver.connect`."""
         messages = self._messages
-        self._inside = inside = _inside_nodes(rendezvous)
+        inside = _inside_nodes(rendezvous)
         self._readiness.timeout_s = rendezvous.timeout_s
         self._from_sources = Receiver(self._rank, messages.direct, self._tensors, rendezvous, self._note)
         connecting: list[Callable[[], object]] = [self._from_sources.connect]
@@ -126,8 +125,7 @@ class Destination:
             return False
         reason = reason_of(error)
         self._readiness.fail(reason)
-        if self._messages.relays_out and self._inside is not None:
-            self._to_neighbours.abort(self._inside, reason)
+        self._to_neighbours.abort(reason)
         for receiver in (self._from_sources, self._from_neighbours):
             if receiver is not None:
                 receiver.abort(reason)

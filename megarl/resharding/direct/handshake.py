@@ -9,6 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from errno import EINPROGRESS
 from hmac import compare_digest, digest
 from multiprocessing import AuthenticationError
@@ -35,18 +36,24 @@ class Listener:
         self.address: Address = self._socket.getsockname()[:2]
         self._selector = DefaultSelector()
         self._selector.register(self._socket, EVENT_READ)
+        self._aborted, self._abort = socket.socketpair()
+        self._selector.register(self._aborted, EVENT_READ)
+        self._reason = ""
         self._coming: set[_Handshake | Link] = set()
         """Peers that have not proved yet that they know the key, or not said who they are since."""
 
     def accept(self, key: bytes, timeout_s: float) -> tuple[Link, Hello]:
         """The next peer that knows the key and has said who it is; all else is turned away.
 
-        Raises TransferError if none comes in time, or one that came before, which has no more to say, is heard of.
+        Raises TransferError if none comes in time, or one that came before, which has no more to say, is heard of, or
+        for the reason of an `abort`.
         """
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             for ready, _ in self._selector.select(left):
                 found = ready.fileobj
+                if found is self._aborted:
+                    raise TransferError(self._reason)
                 if isinstance(found, _Handshake):
                     self._go_on(found, timeout_s)
                 elif not isinstance(found, Link):
@@ -58,9 +65,15 @@ class Listener:
                     found.receive(Failure)
         raise TransferError(f"no peer came to {self.address} within {timeout_s:g} s (refit.timeout_s)")
 
+    def abort(self, reason: str) -> None:
+        """Let `accept` raise TransferError for this reason, also in another thread that is in it."""
+        self._reason = reason
+        with suppress(OSError):  # nobody waits at a closed listener
+            self._abort.send(b"\0")
+
     def close(self) -> None:
         """Stop listening; those that have not come yet see it."""
-        for each in (*self._coming, self._socket, self._selector):
+        for each in (*self._coming, self._socket, self._aborted, self._abort, self._selector):
             each.close()
         self._coming = set()
 
@@ -80,15 +93,6 @@ class Listener:
         if isinstance(result, Link):
             self._coming.add(result)
             self._selector.register(result, EVENT_READ)
-
-
-def connect(address: Address, key: bytes, peer: str, timeout_s: float) -> Link:
-    """Connect to the listener of `peer`. Raises TransferError if it does not answer, or with another key."""
-    (found,) = connect_all({peer: address}, key, timeout_s)
-    if isinstance(found, TransferError):
-        # An error holds the frame that raises it; were it held there, all that callers hold would stay with it.
-        raise TransferError(str(found))
-    return found
 
 
 def connect_all(listeners: Mapping[str, Address], key: bytes, timeout_s: float) -> Iterator[Link | TransferError]:

@@ -1,7 +1,6 @@
 """The sending side: packs a rank's messages into two buckets in turn and announces each to its destination."""
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +17,7 @@ from megarl.resharding.direct.connections import (
     notify_peers_on_error,
     ready,
 )
-from megarl.resharding.direct.handshake import Listener, connect
+from megarl.resharding.direct.handshake import Listener
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import addresses, blocks, pack
@@ -26,7 +25,7 @@ from megarl.resharding.direct.schedule import sending_order
 from megarl.resharding.direct.straight import shared_tensors
 from megarl.resharding.direct.transports import transport_of
 from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, SendEndpoint
-from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Failure, Hello
+from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megarl.resharding.kernels import Block
 from megarl.resharding.moved import Moved
 from megatron_ext import device
@@ -126,11 +125,10 @@ class Sender:
                 self._wait_for_bucket(bucket)
         return moved
 
-    def abort(self, rendezvous: Rendezvous, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
-        # Peers that have not come yet are not to be waited for; at a closed listener nobody is.
-        with suppress(TransferError):
-            connect(self.address, rendezvous.key, "itself", rendezvous.timeout_s).send(Failure(reason))
+        # Peers that have not come yet are not to be waited for.
+        self._listener.abort(reason)
         notify_failure(self._links, reason)
 
     def close(self) -> None:

@@ -9,9 +9,10 @@ from contextlib import closing, suppress
 from threading import Barrier
 
 import pytest
+from one_link import connect
 
 from megarl.resharding.direct.connections import Link, TransferError
-from megarl.resharding.direct.handshake import Listener, connect, connect_all
+from megarl.resharding.direct.handshake import Listener, connect_all
 from megarl.resharding.direct.wire import Failure, Hello
 from megatron_ext.loopback import LOOPBACK
 
@@ -168,3 +169,17 @@ def test_a_listener_hears_of_the_failure_of_a_peer_that_has_come(listen):
                 link.send(Failure("on purpose"))
                 with pytest.raises(TransferError, match=r"^engine worker 0 failed: on purpose$"):
                     listener.accept(KEY, TIMEOUT_S)
+
+
+def test_a_rank_that_waits_for_peers_ends_by_the_reason_of_another_thread(listen):
+    listener = listen()
+    with ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(listener.accept, KEY, 60.0)
+        with closing(connect(listener.address, KEY, "a peer", TIMEOUT_S)):
+            listener.abort("the engine ends")
+            with pytest.raises(TransferError, match=r"^the engine ends$"):
+                accepting.result(TIMEOUT_S)
+    with pytest.raises(TransferError, match=r"^the engine ends$"):
+        listener.accept(KEY, TIMEOUT_S)
+    listener.close()
+    listener.abort("nobody waits any more")

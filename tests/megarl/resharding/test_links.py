@@ -3,9 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from one_link import connect
 
 from megarl.resharding.direct.connections import TransferError, as_they_come, listening, ready, ready_now
-from megarl.resharding.direct.handshake import Listener, connect
+from megarl.resharding.direct.handshake import Listener
 from megarl.resharding.direct.wire import Acknowledgement, Failure, Hello
 from megatron_ext.loopback import LOOPBACK
 
