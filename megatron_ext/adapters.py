@@ -20,7 +20,7 @@ from converters.layout import Shape, Shard
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
-from megatron_ext import device
+from megatron_ext.host_copies import HostCopies, HostTensor
 from megatron_ext.lora import Adapter, LinearLayer, Rows
 from megatron_ext.specs import module_names
 from megatron_ext.weights import check_finite
@@ -59,7 +59,7 @@ class Adapters:
             if isinstance(embedding := getattr(chunk, "embedding", None), torch.nn.Module):
                 embedding.register_forward_hook(_begin_graph)
         self._linears = self._attach(chunks)
-        self._frozen: dict[str, Tensor] = {}
+        self._frozen: dict[str, HostTensor] = {}
         """Copies of merged weights on the host, by the names of their layers; made when they are first merged."""
 
     @property
@@ -137,26 +137,31 @@ class Adapters:
         `names` are those of the weights that are read, by the Megatron layout; None is all. A copy on the host has the
         weights as they were, from which they come back bit for bit.
         """
+        chosen = [name for name in self._linears if names is None or f"{name}.weight" in names]
+        self._keep(chosen)
         merged = []
         try:
-            for name in self._linears:
-                if names is None or f"{name}.weight" in names:
-                    self._merge(name)
-                    merged.append(name)
+            for name in chosen:
+                self._merge(name)
+                merged.append(name)
             yield
         finally:
-            with torch.no_grad():
-                for name in merged:
-                    self._linears[name][0].weight.copy_(self._frozen[name])
+            for name in merged:
+                self._frozen[name].copy_to(self._linears[name][0].weight)
+
+    def _keep(self, names: Sequence[str]) -> None:
+        """Have copies on the host of the weights of these layers."""
+        new = [name for name in names if name not in self._frozen]
+        if new:
+            # All of them in pieces of one size: pinned memory for each alone would be rounded up to a power of two.
+            copies = HostCopies().of([self._linears[name][0].weight for name in new])
+            self._frozen.update(zip(new, copies, strict=True))
 
     @torch.no_grad()
     def _merge(self, name: str) -> None:
         linear, adapter = self._linears[name]
-        weight = linear.weight
-        if name not in self._frozen:
-            self._frozen[name] = device.host_memory(weight.nbytes).view(weight.dtype).view(weight.shape).copy_(weight)
         # Rounded once: the update may be smaller than what the type of the weight keeps beside it.
-        weight.copy_(weight.float() + adapter.update_of_weight())
+        linear.weight.copy_(linear.weight.float() + adapter.update_of_weight())
 
     def _enable(self, enabled: bool) -> None:
         for _, adapter in self._linears.values():

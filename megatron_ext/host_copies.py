@@ -1,4 +1,4 @@
-"""Host memory for a copy of what a rank saves, made once and used again by every save."""
+"""Host memory for a copy of what a rank saves or changes for a while, made once and used again by every save."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,12 @@ class HostTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Sequence[Tensor]
+
+    def copy_to(self, tensor: Tensor) -> None:
+        """Write the bytes to a contiguous tensor of this type and shape."""
+        parts = tensor.detach().view(-1).view(torch.uint8).split([len(piece) for piece in self.pieces])
+        for part, piece in zip(parts, self.pieces, strict=True):
+            part.copy_(piece)
 
 
 def on_host(tensor: Tensor) -> HostTensor:

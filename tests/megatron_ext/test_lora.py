@@ -264,21 +264,33 @@ def changed_by_a_merge_without_room(rank: int, sizes: ParallelSizes, case: Case)
         MegatronOptions(sizes, torch.float32, adapter=AdapterOptions(case.lora, path=case.adapter)), rank, case
     )
     before = {name: tensor.clone() for name, tensor in model.local_tensors().items()}
-    room = iter([device.host_memory])
-
-    def host_memory(size_bytes: int) -> Tensor:
-        allocate = next(room, None)
-        if allocate is None:
-            raise MemoryError("the host has no room")
-        return allocate(size_bytes)
-
+    full = MemoryError("the host has no room")
     with (
-        mock.patch.object(device, "host_memory", host_memory),
+        mock.patch.object(device, "host_memory", side_effect=full),
         pytest.raises(MemoryError),
         model.trained_weights(),
     ):
         pass
     return [name for name, tensor in model.local_tensors().items() if not torch.equal(tensor, before[name])]
+
+
+def test_copies_of_merged_weights_share_pieces_of_host_memory(cases: Mapping[str, Case]) -> None:
+    found = run_ranks(asked_by_two_merges, SIZES["1 rank"][0], cases["qwen3"])
+    assert found == [([device.HOST_BUCKET_BYTES], [])]
+
+
+def asked_by_two_merges(rank: int, sizes: ParallelSizes, case: Case) -> tuple[list[int], list[str]]:
+    """Bytes of each piece of host memory, and the weights that are not as they were before."""
+    model = begin(
+        MegatronOptions(sizes, torch.float32, adapter=AdapterOptions(case.lora, path=case.adapter)), rank, case
+    )
+    before = {name: tensor.clone() for name, tensor in model.local_tensors().items()}
+    with mock.patch.object(device, "host_memory", side_effect=device.host_memory) as host_memory:
+        for _ in range(2):
+            with model.trained_weights():
+                pass
+    changed = [name for name, tensor in model.local_tensors().items() if not torch.equal(tensor, before[name])]
+    return [call.args[0] for call in host_memory.call_args_list], changed
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
