@@ -86,6 +86,17 @@ class WeightSource:
             codes = destinations[name][box.slices()]
             scales = destinations[number_format.scales_name(name)][number_format.scales_box(box).slices()]
             try:
-                number_format.quantise_into(weight.detach().cpu(), codes, scales)
+                _quantise_into(number_format, weight.detach(), codes, scales)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
+
+
+def _quantise_into(number_format: NumberFormat, weight: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write the codes and scales, on the host, of a weight wherever it is."""
+    if weight.is_cpu:
+        number_format.quantise_into(weight, codes, scales)
+        return
+    # Where the weight is: that is faster, and codes are half of the bytes to bring over.
+    made_codes, made_scales = number_format.quantise(weight)
+    codes.copy_(made_codes)
+    scales.copy_(made_scales)
