@@ -6,7 +6,7 @@ pace: how these come together is what a forecast has to say.
 
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
@@ -183,7 +183,7 @@ class Worker:
         """Send messages of a few bytes; before each its sender, and then its receiver, copies a bucket of others."""
         small, self._copying_s = self._small[transport, ucx_tls], 0.0
         if isinstance(small, Sender):
-            small.send_chosen(_VERSION, self._choose)
+            small.send_as_ready(_VERSION, self._copied)
         else:
             small.receive(_VERSION)
 
@@ -191,9 +191,10 @@ class Worker:
         """Seconds of the last `send_small` that went into copying."""
         return self._copying_s
 
-    def _choose(self, left: Collection[MessageId]) -> tuple[MessageId, bool]:
-        self._copy()
-        return next(iter(left)), True
+    def _copied(self, messages: Iterable[MessageId]) -> Iterator[MessageId]:
+        for message in messages:
+            self._copy()
+            yield message
 
     def _copy(self, *_taken: object) -> None:
         begun = time.thread_time()

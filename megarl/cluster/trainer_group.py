@@ -212,9 +212,9 @@ class TrainerGroup(WorkerGroup):
         """Begin to connect all ranks, after `open_transfer`, with their receivers."""
         return self.begin("connect_transfer", rendezvous)
 
-    def begin_send(self, version: int, *, with_checksum: bool, delta: bool) -> list[Call[Moved]]:
+    def begin_send(self, version: int, *, delta: bool) -> list[Call[Moved]]:
         """Begin to send the present weights as `version`; the result is how much each rank sent."""
-        return self.begin("send", version, with_checksum, delta)
+        return self.begin("send", version, delta)
 
     def close_transfer(self) -> None:
         """Free what a transfer holds."""

@@ -195,12 +195,12 @@ class TrainerWorker:
         with self._closing_on_error():
             self.sender.connect(rendezvous)
 
-    def send(self, version: int, with_checksum: bool, delta: bool) -> Moved:
+    def send(self, version: int, delta: bool) -> Moved:
         """Send the present weights as `version`; how much was sent. See `Sender.send`."""
         assert self.sender is not None
         self.model.complete_weights()
         with self._closing_on_error(), self.model.trained_weights():
-            return self.sender.send(version, with_checksum=with_checksum, delta=delta)
+            return self.sender.send(version, delta=delta)
 
     def close_transfer(self) -> None:
         """Free what a transfer holds."""

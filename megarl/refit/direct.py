@@ -107,7 +107,8 @@ class DirectPath:
         rendezvous = self._trainer.open_transfer(self._spec, self._transport, workers, timeout_s)
         topology = self._spec.topology if self._are_apart else None
         relay_listeners = self._engines.open_transfer(self._spec)
-        rendezvous = replace(rendezvous, topology=topology, relay_listeners=relay_listeners)
+        checked = self._config.verify == "checksum" or self._config.delta
+        rendezvous = replace(rendezvous, topology=topology, relay_listeners=relay_listeners, with_checksum=checked)
         connecting = [*self._trainer.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]
         # Before they have met, nobody sees the end of a peer.
         wait_together(connecting, TransferError, lambda failure: call_off(rendezvous, _news(failure)))
@@ -148,8 +149,7 @@ class DirectPath:
         self._engines.close_transfer()
 
     def _send(self, version: int, receiving: Sequence[Call[Any]]) -> Moved:
-        checked = self._config.verify == "checksum"
-        sending = self._trainer.begin_send(version, with_checksum=checked, delta=self._config.delta)
+        sending = self._trainer.begin_send(version, delta=self._config.delta)
         self._wait(sending, receiving)
         return sum(wait(sending), start=Moved())
 

@@ -71,7 +71,7 @@ class PolicyRank:
         self._sender.connect(rendezvous)
 
     def send(self, version):
-        return self._sender.send(version, with_checksum=True)
+        return self._sender.send(version)
 
 
 class Process(BaseManager):

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -31,7 +32,7 @@ class Direct:
         ucx_tls: str = "",
         delta: bool = False,
     ) -> None:
-        self._party, self._destination = party, destination
+        self._party, self._destination, self._with_checksum = party, destination, with_checksum
         transport = transport or MAPPED["gloo" if party.scenario.device == "cpu" else "nccl"]
         layout = party.layout(destination)
         derive = party.scenario.outgoing if party.is_source else party.scenario.incoming
@@ -43,7 +44,7 @@ class Direct:
             rendezvous = self._rendezvous(transport, sender)
             with ways(ucx_tls):
                 sender.connect(rendezvous)
-            self._run = partial(sender.send, _VERSION, with_checksum=with_checksum, delta=delta)
+            self._run = partial(sender.send, _VERSION, delta=delta)
         else:
             receiver = Receiver(party.number, messages, party.written[destination], self._rendezvous(transport, None))
             with ways(ucx_tls):
@@ -72,7 +73,8 @@ class Direct:
         key, port, _ = said[0]
         listeners = [address for *_, address in said[: party.sources]]
         store = (LOOPBACK, port) if port else None
-        return Rendezvous(transport, key, listeners, store, len(party.workers), DEADLINE_S)
+        rendezvous = Rendezvous(transport, key, listeners, store, len(party.workers), DEADLINE_S)
+        return replace(rendezvous, with_checksum=self._with_checksum)
 
 
 class DirectChanges(Direct):

@@ -101,7 +101,7 @@ class Destination:
         if self._from_neighbours is not None:
             moving.append(partial(take, self._from_neighbours))
         if self._messages.relays_out:
-            moving.append(partial(self._to_neighbours.send_chosen, version, self._readiness.choose))
+            moving.append(partial(self._to_neighbours.send_as_ready, version, self._readiness.ready))
         self._at_once(moving)
 
     def _at_once(self, tasks: Sequence[Callable[[], object]]) -> None:
@@ -132,7 +132,7 @@ class Destination:
         return True
 
     def _note(self, source: int, announcement: Announcement) -> None:
-        self._readiness.add((source, announcement.number), with_checksum=announcement.checksum is not None)
+        self._readiness.add((source, announcement.number))
 
 
 def _inside_nodes(rendezvous: Rendezvous) -> Rendezvous:

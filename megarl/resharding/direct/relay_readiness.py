@@ -1,7 +1,7 @@
 """Tracks which direct messages have arrived, so that a rank can relay what is in them."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from threading import Condition
 
 from converters.boxes import Box
@@ -26,32 +26,36 @@ class RelayReadiness:
         """Begin a refit: nothing has come."""
         with self._changed:
             self._came: set[MessageId] = set()
-            self._with_checksum = True
             self._failure: str | None = None
 
-    def add(self, incoming: MessageId, *, with_checksum: bool) -> None:
-        """Note that a message is here, and whether it came with a checksum."""
+    def add(self, incoming: MessageId) -> None:
+        """Note that a message is here."""
         with self._changed:
             self._came.add(incoming)
-            self._with_checksum = with_checksum
             self._changed.notify()
 
     def fail(self, failure: str) -> None:
-        """Let `choose` raise this `failure`: nothing more will come."""
+        """Let `ready` raise this `failure`: nothing more will come."""
         with self._changed:
             self._failure = failure
             self._changed.notify()
 
-    def choose(self, left: Collection[MessageId]) -> tuple[MessageId, bool]:
-        """Wait for a message that is all here; the first, and whether what it holds came with checksums.
+    def ready(self, outgoing: Iterable[MessageId]) -> Iterator[MessageId]:
+        """Yield all messages, each when what it holds is all here; the first of several.
 
         Raises TransferError after a failure, or if nothing comes for the time.
         """
+        left = dict.fromkeys(outgoing)
+        while left:
+            yield (message := self._first_of(left))
+            del left[message]
+
+    def _first_of(self, left: Iterable[MessageId]) -> MessageId:
         with self._changed:
             while True:
                 for outgoing in left:
                     if self._needs[outgoing] <= self._came:
-                        return outgoing, self._with_checksum
+                        return outgoing
                 if self._failure is not None:
                     raise TransferError(self._failure)
                 if not self._changed.wait(self.timeout_s):

@@ -1,6 +1,6 @@
 """The sending side: packs a rank's messages into two buckets in turn and announces each to its destination."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 from torch import Tensor
@@ -46,6 +46,7 @@ class Sender:
         self._endpoint: SendEndpoint | None = None
         self._name = ""
         self._timeout_s = 0.0
+        self._with_checksum = True
         self._order: list[MessageId] = []
         self._views: dict[tuple[MessageId, int, bool], list[Block]] = {}
         """Views of a message in one bucket, with or without what can skip it, made when they are first needed."""
@@ -67,7 +68,7 @@ class Sender:
 
     def connect(self, rendezvous: Rendezvous) -> None:
         """Wait for all receivers and let them take part. Raises TransferError if one does not come."""
-        self._timeout_s = rendezvous.timeout_s
+        self._timeout_s, self._with_checksum = rendezvous.timeout_s, rendezvous.with_checksum
         self._name = f"{rendezvous.senders} {self._rank}"
         with notify_peers_on_error(self._links):
             try:
@@ -89,7 +90,7 @@ class Sender:
             self._endpoint.all_connected()
         self._order = self._in_order(len(rendezvous.listeners), rendezvous.destinations)
 
-    def send(self, version: int, *, with_checksum: bool, delta: bool = False) -> Moved:
+    def send(self, version: int, *, delta: bool = False) -> Moved:
         """Send everything, as it is now, as `version`; returns when all receivers have it. How much was sent.
 
         With `delta` a message travels as its changes since the last version that went over this connection, if there
@@ -100,27 +101,24 @@ class Sender:
         # The tensors are to be as all that was asked of the device before leaves them; from here on nothing else is
         # waited for.
         device.synchronize()
-        return self.send_chosen(version, lambda left: (next(iter(left)), with_checksum or delta))
+        return self.send_as_ready(version, iter)
 
-    def send_chosen(self, version: int, choose: Callable[[Collection[MessageId]], tuple[MessageId, bool]]) -> Moved:
-        """Send everything in the order that `choose` makes as it goes along; receivers are told what it raises.
+    def send_as_ready(self, version: int, ready: Callable[[Iterable[MessageId]], Iterator[MessageId]]) -> Moved:
+        """Send everything in the order in which `ready` gives it; receivers are told what that raises.
 
-        `choose` is given the messages that are left, in this rank's own order, and says which goes next and whether
-        with a checksum.
+        `ready` is given all messages in this rank's own order.
         """
-        left, moved = dict.fromkeys(self._order), Moved()
+        moved = Moved()
         if self._addresses != (now := addresses(self._tensors)):
             self._views, self._addresses = {}, now
         # Changes are made of whole messages, and what was moved to other memory is not where receivers read it.
         skips = self._sent is None and all(self._tensors[name].data_ptr() == at for name, at in self._shared.items())
         with notify_peers_on_error(self._links), self._stream.entered():
-            for position in range(len(left)):
-                bucket = position % BUCKETS
-                self._wait_for_bucket(bucket)
-                chosen, with_checksum = choose(left)
-                del left[chosen]
+            for position, message in enumerate(ready(self._order)):
                 with record_function("send a message"):
-                    moved += self._send(chosen, version, bucket, with_checksum, skips=skips)
+                    moved += self._send(message, version, position % BUCKETS, skips=skips)
+                # What goes next is chosen when there is a bucket for it.
+                self._wait_for_bucket((position + 1) % BUCKETS)
             for bucket in range(BUCKETS):
                 self._wait_for_bucket(bucket)
         return moved
@@ -160,7 +158,7 @@ class Sender:
         order = sending_order(self._rank, sources, destinations, *columns)
         return [keys[index] for index in order]
 
-    def _send(self, chosen: MessageId, version: int, bucket: int, with_checksum: bool, *, skips: bool) -> Moved:
+    def _send(self, chosen: MessageId, version: int, bucket: int, *, skips: bool) -> Moved:
         assert self._endpoint is not None
         destination, number = chosen
         message = self._messages[destination][number]
@@ -172,7 +170,7 @@ class Sender:
         if self._sent is not None:
             # Between pieces, too, both ends have the same bytes.
             memory.zero_()
-        checksum = pack(self._views[key], with_checksum=with_checksum)
+        checksum = pack(self._views[key], with_checksum=self._with_checksum or self._sent is not None)
         moved, since = Moved(message.size_bytes), None
         if self._sent is not None:
             moved, since = self._sent.replace(chosen, version, memory)

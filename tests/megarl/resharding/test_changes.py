@@ -111,7 +111,7 @@ def test_a_worker_with_other_weights_gets_everything(set_up):
     check_that_it_is_made_whole(stage, "sent changes since version 0 of message 0, and nothing is here", whole)
 
     comparing = stage.begin(stage.destinations, "compare", 0)
-    found = failures(stage.begin(stage.sources, "send", 0, True, True) + comparing)
+    found = failures(stage.begin(stage.sources, "send", 0, True) + comparing)
     assert any("weights are compared whole, and changes came" in error for error in found[2:])
 
 
@@ -128,7 +128,7 @@ def check_that_it_is_made_whole(stage, reason, whole):
 @pytest.mark.parametrize("with_checksum", [True, False])
 def test_changes_always_come_with_a_checksum(set_up, with_checksum):
     stage = set_up(SCENE)
-    stage.connect()
-    stage.refit(0, with_checksum, delta=True)
+    stage.connect(with_checksum)
+    stage.refit(0, delta=True)
     stage.sources[1].break_at("packed", 2, "corrupt")
-    assert any("came with checksum" in error for error in failures(stage.begin_refit(1, with_checksum, delta=True)))
+    assert any("came with checksum" in error for error in failures(stage.begin_refit(1, delta=True)))

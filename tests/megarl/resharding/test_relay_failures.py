@@ -90,7 +90,7 @@ def test_a_changed_bit_is_found_by_the_checksum_alone(set_up):
     (receiver,) = [rank for rank, error in enumerate(found[2:]) if error.startswith(HEAD) and TAIL in error]
     assert f"engine worker {receiver} failed: message " in found[2 + 1]
     stage.call([*stage.sources, *stage.destinations], "close")
-    stage.connect()
+    stage.connect(with_checksum=False)
     stage.destinations[1].break_at("packed", 2, "corrupt")
-    stage.refit(2, with_checksum=False)
+    stage.refit(2)
     assert sum(map(len, stage.wrong(0))) == 1

@@ -139,7 +139,7 @@ def test_nothing_is_passed_on_before_it_is_there(data):
         readiness.expect()
         waiting, here = data.draw(st.permutations(list(leaving))), {}
         for incoming_ in order:
-            readiness.add(incoming_, with_checksum=True)
+            readiness.add(incoming_)
             for name, mask in coming[incoming_].items():
                 here[name] = here[name] | mask if name in here else mask
             ready = [
@@ -148,17 +148,18 @@ def test_nothing_is_passed_on_before_it_is_there(data):
                 if all(name in here and not (mask & ~here[name]).any() for name, mask in leaving[each].items())
             ]
             for each in ready:
-                assert readiness.choose(waiting) == (each, True)
+                assert next(readiness.ready(waiting)) == each
                 waiting.remove(each)
-            with pytest.raises(TransferError, match=r"nothing came for 0 s \(refit\.timeout_s\) to relay"):
-                readiness.choose(waiting)
+            if waiting:
+                with pytest.raises(TransferError, match=r"nothing came for 0 s \(refit\.timeout_s\) to relay"):
+                    next(readiness.ready(waiting))
         assert not waiting
     readiness.fail("no more")
-    assert readiness.choose(leaving)
+    assert list(readiness.ready(leaving)) == list(leaving)
     readiness.expect()
     readiness.fail("no more")
     with pytest.raises(TransferError, match="no more"):
-        readiness.choose(leaving)
+        next(readiness.ready(leaving))
 
 
 def test_what_does_not_come_is_not_passed_on():

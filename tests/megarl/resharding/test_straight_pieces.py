@@ -53,17 +53,19 @@ def destination_tensors():
 
 
 @contextmanager
-def transfer(transport="rdma"):
+def transfer(transport="rdma", with_checksum=True):
     """A sender and a receiver that have met, their tensors, and a way to let both make a refit."""
     there, here = source_tensors(), destination_tensors()
     messages = cut_into_messages(PARCELS, 5 * SMALLEST_BYTES)
     sender = Sender(0, {0: messages}, there, LOOPBACK)
-    rendezvous = Rendezvous(transport, b"key", [sender.address], None, destinations=1, timeout_s=20.0)
+    rendezvous = Rendezvous(
+        transport, b"key", [sender.address], None, destinations=1, timeout_s=20.0, with_checksum=with_checksum
+    )
     receiver = Receiver(0, {0: messages}, here, rendezvous)
     with ThreadPoolExecutor(2) as pool:
 
         def refit(version, **options):
-            sending = pool.submit(sender.send, version, **{"with_checksum": True, **options})
+            sending = pool.submit(sender.send, version, **options)
             receiver.receive(version)
             return sending.result()
 
@@ -94,19 +96,20 @@ def straight_names(receiver):
     return {messages[number].pieces[place].source_name for number, places in found.items() for place in places}
 
 
-def test_what_is_large_and_contiguous_at_both_ends_skips_the_buckets():
-    with transfer() as (sender, receiver, there, here, refit):
+@pytest.mark.parametrize("with_checksum", [True, False])
+def test_what_is_large_and_contiguous_at_both_ends_skips_the_buckets(with_checksum):
+    with transfer(with_checksum=with_checksum) as (sender, receiver, there, here, refit):
         assert straight_names(receiver) == STRAIGHT
         everything = set(there)
         # To compare, all of it goes into buckets, and nothing is written.
         with ThreadPoolExecutor(1) as pool:
-            sent = pool.submit(sender.send, 1, with_checksum=True)
+            sent = pool.submit(sender.send, 1)
             assert (receiver.compare(1), differing(there, here)) == (everything, everything)
             sent.result()
-        for version, with_checksum in ((2, True), (3, False)):
+        for version in (2, 3):
             there["whole"][-1, -1] += version
             there["rows"][200, 3] += version
-            refit(version, with_checksum=with_checksum)
+            refit(version)
             assert differing(there, here) == set()
         for block in (block for views in sender._views.values() for block in views):
             assert not STRAIGHT.intersection(block.names), "nothing of it was packed"

@@ -234,7 +234,7 @@ def test_a_changed_bit_is_found_by_the_checksum_alone(set_up, way):
     assert any("of trainer rank 1 came with checksum" in error for error in found[2:])
     assert any("came with checksum" in error for error in found[:2])
     stage.call([*stage.sources, *stage.destinations], "close")
-    stage.connect()
+    stage.connect(with_checksum=False)
     stage.sources[1].break_at("packed", 4, "corrupt")
-    stage.refit(2, with_checksum=False)
+    stage.refit(2)
     assert sum(map(len, stage.wrong(0))) == 1

@@ -64,7 +64,7 @@ def sender(spec, receiver):
         receiver.connect(rendezvous)
         connecting.result(20)
         # With its own address, as a trainer's rank is called.
-        sender.begin = lambda version: pool.submit(sender.send, version, with_checksum=True)
+        sender.begin = lambda version: pool.submit(sender.send, version)
         yield sender
         sender.close()
 

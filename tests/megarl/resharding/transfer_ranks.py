@@ -72,8 +72,8 @@ class SourceRank:
         self._sender.connect(rendezvous)
 
     @without_frames
-    def send(self, version, with_checksum=True, delta=False):
-        return self._sender.send(version, with_checksum=with_checksum, delta=delta)
+    def send(self, version, delta=False):
+        return self._sender.send(version, delta=delta)
 
     def close(self):
         self._sender.close()

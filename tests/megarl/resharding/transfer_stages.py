@@ -40,14 +40,21 @@ class Stage:
     def call(self, ranks, method, *arguments):
         return [each.result(60) for each in self.begin(ranks, method, *arguments)]
 
-    def rendezvous(self, key=None):
+    def rendezvous(self, key=None, with_checksum=True):
         scene = self.scene
         store = self.sources[0].store(scene.timeout_s) if TRANSPORTS[scene.transport].needs_store else None
         listeners = self.call(self.sources, "open")
         key = key or secrets.token_bytes(16)
         relay_listeners = self.call(self.destinations, "open")
         rendezvous = Rendezvous(
-            scene.transport, key, listeners, store, len(self.destinations), scene.timeout_s, relay_listeners
+            scene.transport,
+            key,
+            listeners,
+            store,
+            len(self.destinations),
+            scene.timeout_s,
+            relay_listeners,
+            with_checksum=with_checksum,
         )
         return rendezvous if scene.transport in MAPPED.values() else replace(rendezvous, topology=scene.topology)
 
@@ -55,16 +62,16 @@ class Stage:
         rendezvous = rendezvous or self.rendezvous()
         return self.begin(self.sources, "connect", rendezvous) + self.begin(self.destinations, "connect", rendezvous)
 
-    def connect(self):
-        for each in self.begin_connect():
+    def connect(self, with_checksum=True):
+        for each in self.begin_connect(self.rendezvous(with_checksum=with_checksum)):
             each.result(60)
 
-    def begin_refit(self, version, with_checksum=True, delta=False):
-        sending = self.begin(self.sources, "send", version, with_checksum, delta)
+    def begin_refit(self, version, delta=False):
+        sending = self.begin(self.sources, "send", version, delta)
         return sending + self.begin(self.destinations, "receive", version)
 
-    def refit(self, version, with_checksum=True, delta=False):
-        return [each.result(60) for each in self.begin_refit(version, with_checksum, delta)]
+    def refit(self, version, delta=False):
+        return [each.result(60) for each in self.begin_refit(version, delta)]
 
     def bytes_of_refit(self, version, delta=False):
         """Fill the sources with a version, move it, see that it is there, and return the bytes that travelled."""

@@ -39,7 +39,7 @@ class TrainerRank:
         self._sender.connect(rendezvous)
 
     def send(self, version, delta):
-        return self._sender.send(version, with_checksum=True, delta=delta)
+        return self._sender.send(version, delta=delta)
 
     def break_at(self, *arguments):
         break_at(*arguments)

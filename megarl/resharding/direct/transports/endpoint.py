@@ -41,6 +41,8 @@ class Rendezvous:
     relay_listeners: Sequence[Address] = ()
     senders: str = "trainer rank"
     topology: Topology | None = None
+    with_checksum: bool = True
+    """Whether all messages, relayed ones too, come with one."""
 
 
 @dataclass(frozen=True)
