@@ -1,4 +1,4 @@
-"""What a rank on a GPU writes for an engine's loader: the bytes that a rank on the host writes."""
+"""A rank on a GPU writes for an engine's loader the bytes that a rank on the host writes."""
 
 import pytest
 import torch
