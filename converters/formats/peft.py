@@ -26,7 +26,7 @@ _SAYS_NOTHING = frozenset(
     (
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
         *("r", "lora_alpha", "lora_dropout", "target_modules", "runtime_config", "megatron_config", "megatron_core"),
-        # Of a way to begin, and each acts with another field alone.
+        # Details of an initialisation, which act with another field alone.
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "layers_pattern"),
     )
 )

@@ -19,7 +19,7 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megatron_ext.device_memory import ALL_PARTS, CountedMemory, DeviceFullError
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.offload import Residence, optimizer_tensors
+from megatron_ext.offload import OffloadableState, optimizer_tensors
 from megatron_ext.options import MegatronOptions
 from megatron_ext.packing import RaggedBatch
 from megatron_ext.storages import HostCopy, nbytes_of, storages_of
@@ -149,7 +149,7 @@ def moved_within_a_limit(rank: int, sizes: ParallelSizes, folder: Path, counts: 
 def test_what_a_device_without_room_did_not_take_back_is_still_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = [torch.arange(1000.0), torch.arange(2000.0)]
     expected = [weight.clone() for weight in weights]
-    residence = Residence(lambda: iter(weights))
+    residence = OffloadableState(lambda: iter(weights))
     residence.offload(["weights"])
     resize, left = torch.UntypedStorage.resize_, iter([True])
 

@@ -1,7 +1,7 @@
 """Connections between the ranks of a refit: few small messages about the large ones, and the first news of a death.
 
 They are TCP, on loopback where all ranks are on one machine. No read and no write waits longer than the deadline that
-was set when the connection was made; the end of a peer's process is seen at once. How ranks get to them: `meeting.py`.
+was set when the connection was made; the end of a peer's process is seen at once. Ranks get to them by `handshake.py`.
 """
 
 import math

@@ -117,7 +117,7 @@ class Sender:
             for position, message in enumerate(ready(self._order)):
                 with record_function("send a message"):
                     moved += self._send(message, version, position % BUCKETS, skips=skips)
-                # What goes next is chosen when there is a bucket for it.
+                # The next message is chosen when there is a bucket for it.
                 self._wait_for_bucket((position + 1) % BUCKETS)
             for bucket in range(BUCKETS):
                 self._wait_for_bucket(bucket)

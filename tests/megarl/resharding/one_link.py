@@ -1,7 +1,7 @@
 """One peer that comes to a listener."""
 
 from megarl.resharding.direct.connections import Address, Link, TransferError
-from megarl.resharding.direct.meeting import connect_all
+from megarl.resharding.direct.handshake import connect_all
 
 
 def connect(address: Address, key: bytes, peer: str, timeout_s: float) -> Link:
