@@ -11,7 +11,7 @@ from converters.topology import Topology
 from megarl.planning.cluster import Cluster, Cores
 from megarl.planning.forecast import Forecast
 from megarl.planning.refit import PlannedRefit
-from megarl.resharding.direct.straight import SMALLEST_BYTES
+from megarl.resharding.direct.zero_copy import SMALLEST_BYTES
 from resharding.rates import CoreRates, WayCosts
 from resharding.scenario import DTYPE, Scenario
 

@@ -20,11 +20,11 @@ from converters.number_formats import FP8_BLOCK
 from megarl.resharding.direct.messages import cut_into_messages
 from megarl.resharding.direct.messages_by_peer import MessageId
 from megarl.resharding.direct.packing import blocks, pack, unpack
-from megarl.resharding.direct.parcels import Parcel, Scales
 from megarl.resharding.direct.receiver import Receiver
 from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import BUCKETS, RecvEndpoint, Rendezvous, SendEndpoint
+from megarl.resharding.direct.typed_transfers import Scales, TypedTransfer
 from megarl.resharding.shared_memory import Segment, map_segment
 from megatron_ext.loopback import LOOPBACK, open_store
 from resharding.contenders.nixl_read import ways
@@ -78,7 +78,7 @@ def core_rates(ranks: Ranks) -> CoreRates:
         quantise_rows=rate(elements // 2, "pack", "quantised rows"),
         unpack=rate(2 * elements, "unpack", "plain"),
         unpack_rows=rate(elements, "unpack", "rows"),
-        checksum=rate(2 * elements, "unpack", "straight"),
+        checksum=rate(2 * elements, "unpack", "zero_copy"),
     )
 
 
@@ -106,8 +106,8 @@ class Worker:
             "scales of rows": torch.ones(_ROWS * _COLUMNS // _ROW_BYTES // 128 + 1, _ROW_BYTES // 256),
         }
         self._buckets = self._mapped(bucket_bytes)
-        self._blocks = {name: self._views(parcel) for name, parcel in parcels().items()}
-        self._blocks["straight"] = self._views(parcels()["plain"], is_straight=True)
+        self._blocks = {name: self._views(typed_transfer) for name, typed_transfer in typed_transfers().items()}
+        self._blocks["zero_copy"] = self._views(typed_transfers()["plain"], is_zero_copy=True)
         self._endpoints: dict[tuple[str, str], SendEndpoint | RecvEndpoint] = {}
         self._small: dict[tuple[str, str], Sender | Receiver] = {}
         self._stores: list[Any] = []
@@ -143,7 +143,7 @@ class Worker:
         self._endpoints[transport, ucx_tls] = endpoint
         tensors = {"small": torch.zeros(_SMALL_ELEMENTS, dtype=torch.bfloat16)}
         box = Box.whole((_SMALL_ELEMENTS,))
-        one = cut_into_messages([Parcel("small", box, "small", box, torch.bfloat16)], self._bucket_bytes)
+        one = cut_into_messages([TypedTransfer("small", box, "small", box, torch.bfloat16)], self._bucket_bytes)
         messages = {self._pair: one * _SMALL_MESSAGES}
         if self._is_source:
             sender = Sender(self._pair, messages, tensors, LOOPBACK)
@@ -202,11 +202,11 @@ class Worker:
         self._buckets[0].view(torch.int64).copy_(words)
         self._copying_s += time.thread_time() - begun
 
-    def _views(self, parcel: Parcel, *, is_straight: bool = False) -> list[Any]:
+    def _views(self, typed_transfer: TypedTransfer, *, is_zero_copy: bool = False) -> list[Any]:
         end: Literal["source", "destination"] = "source" if self._is_source else "destination"
-        messages = cut_into_messages([parcel], self._bucket_bytes)
+        messages = cut_into_messages([typed_transfer], self._bucket_bytes)
         return [
-            blocks(message, self._buckets[number % BUCKETS], self._tensors, end, (0,) if is_straight else ())
+            blocks(message, self._buckets[number % BUCKETS], self._tensors, end, (0,) if is_zero_copy else ())
             for number, message in enumerate(messages)
         ]
 
@@ -234,14 +234,14 @@ class Worker:
         return Rendezvous(transport, key, listeners, (LOOPBACK, port) if port else None, self._half, DEADLINE_S)
 
 
-def parcels() -> dict[str, Parcel]:
-    """The tensors that are packed and unpacked, each as one parcel."""
+def typed_transfers() -> dict[str, TypedTransfer]:
+    """The tensors that are packed and unpacked, each as one typed transfer."""
     whole = Box.whole((_ROWS, _COLUMNS))
-    plain = Parcel("weight", whole, "weight", whole, torch.bfloat16)
+    plain = TypedTransfer("weight", whole, "weight", whole, torch.bfloat16)
     scales = Scales("scales", FP8_BLOCK.scales_box(whole), FP8_BLOCK.name)
     codes = replace(plain, destination_name="codes", dtype=FP8_BLOCK.codes, scales=scales)
     half = Box((0, 0), (_ROWS * _COLUMNS // _ROW_BYTES, _ROW_BYTES // 2))
-    rows = Parcel("rows", half, "rows", half, torch.bfloat16)
+    rows = TypedTransfer("rows", half, "rows", half, torch.bfloat16)
     # Its codes, too, are rows with gaps.
     codes_of_rows = replace(codes, source_name="rows", source_box=half, destination_name="rows", destination_box=half)
     half_scales = Scales("scales of rows", FP8_BLOCK.scales_box(half), FP8_BLOCK.name)

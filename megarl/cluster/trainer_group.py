@@ -33,7 +33,7 @@ from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
-from megarl.resharding.moved import Moved
+from megarl.resharding.transfer_stats import TransferStats
 from megarl.schema import ClusterConfig
 from megatron_ext.balance import Cut, assign, computed
 from megatron_ext.device_memory import CountedMemory, StatePart
@@ -212,7 +212,7 @@ class TrainerGroup(WorkerGroup):
         """Begin to connect all ranks, after `open_transfer`, with their receivers."""
         return self.begin("connect_transfer", rendezvous)
 
-    def begin_send(self, version: int, *, delta: bool) -> list[Call[Moved]]:
+    def begin_send(self, version: int, *, delta: bool) -> list[Call[TransferStats]]:
         """Begin to send the present weights as `version`; the result is how much each rank sent."""
         return self.begin("send", version, delta)
 

@@ -29,7 +29,7 @@ from megarl.resharding.direct.transports.endpoint import Rendezvous  # noqa: E40
 from megarl.resharding.direct.transports.nixl_agent import has_port  # noqa: E402
 from megarl.resharding.loader.buckets import Bucket  # noqa: E402
 from megarl.resharding.loader.source import WeightSource  # noqa: E402
-from megarl.resharding.moved import Moved  # noqa: E402
+from megarl.resharding.transfer_stats import TransferStats  # noqa: E402
 from megatron_ext import checkpoint, parallel  # noqa: E402
 from megatron_ext.device_memory import CountedMemory, StatePart, take_peak  # noqa: E402
 from megatron_ext.loopback import open_store  # noqa: E402
@@ -195,7 +195,7 @@ class TrainerWorker:
         with self._closing_on_error():
             self.sender.connect(rendezvous)
 
-    def send(self, version: int, delta: bool) -> Moved:
+    def send(self, version: int, delta: bool) -> TransferStats:
         """Send the present weights as `version`; how much was sent. See `Sender.send`."""
         assert self.sender is not None
         self.model.complete_weights()

@@ -6,7 +6,7 @@ from megarl.cluster.engines import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.refit.direct import DirectPath, NoDirectPathError
 from megarl.refit.loader import LoaderPath
-from megarl.resharding.direct.transports import MAPPED
+from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
 from megarl.schema import RefitConfig
 
 
@@ -17,7 +17,7 @@ def check_machines(machines: int, config: RefitConfig) -> None:
     apart = f"and the trainer and the engines run on {machines} machines"
     if config.path == "loader":
         raise UserError(f"refit.path=loader goes through the memory of one machine, {apart}: set it to auto")
-    if config.transport in MAPPED.values():
+    if config.transport in MAPPED_MEMORY_TRANSPORT.values():
         raise UserError(
             f"refit.transport={config.transport} is memory of one machine, {apart}: set it to auto, rdma or tcp"
         )

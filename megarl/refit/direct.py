@@ -18,12 +18,12 @@ from megarl.cluster.calls import wait, wait_together
 from megarl.cluster.engines import Engines
 from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker import Call, WorkerFailed
-from megarl.resharding.direct.calling_off import call_off
+from megarl.resharding.direct.abort import abort_rendezvous
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation
 from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces, held_dtypes
-from megarl.resharding.direct.transports import MAPPED, between_machines
-from megarl.resharding.moved import Moved
+from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT, between_machines
+from megarl.resharding.transfer_stats import TransferStats
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
 
@@ -57,7 +57,7 @@ class DirectPath:
         self._trainer_nodes = trainer_nodes = trainer.nodes()
         worker_nodes = engines.worker_nodes()
         self._are_apart = len({*trainer_nodes, *worker_nodes}) > 1
-        self._within = MAPPED[trainer.backend]
+        self._within = MAPPED_MEMORY_TRANSPORT[trainer.backend]
         usual = between_machines() if self._are_apart else self._within
         self._transport = usual if config.transport == "auto" else config.transport
         self._restriction = ""
@@ -111,7 +111,7 @@ class DirectPath:
         rendezvous = replace(rendezvous, topology=topology, relay_listeners=relay_listeners, with_checksum=checked)
         connecting = [*self._trainer.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]
         # Before they have met, nobody sees the end of a peer.
-        wait_together(connecting, TransferError, lambda failure: call_off(rendezvous, _news(failure)))
+        wait_together(connecting, TransferError, lambda failure: abort_rendezvous(rendezvous, _news(failure)))
         self._is_connected = True
 
     def confirm(self, version: int) -> None:
@@ -126,7 +126,7 @@ class DirectPath:
             self.close()
             raise NoDirectPathError(f"the engine does not keep {min(differing)} as it was loaded")
 
-    def send(self, version: int) -> Moved:
+    def send(self, version: int) -> TransferStats:
         """See `Path.send`."""
         if not self._is_connected:
             self.connect()
@@ -148,10 +148,10 @@ class DirectPath:
         self._trainer.close_transfer()
         self._engines.close_transfer()
 
-    def _send(self, version: int, receiving: Sequence[Call[Any]]) -> Moved:
+    def _send(self, version: int, receiving: Sequence[Call[Any]]) -> TransferStats:
         sending = self._trainer.begin_send(version, delta=self._config.delta)
         self._wait(sending, receiving)
-        return sum(wait(sending), start=Moved())
+        return sum(wait(sending), start=TransferStats())
 
     def _wait(self, of_trainer: Sequence[Call[Any]], of_engines: Sequence[Call[Any]]) -> None:
         wait_together([*of_trainer, *of_engines], consequence=TransferError)

@@ -11,8 +11,8 @@ from megarl.cluster.worker import Call, WorkerFailed
 from megarl.refit.direct import DirectPath, NoDirectPathError
 from megarl.refit.path import Path
 from megarl.resharding.loader.buckets import Quantised, cut_into_buckets
-from megarl.resharding.moved import Moved
 from megarl.resharding.shared_memory import Segment
+from megarl.resharding.transfer_stats import TransferStats
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
 
@@ -68,7 +68,7 @@ class LoaderPath:
             raise UserError(f"refit.path=direct is not possible: {reason}; set refit.path to auto or loader")
         self._refusal, self.candidate = reason, None
 
-    def send(self, version: int) -> Moved:  # noqa: ARG002
+    def send(self, version: int) -> TransferStats:  # noqa: ARG002
         """See `Path.send`."""
         if not self._is_open:
             self._open()
@@ -79,7 +79,7 @@ class LoaderPath:
             loading[bucket.segment] = self._engines.begin(Engine.write, bucket)
         for references in loading.values():
             wait(references)
-        return Moved(sum(bucket.size_bytes for bucket in self._buckets))
+        return TransferStats(sum(bucket.size_bytes for bucket in self._buckets))
 
     def recover(self, failure: WorkerFailed) -> None:
         """See `Path.recover`: a loader that fails would fail again."""

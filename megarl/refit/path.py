@@ -4,7 +4,7 @@ from typing import Protocol, Self
 
 from megarl.cluster.engines import Engines
 from megarl.cluster.worker import WorkerFailed
-from megarl.resharding.moved import Moved
+from megarl.resharding.transfer_stats import TransferStats
 
 
 class Path(Protocol):
@@ -19,7 +19,7 @@ class Path(Protocol):
     def to(self, engines: Engines) -> Self:
         """The same path to other engines of the same kind: some, or with new ones in the place of those that died."""
 
-    def send(self, version: int) -> Moved:
+    def send(self, version: int) -> TransferStats:
         """Give all weights to engines that have begun the update to `version`. How much was moved."""
 
     def recover(self, failure: WorkerFailed) -> None:

@@ -8,7 +8,7 @@ from megarl.cluster.trainer_group import TrainerGroup
 from megarl.cluster.worker import WorkerFailed
 from megarl.refit.log_prob_check import LogProbCheck
 from megarl.refit.path import Path
-from megarl.resharding.moved import Moved
+from megarl.resharding.transfer_stats import TransferStats
 from megarl.rollout.protocol import KeysAndValues
 
 
@@ -81,12 +81,12 @@ class Refit:
         self._update(self._version)
         self._gpus.switch_to(self._engines)
 
-    def _update(self, version: int) -> tuple[Moved, bool]:
+    def _update(self, version: int) -> tuple[TransferStats, bool]:
         """How much was sent, and whether that had to be repeated."""
         with self._engines.undisturbed():
             return self._update_undisturbed(version)
 
-    def _update_undisturbed(self, version: int) -> tuple[Moved, bool]:
+    def _update_undisturbed(self, version: int) -> tuple[TransferStats, bool]:
         repeated = recovered = False
         while True:
             try:
@@ -104,9 +104,9 @@ class Refit:
             else:
                 return moved, repeated
 
-    def _send(self, version: int) -> Moved:
+    def _send(self, version: int) -> TransferStats:
         """A transaction with those engines that are up and do not have the version; how much was sent."""
-        moved = Moved()
+        moved = TransferStats()
         while True:
             self._gpus.begin_refit()
             if len(engines := self._engines.without_version(version)):

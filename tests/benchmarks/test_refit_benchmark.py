@@ -15,7 +15,7 @@ from resharding.models import ENGINES, MODELS, TRAINERS
 from resharding.party import Party
 from resharding.processes import Place, RankFailed, Timed, _answer, hear, running, say
 from resharding.rates import CoreRates, WayCosts
-from resharding.rates import parcels as rates_parcels
+from resharding.rates import typed_transfers as rates_transfers
 from resharding.rounds import Facts, Run
 from resharding.scenario import DTYPE, Scenario
 from resharding.tables import Results, markdown, sentences
@@ -73,8 +73,8 @@ def test_a_forecast_has_no_numbers_but_the_measured_ones():
         fast = forecast(SMALL, way, twice, WayCosts(5e-10, 1e-5), cores=2)
         assert slow.replay.seconds == pytest.approx(2 * fast.replay.seconds, rel=1e-3)
         assert slow.stages["cores"] <= slow.replay.seconds < 2 * slow.stages["cores"]
-    for name, parcel in rates_parcels().items():
-        assert cut_into_messages([parcel], 16_000_000), name
+    for name, typed_transfer in rates_transfers().items():
+        assert cut_into_messages([typed_transfer], 16_000_000), name
 
 
 def small_party(rank):

@@ -8,9 +8,9 @@ from functools import partial
 
 from megarl.resharding.direct.receiver import Receiver
 from megarl.resharding.direct.sender import Sender
-from megarl.resharding.direct.transports import MAPPED, TRANSPORTS
+from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT, TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
-from megarl.resharding.moved import Moved
+from megarl.resharding.transfer_stats import TransferStats
 from megatron_ext.loopback import LOOPBACK, open_store
 from resharding.contenders.nixl_read import ways
 from resharding.party import Destination, Party
@@ -33,12 +33,12 @@ class Direct:
         delta: bool = False,
     ) -> None:
         self._party, self._destination, self._with_checksum = party, destination, with_checksum
-        transport = transport or MAPPED["gloo" if party.scenario.device == "cpu" else "nccl"]
+        transport = transport or MAPPED_MEMORY_TRANSPORT["gloo" if party.scenario.device == "cpu" else "nccl"]
         layout = party.layout(destination)
         derive = party.scenario.outgoing if party.is_source else party.scenario.incoming
         messages = derive(layout, party.number)
         self.moved_bytes = 0
-        self._run: Callable[[], Moved | None]
+        self._run: Callable[[], TransferStats | None]
         if party.is_source:
             sender = Sender(party.number, messages, party.tensors, LOOPBACK)
             rendezvous = self._rendezvous(transport, sender)

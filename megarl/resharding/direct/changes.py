@@ -12,7 +12,7 @@ from isal import isal_zlib
 from torch import Tensor
 
 from megarl.resharding.direct.messages_by_peer import MessageId
-from megarl.resharding.moved import Moved
+from megarl.resharding.transfer_stats import TransferStats
 
 UNIT = torch.int16
 """The unit in which changes are counted: an element of bf16, half of a float32, two codes of FP8."""
@@ -30,7 +30,7 @@ class SentMessages:
     def __init__(self) -> None:
         self._sent: dict[MessageId, tuple[int, Tensor]] = {}
 
-    def replace(self, message: MessageId, version: int, memory: Tensor) -> tuple[Moved, int | None]:
+    def replace(self, message: MessageId, version: int, memory: Tensor) -> tuple[TransferStats, int | None]:
         """Keep a packed message (uint8) as that of `version`, and let `memory` begin with its changes.
 
         It does if these are fewer bytes; returned are the bytes to send and the version that they are changes of, None
@@ -38,15 +38,15 @@ class SentMessages:
         """
         if message not in self._sent:
             self._sent[message] = version, memory.to("cpu", copy=True)
-            return Moved(len(memory)), None
+            return TransferStats(len(memory)), None
         since, before = self._sent[message]
         self._sent[message] = version, before
         changes, changed = changes_of(memory, before)
         compared = len(memory) // UNIT.itemsize
         if changes is None:
-            return Moved(len(memory), compared, changed), None
+            return TransferStats(len(memory), compared, changed), None
         memory[: len(changes)].copy_(changes)
-        return Moved(len(changes), compared, changed), since
+        return TransferStats(len(changes), compared, changed), since
 
 
 def changes_of(memory: Tensor, before: Tensor) -> tuple[Tensor | None, int]:

@@ -17,7 +17,7 @@ from megarl.resharding.direct.receiver import Receiver
 from megarl.resharding.direct.relay_readiness import RelayReadiness
 from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.staging import Staging
-from megarl.resharding.direct.transports import MAPPED
+from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.wire import Announcement
 from megatron_ext import device
@@ -139,7 +139,7 @@ def _inside_nodes(rendezvous: Rendezvous) -> Rendezvous:
     """The rendezvous of neighbours, in which destination ranks send."""
     return replace(
         rendezvous,
-        transport=MAPPED[device.backend()],
+        transport=MAPPED_MEMORY_TRANSPORT[device.backend()],
         listeners=rendezvous.relay_listeners,
         store=None,
         topology=None,

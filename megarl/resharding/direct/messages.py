@@ -15,7 +15,7 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.number_formats import NUMBER_FORMATS, NumberFormat
 from megarl.resharding.alignment import ALIGNMENT_BYTES, aligned
-from megarl.resharding.direct.parcels import Parcel, Scales
+from megarl.resharding.direct.typed_transfers import Scales, TypedTransfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,11 @@ class Message:
     size_bytes: int
 
 
-def cut_into_messages(parcels: Iterable[Parcel], bucket_bytes: int) -> list[Message]:
-    """Cut the parcels of a pair of ranks, in their order, into messages of at most `bucket_bytes`.
+def cut_into_messages(typed_transfers: Iterable[TypedTransfer], bucket_bytes: int) -> list[Message]:
+    """Cut the typed transfers of a pair of ranks, in their order, into messages of at most `bucket_bytes`.
 
-    A parcel that is larger than a bucket is cut along its first dimensions, one that is quantised between its blocks.
-    Raises UserError if a bucket does not hold a single element, or block.
+    A typed transfer that is larger than a bucket is cut along its first dimensions, one that is quantised between its
+    blocks. Raises UserError if a bucket does not hold a single element, or block.
     """
     if bucket_bytes < ALIGNMENT_BYTES:
         raise UserError(
@@ -97,12 +97,12 @@ def cut_into_messages(parcels: Iterable[Parcel], bucket_bytes: int) -> list[Mess
     messages: list[Message] = []
     pieces: list[Piece] = []
     end = 0
-    for parcel in parcels:
-        for part in _parts_of(parcel, room):
-            piece = _piece(parcel, part, end)
+    for typed_transfer in typed_transfers:
+        for part in _parts_of(typed_transfer, room):
+            piece = _piece(typed_transfer, part, end)
             if piece.end_bytes > room:
                 messages.append(Message(tuple(pieces), end))
-                pieces, piece = [], _piece(parcel, part, 0)
+                pieces, piece = [], _piece(typed_transfer, part, 0)
             pieces.append(piece)
             end = piece.end_bytes
     if pieces:
@@ -110,14 +110,14 @@ def cut_into_messages(parcels: Iterable[Parcel], bucket_bytes: int) -> list[Mess
     return messages
 
 
-def _parts_of(parcel: Parcel, room: int) -> Iterator[Box]:
-    shape = parcel.source_box.shape
-    if parcel.scales is None:
-        yield from parts(shape, room // parcel.dtype.itemsize)
+def _parts_of(typed_transfer: TypedTransfer, room: int) -> Iterator[Box]:
+    shape = typed_transfer.source_box.shape
+    if typed_transfer.scales is None:
+        yield from parts(shape, room // typed_transfer.dtype.itemsize)
         return
-    number_format = NUMBER_FORMATS[parcel.scales.number_format]
+    number_format = NUMBER_FORMATS[typed_transfer.scales.number_format]
     block = number_format.block_in(shape)
-    block_bytes = math.prod(block) * parcel.dtype.itemsize + number_format.scales.itemsize
+    block_bytes = math.prod(block) * typed_transfer.dtype.itemsize + number_format.scales.itemsize
     blocks = (room - 2 * ALIGNMENT_BYTES) // block_bytes
     if blocks < 1:
         needed = aligned(block_bytes + 2 * ALIGNMENT_BYTES)
@@ -159,16 +159,16 @@ def digest(messages: Sequence[Message]) -> str:
     return hashed.hexdigest()
 
 
-def _piece(parcel: Parcel, part: Box, offset_bytes: int) -> Piece:
-    size = aligned(part.size * parcel.dtype.itemsize)
+def _piece(typed_transfer: TypedTransfer, part: Box, offset_bytes: int) -> Piece:
+    size = aligned(part.size * typed_transfer.dtype.itemsize)
     return Piece(
-        parcel.source_name,
-        part.shift(parcel.source_box.start),
-        parcel.destination_name,
-        part.shift(parcel.destination_box.start),
-        parcel.dtype,
+        typed_transfer.source_name,
+        part.shift(typed_transfer.source_box.start),
+        typed_transfer.destination_name,
+        part.shift(typed_transfer.destination_box.start),
+        typed_transfer.dtype,
         offset_bytes,
-        _piece_scales(parcel.scales, part, offset_bytes + size) if parcel.scales else None,
+        _piece_scales(typed_transfer.scales, part, offset_bytes + size) if typed_transfer.scales else None,
     )
 
 

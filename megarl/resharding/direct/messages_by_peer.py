@@ -10,8 +10,8 @@ import torch
 
 from converters.plan import Plan, Transfer
 from megarl.resharding.direct.messages import Message, cut_into_messages
-from megarl.resharding.direct.parcels import Parcel, plain
 from megarl.resharding.direct.quantised_shard import QuantisedShard
+from megarl.resharding.direct.typed_transfers import TypedTransfer, plain
 
 DTypes: TypeAlias = Mapping[str, torch.dtype]
 """Type of each tensor of a destination rank, by its name there."""
@@ -44,15 +44,15 @@ class _Workers:
     dtypes: Sequence[DTypes]
     quantised: Sequence[QuantisedShard]
 
-    def parcels(self, transfer: Transfer) -> Iterable[Parcel]:
-        """The parcels of a transfer from a source."""
+    def typed_transfers(self, transfer: Transfer) -> Iterable[TypedTransfer]:
+        """The typed transfers of a transfer from a source."""
         worker = transfer.destination_rank % len(self.dtypes)
         if self.quantised:
-            return self.quantised[worker].parcels(transfer, self.dtypes[worker])
+            return self.quantised[worker].typed_transfers(transfer, self.dtypes[worker])
         return [plain(transfer, self.dtypes[worker])]
 
-    def relayed(self, transfer: Transfer) -> Iterable[Parcel]:
-        """The parcels of a relay."""
+    def relayed(self, transfer: Transfer) -> Iterable[TypedTransfer]:
+        """The typed transfers of a relay."""
         neighbour, worker = (rank % len(self.dtypes) for rank in (transfer.source_rank, transfer.destination_rank))
         if self.quantised:
             return self.quantised[worker].relayed(transfer, self.quantised[neighbour], self.dtypes[worker])
@@ -72,7 +72,7 @@ def outgoing(
     `cut_into_messages`.
     """
     by_destination = _by_peer((transfer.destination_rank, transfer) for transfer in plan.transfers_from(source_rank))
-    return _messages(by_destination, _Workers(dtypes, quantised).parcels, bucket_bytes)
+    return _messages(by_destination, _Workers(dtypes, quantised).typed_transfers, bucket_bytes)
 
 
 def incoming(
@@ -98,7 +98,7 @@ def incoming(
     relays_in = _by_peer((relay.source_rank, relay) for relay in in_order(part.relays_in))
     relays_out = _by_peer((relay.destination_rank, relay) for relay in in_order(part.relays_out))
     return DestinationMessages(
-        _messages(direct, workers.parcels, bucket_bytes),
+        _messages(direct, workers.typed_transfers, bucket_bytes),
         _messages(relays_in, workers.relayed, bucket_bytes),
         _messages(relays_out, workers.relayed, bucket_bytes),
     )
@@ -111,11 +111,11 @@ def largest_bytes(messages: MessagesByPeer) -> int:
 
 def _messages(
     transfers_of: Mapping[int, Sequence[Transfer]],
-    parcels_of: Callable[[Transfer], Iterable[Parcel]],
+    typed_transfers_of: Callable[[Transfer], Iterable[TypedTransfer]],
     bucket_bytes: int,
 ) -> MessagesByPeer:
     return {
-        peer: cut_into_messages(chain.from_iterable(map(parcels_of, transfers)), bucket_bytes)
+        peer: cut_into_messages(chain.from_iterable(map(typed_transfers_of, transfers)), bucket_bytes)
         for peer, transfers in transfers_of.items()
     }
 

@@ -23,7 +23,7 @@ _DEVICE_BOX_BYTES = 2**30
 
 
 def blocks(
-    message: Message, bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, straight: Collection[int] = ()
+    message: Message, bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, zero_copy: Collection[int] = ()
 ) -> list[Block]:
     """The views of `message` at its source or its destination, where `bucket` (uint8) and `tensors` lie.
 
@@ -33,9 +33,9 @@ def blocks(
     """
     limit = _HOST_BLOCK_BYTES if bucket.device.type == "cpu" else _DEVICE_BOX_BYTES
     found: list[Block] = []
-    for is_straight, group in groupby(enumerate(message.pieces), key=lambda each: each[0] in straight):
+    for is_zero_copy, group in groupby(enumerate(message.pieces), key=lambda each: each[0] in zero_copy):
         pieces = [piece for _, piece in group]
-        if is_straight:
+        if is_zero_copy:
             found += [_in_place(piece, tensors, end) for piece in pieces]
         else:
             stretches = list(_stretches(pieces, bucket, tensors, end, limit))

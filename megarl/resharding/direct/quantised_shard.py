@@ -16,7 +16,7 @@ from converters.boxes import Box
 from converters.layout import Placement, Shape, Shard
 from converters.number_formats import NumberFormat
 from converters.plan import Transfer
-from megarl.resharding.direct.parcels import Parcel, Scales, plain
+from megarl.resharding.direct.typed_transfers import Scales, TypedTransfer, plain
 
 
 class CutBlocksError(Exception):
@@ -79,7 +79,7 @@ class QuantisedShard:
         """The places, by the names of the tensors in which values of them may be put together."""
         return {place.staging_name: place for places in self._places.values() for place in places}
 
-    def parcels(self, transfer: Transfer, dtypes: Mapping[str, torch.dtype]) -> Iterator[Parcel]:
+    def typed_transfers(self, transfer: Transfer, dtypes: Mapping[str, torch.dtype]) -> Iterator[TypedTransfer]:
         """Yield what travels of a transfer from a source, which has values; `dtypes` are those of this worker."""
         found = self._find(transfer.destination_name, transfer.destination_box)
         source = transfer.source_name, transfer.source_box
@@ -88,14 +88,14 @@ class QuantisedShard:
             return
         place, piece = found
         if not self._is_whole(place, piece):
-            yield Parcel(*source, place.staging_name, piece.relative_to(place.hf_box), self.quantisation.values)
+            yield TypedTransfer(*source, place.staging_name, piece.relative_to(place.hf_box), self.quantisation.values)
             return
         scales = Scales(place.scales_name, self._scales_of(place, piece), self._number_format.name)
         yield replace(plain(transfer, dtypes), scales=scales)
 
     def relayed(
         self, transfer: Transfer, neighbour: "QuantisedShard", dtypes: Mapping[str, torch.dtype]
-    ) -> Iterator[Parcel]:
+    ) -> Iterator[TypedTransfer]:
         """Yield what travels of a relay from a neighbour, which has codes and scales already, or values of blocks."""
         there = neighbour._find(transfer.source_name, transfer.source_box)
         here = self._find(transfer.destination_name, transfer.destination_box)
@@ -105,11 +105,11 @@ class QuantisedShard:
         (their, piece), (own, _) = there, here
         if not self._is_whole(own, piece):
             boxes = piece.relative_to(their.hf_box), piece.relative_to(own.hf_box)
-            yield Parcel(their.staging_name, boxes[0], own.staging_name, boxes[1], self.quantisation.values)
+            yield TypedTransfer(their.staging_name, boxes[0], own.staging_name, boxes[1], self.quantisation.values)
             return
         yield plain(transfer, dtypes)
         scales = neighbour._scales_of(their, piece), self._scales_of(own, piece)
-        yield Parcel(their.scales_name, scales[0], own.scales_name, scales[1], self._number_format.scales)
+        yield TypedTransfer(their.scales_name, scales[0], own.scales_name, scales[1], self._number_format.scales)
 
     def _all_places(self) -> Iterator[Place]:
         by_name: dict[str, list[Placement]] = {}

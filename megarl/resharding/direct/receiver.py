@@ -23,10 +23,10 @@ from megarl.resharding.direct.handshake import connect_all
 from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import addresses, blocks, differing, pack, unpack
-from megarl.resharding.direct.straight import straight_pieces
 from megarl.resharding.direct.transports import transport_of
-from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous, Straight, new_bucket
+from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous, ZeroCopyPiece, new_bucket
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
+from megarl.resharding.direct.zero_copy import zero_copy_pieces
 from megarl.resharding.kernels import Block
 from megatron_ext import device
 
@@ -36,7 +36,7 @@ class _Incoming:
     source: int
     announcement: Announcement
     pull: Callable[[], Tensor]
-    is_straight: bool
+    is_zero_copy: bool
     """Whether the pieces that can skip the buckets do."""
 
 
@@ -66,7 +66,7 @@ class Receiver:
         self._views: dict[tuple[int, int, int, bool], list[Block]] = {}
         self._addresses: list[int] = []
         """Where the tensors lay when the views were made."""
-        self._straight: dict[int, dict[int, dict[int, Straight]]] = {}
+        self._zero_copy: dict[int, dict[int, dict[int, ZeroCopyPiece]]] = {}
         """By source, and the number of a message among its own, the pieces that can skip the buckets."""
         self._held: dict[MessageId, int] = {}
         """The version of each message that is in the tensors, by this connection."""
@@ -88,11 +88,11 @@ class Receiver:
                 self._endpoint.connect(source_of[link], offer)
             self._endpoint.all_connected()
             for source, messages in self._messages.items():
-                self._straight[source] = straight_pieces(messages, self._endpoint.readable(source), self._tensors)
-            pieces = (piece for of in self._straight.values() for each in of.values() for piece in each.values())
+                self._zero_copy[source] = zero_copy_pieces(messages, self._endpoint.readable(source), self._tensors)
+            pieces = (piece for of in self._zero_copy.values() for each in of.values() for piece in each.values())
             self._endpoint.take_into([piece.into for piece in pieces if piece.into is not None])
             for link, source in source_of.items():
-                link.send(Connected({number: tuple(each) for number, each in self._straight[source].items()}))
+                link.send(Connected({number: tuple(each) for number, each in self._zero_copy[source].items()}))
 
     def receive(self, version: int) -> None:
         """Write everything that the sources send as `version`; returns when all of it came, each message once.
@@ -180,10 +180,10 @@ class Receiver:
                 announced += self._announcements(selector, missing, version, wait=not pulled and not announced)
                 while announced and len(pulled) < self._endpoint.pulls_at_once:
                     source, announcement = announced.popleft()
-                    straight = self._straight_of(source, announcement, in_place=in_place)
-                    pull = self._endpoint.pull(source, announcement.bucket, announcement.size_bytes, straight)
+                    zero_copy = self._zero_copy_of(source, announcement, in_place=in_place)
+                    pull = self._endpoint.pull(source, announcement.bucket, announcement.size_bytes, zero_copy)
                     pulled.append(
-                        _Incoming(source, announcement, pull, any(each.into is not None for each in straight))
+                        _Incoming(source, announcement, pull, any(each.into is not None for each in zero_copy))
                     )
                 incoming = pulled.popleft()
                 take(incoming)
@@ -224,8 +224,8 @@ class Receiver:
             here = "nothing" if held is None else f"version {held}"
             raise TransferError(f"{peer} sent changes since version {since} of message {number}, and {here} is here")
 
-    def _straight_of(self, source: int, announcement: Announcement, *, in_place: bool) -> list[Straight]:
-        found = self._straight[source].get(announcement.number, {}).values() if announcement.straight else ()
+    def _zero_copy_of(self, source: int, announcement: Announcement, *, in_place: bool) -> list[ZeroCopyPiece]:
+        found = self._zero_copy[source].get(announcement.number, {}).values() if announcement.zero_copy else ()
         # Weights that were freed for a sleep may have come back elsewhere, into memory that is not registered.
         if in_place and all(each.into is not None and each.into.data_ptr() == each.into_address for each in found):
             return list(found)
@@ -260,11 +260,11 @@ class Receiver:
 
     def _views_in(self, bucket: Tensor, incoming: _Incoming) -> list[Block]:
         number = incoming.announcement.number
-        key = incoming.source, number, bucket.data_ptr(), incoming.is_straight
+        key = incoming.source, number, bucket.data_ptr(), incoming.is_zero_copy
         if key not in self._views:
             message = self._messages[incoming.source][number]
-            straight = self._straight[incoming.source][number] if incoming.is_straight else ()
-            self._views[key] = blocks(message, bucket, self._tensors, "destination", straight)
+            zero_copy = self._zero_copy[incoming.source][number] if incoming.is_zero_copy else ()
+            self._views[key] = blocks(message, bucket, self._tensors, "destination", zero_copy)
         return self._views[key]
 
     def _become_whole(self, views: list[Block], bucket: Tensor, incoming: _Incoming) -> None:

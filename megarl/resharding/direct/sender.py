@@ -22,12 +22,12 @@ from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import addresses, blocks, pack
 from megarl.resharding.direct.schedule import sending_order
-from megarl.resharding.direct.straight import shared_tensors
 from megarl.resharding.direct.transports import transport_of
 from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, SendEndpoint
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
+from megarl.resharding.direct.zero_copy import shared_tensors
 from megarl.resharding.kernels import Block
-from megarl.resharding.moved import Moved
+from megarl.resharding.transfer_stats import TransferStats
 from megatron_ext import device
 
 
@@ -54,7 +54,7 @@ class Sender:
         """Where the tensors lay when the views were made."""
         self._shared: dict[str, int] = {}
         """Addresses of the tensors that receivers may read where they are."""
-        self._straight: dict[int, Mapping[int, tuple[int, ...]]] = {}
+        self._zero_copy: dict[int, Mapping[int, tuple[int, ...]]] = {}
         """By destination, the pieces of each message that it reads so."""
         self._readers: list[Link | None] = [None] * BUCKETS
         """Link to the peer that has not acknowledged the bucket yet, for each bucket."""
@@ -86,11 +86,11 @@ class Sender:
                 link.send(self._endpoint.offer(destination))
             destination_of = {link: destination for destination, link in self._links.items()}
             for link, connected in as_they_come(destination_of, Connected, rendezvous.timeout_s):
-                self._straight[destination_of[link]] = connected.straight
+                self._zero_copy[destination_of[link]] = connected.zero_copy
             self._endpoint.all_connected()
         self._order = self._in_order(len(rendezvous.listeners), rendezvous.destinations)
 
-    def send(self, version: int, *, delta: bool = False) -> Moved:
+    def send(self, version: int, *, delta: bool = False) -> TransferStats:
         """Send everything, as it is now, as `version`; returns when all receivers have it. How much was sent.
 
         With `delta` a message travels as its changes since the last version that went over this connection, if there
@@ -103,12 +103,12 @@ class Sender:
         device.synchronize()
         return self.send_as_ready(version, iter)
 
-    def send_as_ready(self, version: int, ready: Callable[[Iterable[MessageId]], Iterator[MessageId]]) -> Moved:
+    def send_as_ready(self, version: int, ready: Callable[[Iterable[MessageId]], Iterator[MessageId]]) -> TransferStats:
         """Send everything in the order in which `ready` gives it; receivers are told what that raises.
 
         `ready` is given all messages in this rank's own order.
         """
-        moved = Moved()
+        moved = TransferStats()
         if self._addresses != (now := addresses(self._tensors)):
             self._views, self._addresses = {}, now
         # Changes are made of whole messages, and what was moved to other memory is not where receivers read it.
@@ -158,26 +158,26 @@ class Sender:
         order = sending_order(self._rank, sources, destinations, *columns)
         return [keys[index] for index in order]
 
-    def _send(self, chosen: MessageId, version: int, bucket: int, *, skips: bool) -> Moved:
+    def _send(self, chosen: MessageId, version: int, bucket: int, *, skips: bool) -> TransferStats:
         assert self._endpoint is not None
         destination, number = chosen
         message = self._messages[destination][number]
         memory = self._endpoint.buckets[bucket][: message.size_bytes]
-        straight = self._straight.get(destination, {}).get(number, ()) if skips else ()
-        key = chosen, bucket, bool(straight)
+        zero_copy = self._zero_copy.get(destination, {}).get(number, ()) if skips else ()
+        key = chosen, bucket, bool(zero_copy)
         if key not in self._views:
-            self._views[key] = blocks(message, self._endpoint.buckets[bucket], self._tensors, "source", straight)
+            self._views[key] = blocks(message, self._endpoint.buckets[bucket], self._tensors, "source", zero_copy)
         if self._sent is not None:
             # Between pieces, too, both ends have the same bytes.
             memory.zero_()
         checksum = pack(self._views[key], with_checksum=self._with_checksum or self._sent is not None)
-        moved, since = Moved(message.size_bytes), None
+        moved, since = TransferStats(message.size_bytes), None
         if self._sent is not None:
             moved, since = self._sent.replace(chosen, version, memory)
         self._stream.synchronize()
         self._endpoint.push(bucket, moved.size_bytes, destination)
         self._readers[bucket] = link = self._links[destination]
-        link.send(Announcement(version, number, bucket, moved.size_bytes, checksum, since, bool(straight)))
+        link.send(Announcement(version, number, bucket, moved.size_bytes, checksum, since, bool(zero_copy)))
         return moved
 
     def _wait_for_bucket(self, bucket: int) -> None:

@@ -23,7 +23,7 @@ class Connected:
     they are in the source's tensors.
     """
 
-    straight: Mapping[int, tuple[int, ...]]
+    zero_copy: Mapping[int, tuple[int, ...]]
     """Message number -> pieces that skip the buckets."""
 
 
@@ -42,7 +42,7 @@ class Announcement:
     """Checksum of the whole message, however it travels; None where nobody asked for one."""
     changes_since: int | None = None
     """Version that the bytes are changes of; None if they are the message."""
-    straight: bool = False
+    zero_copy: bool = False
     """Whether the pieces that can skip the bucket are not in it, but where they are."""
 
 

@@ -14,7 +14,7 @@ from megarl.cluster.engine_group import EngineGroup
 from megarl.cluster.reservation import reserve
 from megarl.cluster.roles import ENGINE, engine_role
 from megarl.refit.refit import Refit
-from megarl.resharding.moved import Moved
+from megarl.resharding.transfer_stats import TransferStats
 from megarl.schema import ClusterConfig, RolloutConfig
 
 
@@ -28,7 +28,7 @@ class OnThePath:
         return self
 
     def send(self, version):
-        return Moved(1)
+        return TransferStats(1)
 
     def recover(self, failure):
         raise failure

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 
 from megarl.refit.refit import Refit
-from megarl.resharding.moved import Moved
+from megarl.resharding.transfer_stats import TransferStats
 
 
 class OneEngine:
@@ -50,7 +50,7 @@ class Noting:
 
     def send(self, version):
         self.sent.append((version, self.ranks["step"]))
-        return Moved()
+        return TransferStats()
 
 
 @pytest.mark.parametrize("dies_in", ["the rollout", "the update"])

@@ -13,7 +13,7 @@ from converters.layout import Layout, Placement, Shard
 from converters.plan import plan
 from megarl.resharding.direct.messages import ALIGNMENT_BYTES, cut_into_messages, digest, parts
 from megarl.resharding.direct.packing import blocks, differing, pack, unpack
-from megarl.resharding.direct.parcels import plain
+from megarl.resharding.direct.typed_transfers import plain
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NARROW = {torch.float32: [torch.float32, torch.bfloat16], torch.bfloat16: [torch.bfloat16, torch.float32]}

@@ -36,7 +36,7 @@ def test_a_rank_that_waits_at_the_store_for_another_is_told_that_it_will_not_com
         waiting = pool.submit(tcp._join, rendezvous, 0)
         while not store.check([tcp._ARRIVED]):
             time.sleep(0.01)
-        tcp.TCP.call_off(rendezvous, "engine 0 died")
+        tcp.TCP.abort_rendezvous(rendezvous, "engine 0 died")
         # Raised here, it would hold this frame, and so the store, until a garbage collection.
         error = waiting.exception()
     assert isinstance(error, TransferError)

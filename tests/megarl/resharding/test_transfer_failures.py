@@ -11,8 +11,8 @@ from transfer_stages import NO_END, failures
 
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.topology import Topology
-from megarl.resharding.direct.calling_off import call_off
-from megarl.resharding.direct.straight import SMALLEST_BYTES
+from megarl.resharding.direct.abort import abort_rendezvous
+from megarl.resharding.direct.zero_copy import SMALLEST_BYTES
 
 # Each source has messages for each destination: nobody is done before all are.
 SCENE = Scene(make_config("qwen3"), ParallelSizes(world_size=2))
@@ -64,7 +64,7 @@ def test_a_death_before_the_ranks_meet_is_told_to_all_that_wait(set_up, way):
     others = [*stage.sources, stage.destinations[0]]
     waiting = stage.begin(others, "connect", rendezvous)
     assert failures(waiting[:1], timeout_s=0.5) == [NO_END]
-    call_off(rendezvous, "engine 1 died")
+    abort_rendezvous(rendezvous, "engine 1 died")
     found = failures(waiting)
     assert [error.partition(":")[0] for error in found] == ["TransferError"] * 3
     assert not [error for error in found if any(said in error for said in GIVEN_UP)]
@@ -153,7 +153,7 @@ def test_a_source_that_dies_while_a_piece_is_read_past_the_buckets_is_heard_of(s
     stage = set_up(replace(scene, ucx_tls="tcp,self", source_dtype=scene.dtype, timeout_s=300.0))
     stage.connect()
     (source,), (destination,) = stage.sources, stage.destinations
-    assert destination.straight_pieces() > 0
+    assert destination.zero_copy_pieces() > 0
     pid = source.pid()
     destination.read_when_still(pid)
     source.break_at("announced", 1, "stop")

@@ -113,9 +113,9 @@ class DestinationRank:
     def abort(self, reason):
         self._destination._from_sources.abort(reason)
 
-    def straight_pieces(self):
+    def zero_copy_pieces(self):
         """How many pieces skip the buckets."""
-        return sum(len(places) for of in self._destination._from_sources._straight.values() for places in of.values())
+        return sum(len(places) for of in self._destination._from_sources._zero_copy.values() for places in of.values())
 
     def sources_by_way(self):
         """By the name of the class of an endpoint, the sources that this rank reaches by it."""

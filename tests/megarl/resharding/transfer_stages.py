@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from transfer_ranks import RankProcess
 
-from megarl.resharding.direct.transports import MAPPED, TRANSPORTS
+from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT, TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 
 
@@ -56,7 +56,11 @@ class Stage:
             relay_listeners,
             with_checksum=with_checksum,
         )
-        return rendezvous if scene.transport in MAPPED.values() else replace(rendezvous, topology=scene.topology)
+        return (
+            rendezvous
+            if scene.transport in MAPPED_MEMORY_TRANSPORT.values()
+            else replace(rendezvous, topology=scene.topology)
+        )
 
     def begin_connect(self, rendezvous=None):
         rendezvous = rendezvous or self.rendezvous()

@@ -17,14 +17,16 @@ TRANSPORTS: Mapping[str, Transport] = {
     "tcp": TCP,
 }
 
-MAPPED: Mapping[str, str] = {"gloo": "shared_memory", "nccl": "cuda_ipc"}
+MAPPED_MEMORY_TRANSPORT: Mapping[str, str] = {"gloo": "shared_memory", "nccl": "cuda_ipc"}
 """Name of the transport through memory that the ranks of one host map, by the collective backend of their device."""
 
 
 def transport_of(rendezvous: Rendezvous) -> Transport:
     """The transport of all ranks that meet there."""
     between = TRANSPORTS[rendezvous.transport]
-    return between if rendezvous.topology is None else per_pair(TRANSPORTS[MAPPED[device.backend()]], between)
+    if rendezvous.topology is None:
+        return between
+    return per_pair(TRANSPORTS[MAPPED_MEMORY_TRANSPORT[device.backend()]], between)
 
 
 def between_machines() -> str:

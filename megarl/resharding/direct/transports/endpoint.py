@@ -58,7 +58,7 @@ class Readable:
 
 
 @dataclass(frozen=True)
-class Straight:
+class ZeroCopyPiece:
     """A piece that skips the buckets: its place in a message, its address at the source, and its own tensor.
 
     Without `into` it is read into the bucket after all, at its place in the message.
@@ -113,7 +113,7 @@ class RecvEndpoint(Protocol):
         """Let what is read go into these, too."""
 
     def pull(
-        self, source: int, bucket: int, size_bytes: int, straight: Sequence[Straight] = ()
+        self, source: int, bucket: int, size_bytes: int, zero_copy: Sequence[ZeroCopyPiece] = ()
     ) -> Callable[[], Tensor]:
         """Begin to fetch what a source has pushed; calling the result waits and gives the bucket it is in (uint8).
 
@@ -148,7 +148,7 @@ class Transport:
 
     send_endpoint: Callable[..., SendEndpoint]
     recv_endpoint: Callable[[Rendezvous, int, int, Callable[[], None]], RecvEndpoint]
-    call_off: Callable[[Rendezvous, str], None] = lambda _rendezvous, _reason: None
+    abort_rendezvous: Callable[[Rendezvous, str], None] = lambda _rendezvous, _reason: None
     """Lets ranks that meet by the transport itself, and not over links, give up for a reason."""
     needs_store: bool = False
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transports.endpoint import BUCKETS, OnlyBuckets, Rendezvous, Straight, Transport
+from megarl.resharding.direct.transports.endpoint import BUCKETS, OnlyBuckets, Rendezvous, Transport, ZeroCopyPiece
 from megarl.resharding.shared_memory import Segment, map_segment
 from megatron_ext import device
 
@@ -104,7 +104,7 @@ class MappedRecvEndpoint(OnlyBuckets):
         source: int,
         bucket: int,
         size_bytes: int,  # noqa: ARG002
-        straight: Sequence[Straight] = (),  # noqa: ARG002
+        zero_copy: Sequence[ZeroCopyPiece] = (),  # noqa: ARG002
     ) -> Callable[[], Tensor]:
         """See `RecvEndpoint.pull`."""
         return lambda: self._buckets[source][bucket]

@@ -14,8 +14,8 @@ from megarl.resharding.direct.transports.endpoint import (
     RecvEndpoint,
     Rendezvous,
     SendEndpoint,
-    Straight,
     Transport,
+    ZeroCopyPiece,
 )
 
 
@@ -80,10 +80,10 @@ class PerPairRecvEndpoint:
         self._between.take_into(places)
 
     def pull(
-        self, source: int, bucket: int, size_bytes: int, straight: Sequence[Straight] = ()
+        self, source: int, bucket: int, size_bytes: int, zero_copy: Sequence[ZeroCopyPiece] = ()
     ) -> Callable[[], Tensor]:
         """See `RecvEndpoint.pull`."""
-        return self._way(source).pull(source, bucket, size_bytes, straight)
+        return self._way(source).pull(source, bucket, size_bytes, zero_copy)
 
     def close(self) -> None:
         """Leave the peers of both ways."""
@@ -109,7 +109,7 @@ def per_pair(within: Transport, between: Transport) -> Transport:
         outside = between.recv_endpoint(rendezvous, rank, bucket_bytes, check)
         return PerPairRecvEndpoint(inside, outside, lambda source: _is_within(rendezvous, source, rank))
 
-    return Transport(send_endpoint, recv_endpoint, between.call_off, needs_store=between.needs_store)
+    return Transport(send_endpoint, recv_endpoint, between.abort_rendezvous, needs_store=between.needs_store)
 
 
 def _is_within(rendezvous: Rendezvous, source: int, destination: int) -> bool:

@@ -15,8 +15,8 @@ from megarl.resharding.direct.transports.endpoint import (
     BUCKETS,
     Readable,
     Rendezvous,
-    Straight,
     Transport,
+    ZeroCopyPiece,
     new_buckets,
 )
 from megarl.resharding.direct.transports.nixl_agent import NixlAgent, Read, RemoteMemory
@@ -110,11 +110,11 @@ class RdmaRecvEndpoint:
             self._agent.register(places)
 
     def pull(
-        self, source: int, bucket: int, size_bytes: int, straight: Sequence[Straight] = ()
+        self, source: int, bucket: int, size_bytes: int, zero_copy: Sequence[ZeroCopyPiece] = ()
     ) -> Callable[[], Tensor]:
         """Begin to read."""
         own = self._buckets[next(self._pulls) % BUCKETS]
-        reads = _reads(own[:size_bytes], self._offers[source].memory.addresses[bucket], straight)
+        reads = _reads(own[:size_bytes], self._offers[source].memory.addresses[bucket], zero_copy)
         return partial(self._finish, self._begin_reads(source, list(reads)), own)
 
     def close(self) -> None:
@@ -133,10 +133,10 @@ class RdmaRecvEndpoint:
         return f"{self._senders} {source}"
 
 
-def _reads(own: Tensor, bucket: int, straight: Sequence[Straight]) -> Iterator[tuple[Tensor, int]]:
+def _reads(own: Tensor, bucket: int, zero_copy: Sequence[ZeroCopyPiece]) -> Iterator[tuple[Tensor, int]]:
     """The reads of a message: what is straight from where it is, what lies between from the bucket at this address."""
     at = 0
-    for each in straight:
+    for each in zero_copy:
         if at < each.start:
             yield own[at : each.start], bucket + at
         into = own[each.start : each.start + each.size_bytes] if each.into is None else each.into

@@ -23,8 +23,8 @@ from megarl.resharding.direct.transports.endpoint import (
     BUCKETS,
     OnlyBuckets,
     Rendezvous,
-    Straight,
     Transport,
+    ZeroCopyPiece,
     new_buckets,
 )
 from megatron_ext import device
@@ -90,7 +90,7 @@ class TcpRecvEndpoint(OnlyBuckets):
         source: int,
         bucket: int,
         size_bytes: int,
-        straight: Sequence[Straight] = (),  # noqa: ARG002
+        zero_copy: Sequence[ZeroCopyPiece] = (),  # noqa: ARG002
     ) -> Callable[[], Tensor]:
         """Begin to receive."""
         own = self._wires[next(self._pulls) % BUCKETS]
@@ -156,7 +156,7 @@ def _wait_for_all(store: dist.TCPStore, ranks: int) -> None:
         raise TransferError(news)
 
 
-def _call_off(rendezvous: Rendezvous, reason: str) -> None:
+def _abort_rendezvous(rendezvous: Rendezvous, reason: str) -> None:
     """Let the ranks give up that wait at the store for others, unless all have come, or it does not answer."""
     assert rendezvous.store is not None
     with suppress(dist.DistError):
@@ -192,4 +192,4 @@ def _errors(action: str, rank: int) -> Iterator[None]:
         raise TransferError(f"{action} rank {rank} failed{advice}: {error}") from error
 
 
-TCP = Transport(TcpSendEndpoint, TcpRecvEndpoint, _call_off, needs_store=True)
+TCP = Transport(TcpSendEndpoint, TcpRecvEndpoint, _abort_rendezvous, needs_store=True)

@@ -13,10 +13,10 @@ from megarl.resharding.direct.wire import Failure
 _ANSWER_S = 5.0
 
 
-def call_off(rendezvous: Rendezvous, reason: str) -> None:
+def abort_rendezvous(rendezvous: Rendezvous, reason: str) -> None:
     """Let all ranks that have not met yet give up, for this reason; those that do not answer are left alone."""
     hurried = replace(rendezvous, timeout_s=min(_ANSWER_S, rendezvous.timeout_s))
-    TRANSPORTS[rendezvous.transport].call_off(hurried, reason)
+    TRANSPORTS[rendezvous.transport].abort_rendezvous(hurried, reason)
     listeners = enumerate((*rendezvous.listeners, *rendezvous.relay_listeners))
     for found in connect_all({f"rank {number}": each for number, each in listeners}, hurried.key, hurried.timeout_s):
         if isinstance(found, Link):

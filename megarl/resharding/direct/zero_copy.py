@@ -1,4 +1,4 @@
-"""Straight pieces: large ones that are contiguous at both ends are read from tensor to tensor, past the buckets.
+"""Zero-copy pieces: large ones that are contiguous at both ends are read from tensor to tensor, past the buckets.
 
 The rules of a transfer stay. A message has the same checksum, taken of the tensors themselves; it is acknowledged when
 it is there, and until then nothing changes what the source has; and a refit that fails leaves the engine fenced.
@@ -13,7 +13,7 @@ from converters.boxes import Box
 from converters.layout import Shape
 from megarl.resharding.direct.messages import Message, Piece
 from megarl.resharding.direct.messages_by_peer import MessagesByPeer
-from megarl.resharding.direct.transports.endpoint import Readable, Straight
+from megarl.resharding.direct.transports.endpoint import Readable, ZeroCopyPiece
 
 SMALLEST_BYTES = 2**18
 """Size of the smallest piece that is worth a read of its own."""
@@ -31,20 +31,20 @@ def shared_tensors(messages: MessagesByPeer, tensors: Mapping[str, Tensor]) -> d
     return {name: tensor for name, tensor in tensors.items() if name in names and tensor.is_contiguous()}
 
 
-def straight_pieces(
+def zero_copy_pieces(
     messages: Sequence[Message], readable: Mapping[str, Readable], tensors: Mapping[str, Tensor]
-) -> dict[int, dict[int, Straight]]:
+) -> dict[int, dict[int, ZeroCopyPiece]]:
     """Message number -> number of a piece -> the piece, of those that a destination can read past the buckets.
 
     `readable` are the source's tensors, `tensors` those of the destination.
     """
-    found: dict[int, dict[int, Straight]] = {}
+    found: dict[int, dict[int, ZeroCopyPiece]] = {}
     for number, message in enumerate(messages):
         for place, piece in enumerate(message.pieces):
             if piece.source_name in readable and _is_worth_it(piece):
-                straight = _straight(piece, readable[piece.source_name], tensors[piece.destination_name])
-                if straight is not None:
-                    found.setdefault(number, {})[place] = straight
+                zero_copy = _zero_copy(piece, readable[piece.source_name], tensors[piece.destination_name])
+                if zero_copy is not None:
+                    found.setdefault(number, {})[place] = zero_copy
     return found
 
 
@@ -52,7 +52,7 @@ def _is_worth_it(piece: Piece) -> bool:
     return piece.scales is None and piece.size_bytes >= SMALLEST_BYTES
 
 
-def _straight(piece: Piece, there: Readable, here: Tensor) -> Straight | None:
+def _zero_copy(piece: Piece, there: Readable, here: Tensor) -> ZeroCopyPiece | None:
     offset = _offset(piece.source_box, there.shape)
     into = here[piece.destination_box.slices()]
     if offset is None or not (there.dtype == piece.dtype == here.dtype) or not _is_on_host_in_one(into):
@@ -61,7 +61,7 @@ def _straight(piece: Piece, there: Readable, here: Tensor) -> Straight | None:
         raise ValueError(f"{piece.destination_box} leads out of {piece.destination_name}")
     address = there.address + offset * piece.dtype.itemsize
     place = into.view(-1).view(torch.uint8)
-    return Straight(piece.offset_bytes, piece.end_bytes, address, piece.size_bytes, place, place.data_ptr())
+    return ZeroCopyPiece(piece.offset_bytes, piece.end_bytes, address, piece.size_bytes, place, place.data_ptr())
 
 
 def _is_on_host_in_one(tensor: Tensor) -> bool:

@@ -10,33 +10,33 @@ from converters.boxes import Box
 from megarl.resharding.direct import sender as sending
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.messages import cut_into_messages
-from megarl.resharding.direct.parcels import Parcel
 from megarl.resharding.direct.receiver import Receiver
 from megarl.resharding.direct.sender import Sender
-from megarl.resharding.direct.straight import SMALLEST_BYTES
 from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.typed_transfers import TypedTransfer
+from megarl.resharding.direct.zero_copy import SMALLEST_BYTES
 from megatron_ext.loopback import LOOPBACK
 
 ROWS, COLUMNS = 512, SMALLEST_BYTES // 256
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 
-def parcel(name, source, destination, dtype=BFLOAT16):
-    return Parcel(name, Box(*source), name, Box(*destination), dtype)
+def typed_transfer(name, source, destination, dtype=BFLOAT16):
+    return TypedTransfer(name, Box(*source), name, Box(*destination), dtype)
 
 
 # Each piece that is not cut has 2 x SMALLEST_BYTES or more.
 PARCELS = [
-    parcel("small", ((0, 0), (8, 8)), ((0, 0), (8, 8))),
+    typed_transfer("small", ((0, 0), (8, 8)), ((0, 0), (8, 8))),
     # Rows in the midst of the source's, first ones of the destination's.
-    parcel("rows", ((128, 0), (384, COLUMNS)), ((0, 0), (256, COLUMNS))),
-    parcel("columns", ((0, 0), (ROWS, COLUMNS // 2)), ((0, 0), (ROWS, COLUMNS // 2))),
-    parcel("into columns", ((0, 0), (ROWS, COLUMNS // 2)), ((0, 8), (ROWS, 8 + COLUMNS // 2))),
-    parcel("converted", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS)), FLOAT32),
-    parcel("transposed", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS))),
-    parcel("whole", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS))),
+    typed_transfer("rows", ((128, 0), (384, COLUMNS)), ((0, 0), (256, COLUMNS))),
+    typed_transfer("columns", ((0, 0), (ROWS, COLUMNS // 2)), ((0, 0), (ROWS, COLUMNS // 2))),
+    typed_transfer("into columns", ((0, 0), (ROWS, COLUMNS // 2)), ((0, 8), (ROWS, 8 + COLUMNS // 2))),
+    typed_transfer("converted", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS)), FLOAT32),
+    typed_transfer("transposed", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS))),
+    typed_transfer("whole", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS))),
 ]
-STRAIGHT = {"rows", "whole"}
+ZERO_COPY = {"rows", "whole"}
 
 
 def source_tensors():
@@ -90,16 +90,16 @@ def differing(there, here):
     }
 
 
-def straight_names(receiver):
+def zero_copy_names(receiver):
     messages = receiver._messages[0]
-    found = receiver._straight[0]
+    found = receiver._zero_copy[0]
     return {messages[number].pieces[place].source_name for number, places in found.items() for place in places}
 
 
 @pytest.mark.parametrize("with_checksum", [True, False])
 def test_what_is_large_and_contiguous_at_both_ends_skips_the_buckets(with_checksum):
     with transfer(with_checksum=with_checksum) as (sender, receiver, there, here, refit):
-        assert straight_names(receiver) == STRAIGHT
+        assert zero_copy_names(receiver) == ZERO_COPY
         everything = set(there)
         # To compare, all of it goes into buckets, and nothing is written.
         with ThreadPoolExecutor(1) as pool:
@@ -112,7 +112,7 @@ def test_what_is_large_and_contiguous_at_both_ends_skips_the_buckets(with_checks
             refit(version)
             assert differing(there, here) == set()
         for block in (block for views in sender._views.values() for block in views):
-            assert not STRAIGHT.intersection(block.names), "nothing of it was packed"
+            assert not ZERO_COPY.intersection(block.names), "nothing of it was packed"
         # Changes are made of whole messages.
         refit(4, delta=True)
         there["whole"][0, 0] += 1
@@ -136,12 +136,12 @@ def test_what_is_large_and_contiguous_at_both_ends_skips_the_buckets(with_checks
 
 def test_where_only_buckets_can_be_read_nothing_skips_them():
     with transfer("shared_memory") as (_sender, receiver, there, here, refit):
-        assert straight_names(receiver) == set()
+        assert zero_copy_names(receiver) == set()
         refit(1)
         assert differing(there, here) == set()
 
 
-@pytest.mark.parametrize("name", sorted(STRAIGHT))
+@pytest.mark.parametrize("name", sorted(ZERO_COPY))
 def test_a_byte_that_is_another_when_it_comes_is_found(monkeypatch, name):
     with transfer() as (_sender, _receiver, there, _here, refit):
         pack = sending.pack

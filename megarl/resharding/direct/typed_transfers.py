@@ -1,4 +1,4 @@
-"""Parcels: the transfers of a plan as they travel, in which type and with which scales."""
+"""Typed transfers: the transfers of a plan as they travel, in which type and with which scales."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Scales:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class TypedTransfer:
     """A box of a source's tensor on its way into a box of a destination's, in `dtype`.
 
     With `scales` it is quantised at the source: `dtype` are codes then, and the scales travel with them.
@@ -34,7 +34,7 @@ class Parcel:
     scales: Scales | None = None
 
 
-def plain(transfer: Transfer, dtypes: Mapping[str, torch.dtype]) -> Parcel:
-    """The parcel of a transfer whose elements stay numbers; `dtypes` are those of the destination's tensors."""
+def plain(transfer: Transfer, dtypes: Mapping[str, torch.dtype]) -> TypedTransfer:
+    """The typed transfer of a transfer whose elements stay numbers; `dtypes` are those of the destination's tensors."""
     name = transfer.destination_name
-    return Parcel(transfer.source_name, transfer.source_box, name, transfer.destination_box, dtypes[name])
+    return TypedTransfer(transfer.source_name, transfer.source_box, name, transfer.destination_box, dtypes[name])
