@@ -1,7 +1,9 @@
 """The error that a user can act on, and the name that a wrong one was probably meant to be."""
 
 import difflib
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -17,6 +19,19 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         return f"{self.sentence}\n{self.details}" if self.details else self.sentence
+
+
+@contextmanager
+def names_as_given(names: Mapping[str, str]) -> Iterator[None]:
+    """Put into a UserError the names that its reader gave values by, where it has those that they are known by here.
+
+    Example: with names_as_given({"pipeline_model_parallel_size": "--pp"}): ...
+    """
+    try:
+        yield
+    except UserError as error:
+        words = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, names))})(?![\w.])" if names else "(?!)")
+        raise UserError(words.sub(lambda found: names[found[0]], error.sentence), error.details) from error
 
 
 def nearest_names(name: str, known: Iterable[str], *, count: int = 1, at_least: float = 0.6) -> list[str]:

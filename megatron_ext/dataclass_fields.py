@@ -27,10 +27,16 @@ class FieldType:
     """Type of a list's items."""
     enum: tuple[str, str] | None = None
     """Module and name of the enum."""
+    is_open: bool = False
+    """Whether it may have more values than these: a part of its annotation is not understood here."""
 
     def __or__(self, other: "FieldType") -> "FieldType":
         return FieldType(
-            self.kinds | other.kinds, self.choices + other.choices, self.items or other.items, self.enum or other.enum
+            self.kinds | other.kinds,
+            self.choices + other.choices,
+            self.items or other.items,
+            self.enum or other.enum,
+            self.is_open or other.is_open,
         )
 
     def __str__(self) -> str:
@@ -42,7 +48,7 @@ class FieldType:
         """`value` as this type has it; ValueError where it has no such value."""
         if value is None and "None" in self.kinds:
             return None
-        if isinstance(value, str) and value in self.choices:
+        if any(type(value) is type(choice) and value == choice for choice in self.choices):
             return value
         if isinstance(value, bool):
             if "bool" in self.kinds:
@@ -58,6 +64,9 @@ class FieldType:
         elif type(value).__name__ in self.kinds:
             return value
         raise ValueError(f"takes {self}" if str(self) else "cannot be given as a plain value")
+
+
+_UNKNOWN = FieldType(is_open=True)
 
 
 @cache
@@ -87,20 +96,20 @@ def _field_type(module: str, annotation: ast.expr) -> FieldType:
     if isinstance(annotation, ast.Constant):
         if isinstance(annotation.value, str):
             return _field_type(module, ast.parse(annotation.value, mode="eval").body)
-        return FieldType(frozenset({"None"})) if annotation.value is None else FieldType()
+        return FieldType(frozenset({"None"})) if annotation.value is None else _UNKNOWN
     if isinstance(annotation, ast.BinOp):
         return _field_type(module, annotation.left) | _field_type(module, annotation.right)
     if isinstance(annotation, ast.Subscript):
         return _generic_type(module, ast.unparse(annotation.value).split(".")[-1], annotation.slice)
     if ast.unparse(annotation) == "torch.dtype":
         return FieldType(frozenset({"dtype"}), tuple(DTYPES))
-    return _named_type(module, annotation.id) if isinstance(annotation, ast.Name) else FieldType()
+    return _named_type(module, annotation.id) if isinstance(annotation, ast.Name) else _UNKNOWN
 
 
 def _generic_type(module: str, name: str, argument: ast.expr) -> FieldType:
     arguments = argument.elts if isinstance(argument, ast.Tuple) else [argument]
     if name == "Literal":
-        return FieldType(frozenset(), tuple(ast.literal_eval(value) for value in arguments))
+        return _literal(module, arguments)
     if name == "Optional":
         return _field_type(module, argument) | FieldType(frozenset({"None"}))
     if name == "Union":
@@ -110,7 +119,16 @@ def _generic_type(module: str, name: str, argument: ast.expr) -> FieldType:
         return union
     if name in _LISTS:
         return FieldType(frozenset({"list"}), items=_field_type(module, arguments[0]))
-    return FieldType(frozenset({"dict"})) if name in {"dict", "Dict"} else FieldType()
+    return FieldType(frozenset({"dict"})) if name in {"dict", "Dict"} else _UNKNOWN
+
+
+def _literal(module: str, values: Sequence[ast.expr]) -> FieldType:
+    """The type of a `Literal`, whose values may be other ones."""
+    literal = FieldType()
+    for value in values:
+        constant = isinstance(value, ast.Constant)
+        literal |= FieldType(choices=(ast.literal_eval(value),)) if constant else _field_type(module, value)
+    return literal
 
 
 def _named_type(module: str, name: str) -> FieldType:
@@ -123,13 +141,17 @@ def _named_type(module: str, name: str) -> FieldType:
         members = (node.targets[0] for node in definition.body if isinstance(node, ast.Assign))
         names = tuple(member.id for member in members if isinstance(member, ast.Name))
         return FieldType(frozenset({"enum"}), names, enum=(where, name))
-    return FieldType()
+    if isinstance(definition, ast.Assign) and isinstance(definition.value, ast.Subscript):
+        return _field_type(where, definition.value)
+    return _UNKNOWN
 
 
 def _find(module: str, name: str) -> tuple[str, ast.AST | None]:
     """Where `name`, as it is known in `module`, is defined: followed through imports of the same package."""
     for node in _statements(module):
         if isinstance(node, ast.ClassDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == [name]:
             return module, node
         if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
             package = module.rpartition(".")[0]

@@ -1,23 +1,25 @@
 """The policy as it lies on disk, checked before any process starts."""
 
 from dataclasses import dataclass, replace
+from math import lcm
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from converters.architectures import Architecture, adapter_architecture, read_architecture
 from converters.copying import check_checkpoint, check_distributed
-from converters.errors import UserError
+from converters.errors import UserError, names_as_given
 from converters.formats.peft import AdapterFolder
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.formats.torch_dist.saved_arguments import check_saved_arguments
 from converters.fp8 import is_block_fp8
 from converters.hf_to_megatron import HUGGINGFACE
-from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.layouts.megatron import ParallelSizes, check_divisible, megatron_layout
 from converters.manifest import manifest_of, require_files
 from megarl.config.folder import known_model
 from megarl.rollout import engine_kind
+from megarl.rollout.argument_values import PREFIX
 from megarl.rollout.number_format import in_number_format
 from megarl.schema import AlgorithmConfig, ModelConfig, RolloutConfig
 from megatron_ext.model_fields import without_model_fields
@@ -192,11 +194,33 @@ def check_not_in_fp8(folder: Path) -> None:
 def check_held(model: Model, rollout: RolloutConfig) -> None:
     """Raise UserError if engines cannot hold the weights that are trained as `rollout.weights` says."""
     in_number_format(rollout, read_json(model.folder / CONFIG))
+    check_cut(model.without_prediction_layers, rollout)
     if engine_kind(rollout.engine).drafts(rollout.engine_args) and not model.architecture.mtp_layers:
         raise UserError(
             f"rollout.engine_args.speculative_config drafts with layers for multi-token prediction, and {model.folder}"
             " has none: leave it out"
         )
+
+
+def check_cut(architecture: Architecture, rollout: RolloutConfig) -> None:
+    """Raise UserError if the model cannot be cut over the workers of an engine as `rollout.engine_args` says."""
+    matrices, experts, stages = engine_kind(rollout.engine).cuts(rollout.engine_args)
+    if stages.parts > architecture.num_layers:
+        raise UserError(
+            f"{PREFIX}{stages.said_by}={stages.parts} is more than the {architecture.num_layers} layers of the model:"
+            " lower it"
+        )
+    names = {
+        "tensor_model_parallel_size": f"{PREFIX}{matrices.said_by}",
+        "expert_tensor_parallel_size": f"{PREFIX}{experts.said_by}",
+    }
+    with names_as_given(names):
+        sizes = ParallelSizes(
+            world_size=lcm(matrices.parts, experts.parts),
+            tensor_model_parallel_size=matrices.parts,
+            expert_tensor_parallel_size=experts.parts if architecture.num_experts else None,
+        )
+        check_divisible(architecture, sizes)
 
 
 def check_loadable(model: Model, machines: int) -> None:

@@ -1,11 +1,12 @@
 """The particulars of a kind of engine, as data: whoever starts, places or configures engines reads them here."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import UserError, did_you_mean
+from megarl.rollout.argument_values import PREFIX, Values, check_type, check_values
 from megarl.schema import RolloutConfig
 from megatron_ext.dataclass_fields import FieldType, read_fields
 from megatron_ext.supported_options import Refusal, refuse
@@ -54,6 +55,28 @@ class EngineSizes(NamedTuple):
     """Its kernels are launched one by one, without recorded graphs."""
 
 
+class Cut(NamedTuple):
+    """Into how many parts something of a model is cut, and the arguments that say so."""
+
+    parts: int = 1
+    said_by: str = ""
+    """Names of arguments below `rollout.engine_args`, with " x " in between."""
+
+
+class EngineCuts(NamedTuple):
+    """How an engine cuts a model over its workers.
+
+    Example: EngineCuts(matrices=Cut(4, "tp_size"), experts=Cut(2, "tp_size / ep_size"))
+    """
+
+    matrices: Cut = Cut()
+    """Of attention and of dense layers."""
+    experts: Cut = Cut()
+    """Of each expert."""
+    stages: Cut = Cut()
+    """The layers, which stay whole."""
+
+
 class OwnEnvironment(NamedTuple):
     """The environment of an engine that is installed apart from megarl."""
 
@@ -82,12 +105,18 @@ class EngineKind:
     """Arguments, or values of them, with which training would fail or be wrong."""
     tested: Mapping[str, str]
     """Argument -> the test, below tests/, that runs it."""
+    values: Mapping[str, Values] = field(default_factory=dict)
+    """Argument -> its values, where they are fewer than those of its type, or megarl computes with them."""
+    only_known: Set[str] = frozenset()
+    """Arguments that take any word by their type, and of which no other works than those that it names."""
     workers: Callable[[Arguments], int]
     """How many processes, each with a GPU of its own where there are any, an engine with these arguments has."""
     offers: Collection[Ability]
     """All that may be asked of this kind; it lacks the rest."""
     sizes: Callable[[Arguments], EngineSizes]
     """How an engine with these arguments cuts the model, for `megarl plan`; UserError where that has no such sizes."""
+    cuts: Callable[[Arguments], EngineCuts] = lambda _arguments: EngineCuts()
+    """How an engine with these arguments cuts a model; UserError where its workers cannot be shared out like that."""
     quantised: "Callable[[Arguments, NumberFormat, Architecture], Arguments] | None" = None
     """Arguments with which an engine holds the model in a number format; None where no engine of this kind can.
     UserError for arguments that contradict it, and for a model that does not fit."""
@@ -151,22 +180,25 @@ class EngineKind:
         return given.get(self.context_argument)
 
     def check(self, given: Arguments) -> None:
-        """Raise UserError for an option that the installed engine lacks, with the nearest it has, or a refused one.
+        """Raise UserError for an option that the installed engine lacks, with the nearest it has, a refused one, and a
+        value that an option cannot have.
 
-        Where the engine is not installed (the machine that submits a job), it is checked where it starts.
+        Where the engine is not installed (the machine that submits a job), names are checked where it starts, and
+        values of those that are in no table.
         """
         known = self.arguments()
         for name in given if known else ():
             if name not in known:
-                advice = did_you_mean(name, known, "rollout.engine_args.{}")
-                raise UserError(f"rollout.engine_args.{name}: the installed {self.title} has no such option{advice}")
-        refuse(given, self.refused, "rollout.engine_args.")
+                advice = did_you_mean(name, known, f"{PREFIX}{{}}")
+                raise UserError(f"{PREFIX}{name}: the installed {self.title} has no such option{advice}")
+        refuse(given, self.refused, PREFIX)
+        check_values(given, self.values, known)
+        for name in self.only_known & given.keys() & known.keys():
+            check_type(name, given[name], replace(known[name], kinds=known[name].kinds - {"str"}))
         self.drafts(given)
         for one, other, reason in self.one_of:
             if min(given.get(one) or 1, given.get(other) or 1) > 1:
-                raise UserError(
-                    f"rollout.engine_args.{one}={given[one]} is not supported with {other}={given[other]}: {reason}"
-                )
+                raise UserError(f"{PREFIX}{one}={given[one]} is not supported with {other}={given[other]}: {reason}")
 
     def knows_layouts_of(self, version: str) -> bool:
         """Whether it is known where a worker of this version keeps its weights."""

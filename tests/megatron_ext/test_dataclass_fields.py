@@ -11,7 +11,7 @@ SOURCE = """
 from dataclasses import dataclass, field
 from typing import Callable, ClassVar, Literal, Optional, Union
 import torch
-from .base import Base, Colour
+from .base import Base, Colour, Mode
 try:
     from .missing import Extra
 except ImportError:
@@ -30,6 +30,8 @@ class Sample(Base, Unknown):
     colour: Colour = Colour.red
     dtype: torch.dtype = torch.float32
     call: Callable = print
+    named: Optional[Mode] = None
+    some: Union[dict[str, int], Other] = None
     derived: int = field(init=False)
     shared: ClassVar[int] = 1
 """
@@ -38,6 +40,9 @@ import enum
 class Colour(enum.Enum):
     red = 1
     blue = 2
+
+Speed = Literal["slow", 3]
+Mode = Literal["auto", Speed]
 
 class Base:
     first: str
@@ -66,7 +71,9 @@ def test_names_types_and_bases(package: str) -> None:
         "modern": FieldType(frozenset({"float", "None"})),
         "colour": FieldType(frozenset({"enum"}), ("red", "blue"), enum=("megarl_sample_package.inner.base", "Colour")),
         "dtype": FieldType(frozenset({"dtype"}), ("fp32", "bf16", "fp16", "fp8", "uint8")),
-        "call": FieldType(),
+        "call": FieldType(is_open=True),
+        "named": FieldType(frozenset({"None"}), ("auto", "slow", 3)),
+        "some": FieldType(frozenset({"dict"}), is_open=True),
     }
     assert package not in sys.modules
 

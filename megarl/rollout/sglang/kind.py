@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.rollout.kind import QUANTISATION, Ability, Arguments, EngineKind, EngineSizes, OwnEnvironment, quantisation
+from megarl.rollout.argument_values import DTYPE, SHARE, SIZE, SWITCH, Values
+from megarl.rollout.kind import (
+    QUANTISATION,
+    Ability,
+    Arguments,
+    Cut,
+    EngineCuts,
+    EngineKind,
+    EngineSizes,
+    OwnEnvironment,
+    quantisation,
+)
 from megarl.rollout.sglang.installation import SET_UP, installed_version
 from megarl.rollout.slot_limits import SlotLimits
 from megatron_ext.supported_options import Refusal
@@ -94,6 +105,14 @@ _TESTED: Mapping[str, str] = {
     "enable_return_routed_experts": "megarl/rollout/test_sglang_engine.py",
 }
 
+_VALUES: Mapping[str, Values] = {
+    **dict.fromkeys(("tp_size", "ep_size"), SIZE),
+    **dict.fromkeys(("context_length", "max_running_requests", "max_total_tokens", "page_size"), SIZE.or_null),
+    "mem_fraction_static": SHARE.or_null,
+    "dtype": DTYPE,
+    **dict.fromkeys(("disable_cuda_graph", "enable_return_routed_experts"), SWITCH),
+}
+
 
 def _workers(arguments: Arguments) -> int:
     return math.prod(arguments.get(f"{kind}_size", 1) or 1 for kind in ("tp", "pp", "dp"))
@@ -116,6 +135,16 @@ def _sizes(arguments: Arguments) -> EngineSizes:
         "bf16",
         is_eager=bool(arguments.get("disable_cuda_graph")),
     )
+
+
+def _cuts(arguments: Arguments) -> EngineCuts:
+    tensor, expert = arguments.get("tp_size", 1), arguments.get("ep_size", 1)
+    if tensor % expert:
+        raise UserError(
+            f"rollout.engine_args.ep_size={expert} does not divide tp_size={tensor}: experts are shared out to the"
+            " workers of tp_size in groups of the same size; set it to a divisor"
+        )
+    return EngineCuts(Cut(tensor, "tp_size"), Cut(tensor // expert, "tp_size" + " / ep_size" * (expert > 1)))
 
 
 _READ_IN_FORMATS = ("auto", "safetensors", "dummy")
@@ -213,8 +242,10 @@ SGLANG = EngineKind(
     tested=_TESTED,
     # It drops all keys and values with the weights that they were computed with.
     offers={Ability.LOG_PROBS, Ability.PRIORITIES, Ability.PROGRESS},
+    values=_VALUES,
     workers=_workers,
     sizes=_sizes,
+    cuts=_cuts,
     at_once=lambda arguments: arguments.get("max_running_requests") or MAX_RUNNING_REQUESTS,
     context_argument="context_length",
     quantised=_quantised,

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from converters.errors import UserError
 from megarl.rollout.transformers.kind import MAX_NUM_SEQS, TRANSFORMERS
 
 
@@ -34,13 +33,4 @@ def read_arguments(given: Mapping[str, Any]) -> TransformersArguments:
     """The arguments as typed values. Raises UserError for a name or a value that there is not."""
     TRANSFORMERS.check(given)
     types = TRANSFORMERS.arguments()
-    values = {}
-    for name, value in given.items():
-        try:
-            values[name] = types[name].convert(value)
-        except ValueError as error:
-            raise UserError(f"rollout.engine_args.{name}={value} cannot be: it {error}") from error
-    for name in ("max_model_len", "max_num_seqs"):
-        if values.get(name) is not None and values[name] < 1:
-            raise UserError(f"rollout.engine_args.{name}={values[name]} cannot be: give 1 or more")
-    return TransformersArguments(**values)
+    return TransformersArguments(**{name: types[name].convert(value) for name, value in given.items()})

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from megarl.rollout.argument_values import SIZE
 from megarl.rollout.kind import Ability, EngineKind, EngineSizes
 
 _TESTED: Mapping[str, str] = dict.fromkeys(
@@ -28,6 +29,7 @@ TRANSFORMERS = EngineKind(
     refused={},
     tested=_TESTED,
     offers=frozenset(Ability),
+    values={"max_model_len": SIZE.or_null, "max_num_seqs": SIZE},
     workers=lambda _arguments: 1,
     sizes=lambda _arguments: EngineSizes(tensor=1, expert=None, dtype="bf16"),
     at_once=lambda arguments: arguments.get("max_num_seqs") or MAX_NUM_SEQS,

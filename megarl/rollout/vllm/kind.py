@@ -5,7 +5,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.rollout.kind import QUANTISATION, Ability, Arguments, EngineKind, EngineSizes, quantisation
+from megarl.rollout.argument_values import DTYPE, SHARE, SIZE, SWITCH, Values
+from megarl.rollout.kind import (
+    QUANTISATION,
+    Ability,
+    Arguments,
+    Cut,
+    EngineCuts,
+    EngineKind,
+    EngineSizes,
+    quantisation,
+)
 from megarl.rollout.slot_limits import SlotLimits
 from megatron_ext.supported_options import Refusal
 
@@ -91,6 +101,15 @@ _TESTED: Mapping[str, str] = {
     "enable_return_routed_experts": "megarl/rollout/test_vllm_routed_experts.py",
 }
 
+_VALUES: Mapping[str, Values] = {
+    **dict.fromkeys((f"{kind}_parallel_size" for kind in ("data", "tensor", "pipeline")), SIZE),
+    **dict.fromkeys(("nnodes", "max_model_len"), SIZE),
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size"), SIZE.or_null),
+    "gpu_memory_utilization": SHARE,
+    "dtype": DTYPE,
+    **dict.fromkeys(("enable_expert_parallel", "enforce_eager", "enable_return_routed_experts"), SWITCH),
+}
+
 
 GPU_MEMORY_UTILIZATION = 0.85
 """Share of a GPU for an engine, unless `gpu_memory_utilization` says otherwise.
@@ -128,6 +147,16 @@ def _sizes(arguments: Arguments) -> EngineSizes:
         expert,
         "fp8" if arguments.get("quantization") == "fp8" else "bf16",
         is_eager=arguments.get("enforce_eager", False),
+    )
+
+
+def _cuts(arguments: Arguments) -> EngineCuts:
+    tensor, data, stages = (arguments.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "data", "pipeline"))
+    experts = Cut(tensor * data, "tensor_parallel_size" + " x data_parallel_size" * (data > 1))
+    return EngineCuts(
+        Cut(tensor, "tensor_parallel_size"),
+        Cut() if arguments.get("enable_expert_parallel") else experts,
+        Cut(stages, "pipeline_parallel_size"),
     )
 
 
@@ -238,8 +267,11 @@ VLLM = EngineKind(
     refused=_REFUSED,
     tested=_TESTED,
     offers=frozenset(Ability),
+    values=_VALUES,
+    only_known=frozenset({"quantization", "load_format"}),
     workers=_workers,
     sizes=_sizes,
+    cuts=_cuts,
     drafts=_drafts,
     context_argument="max_model_len",
     at_once=lambda arguments: (

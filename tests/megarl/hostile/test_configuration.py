@@ -22,6 +22,18 @@ REFUSED = {
     "rollout.top_k": "0",
     "rollout.stop_token_ids": "[-5]",
     "rollout.engine_args": "{nope:1}",
+    "rollout.engine_args.tensor_parallel_size": "two 0 1.5 null true",
+    "rollout.engine_args.data_parallel_size": "zwei -1",
+    "rollout.engine_args.pipeline_parallel_size": "0",
+    "rollout.engine_args.gpu_memory_utilization": "1.5 0 nan much",
+    "rollout.engine_args.max_num_seqs": "-1 many",
+    "rollout.engine_args.max_model_len": "abc 0",
+    "rollout.engine_args.dtype": "float8",
+    "rollout.engine_args.quantization": "fp9",
+    "rollout.engine_args.load_format": "zip",
+    "rollout.engine_args.scheduling_policy": "best",
+    "rollout.engine_args.enforce_eager": "1",
+    "rollout.engine_args.enable_expert_parallel": "yes_please",
     "rollout.engine": "nope",
     "algorithm.policy_loss_options.clip_low": "nan",
     "algorithm.kl_coefficient": "inf -1",
@@ -114,6 +126,18 @@ def test_what_is_right_is_taken(judge):
 @pytest.mark.parametrize("override", COMMAND_LINES)
 def test_a_value_that_cannot_be_is_refused(judge, override):
     assert judge([override])
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("tp_size=two", "tp_size=0", "ep_size=-3", "mem_fraction_static=1.5", "max_running_requests=-1"),
+        *("dtype=float8", "context_length=abc", "disable_cuda_graph=maybe"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_also_where_the_engine_is_not_installed(judge, argument):
+    name = argument.partition("=")[0]
+    assert f"rollout.engine_args.{name}=" in judge(["rollout.engine=sglang", f"rollout.engine_args.{argument}"])
 
 
 @pytest.mark.parametrize("name", RECIPES)

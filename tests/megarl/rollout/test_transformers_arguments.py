@@ -27,8 +27,8 @@ REQUEST = Request(PROMPTS[0], SamplingParameters(samples=6, max_tokens=12, seed=
         ({"tensor_parallel_size": 2}, r"engine_args\.tensor_parallel_size: the installed transformers has no such"),
         ({"dtype": "float13"}, r"engine_args\.dtype=float13 cannot be: it takes auto or float32"),
         ({"max_num_seqs": "many"}, r"engine_args\.max_num_seqs=many cannot be: it takes int"),
-        ({"max_num_seqs": 0}, r"engine_args\.max_num_seqs=0 cannot be: give 1 or more"),
-        ({"max_model_len": -5}, r"engine_args\.max_model_len=-5 cannot be: give 1 or more"),
+        ({"max_num_seqs": 0}, r"engine_args\.max_num_seqs=0 cannot be: it must be at least 1"),
+        ({"max_model_len": -5}, r"engine_args\.max_model_len=-5 cannot be: it must be at least 1"),
     ],
 )
 def test_arguments_that_do_not_exist(given, message):

@@ -74,8 +74,8 @@ def test_what_engines_on_gpus_alone_have_is_left_out_on_a_cpu(vllm_process, mode
         # An argument of the class for servers alone.
         ({"enable_log_requests": True}, r"engine_args\.enable_log_requests: the installed vLLM has no such option"),
         ({"logprobs_mode": "raw_logprobs"}, r"engine_args\.logprobs_mode is set by megarl"),
-        ({"max_model_len": -5}, r"vLLM refuses rollout\.engine_args=.*max_model_len"),
-        ({"dtype": "float13"}, r"vLLM refuses rollout\.engine_args=.*float13"),
+        ({"max_num_batched_tokens": 1}, r"vLLM refuses rollout\.engine_args=.*max_num_batched_tokens"),
+        ({"dtype": "float13"}, r"engine_args\.dtype=float13 cannot be: it takes .*; did you mean float32"),
     ],
 )
 def test_arguments_that_do_not_exist_or_are_refused(vllm_process, model_folder, given, message):
