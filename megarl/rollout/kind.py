@@ -70,9 +70,9 @@ class EngineCuts(NamedTuple):
     """
 
     matrices: Cut = Cut()
-    """Of attention and of dense layers."""
+    """The matrices of attention and of dense layers."""
     experts: Cut = Cut()
-    """Of each expert."""
+    """The matrices of each expert."""
     stages: Cut = Cut()
     """The layers, which stay whole."""
 

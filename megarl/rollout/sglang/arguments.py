@@ -8,7 +8,7 @@ from typing import Any
 from converters.errors import UserError, did_you_mean
 from megarl.rollout.kind import NUMBER_FORMAT
 from megarl.rollout.sglang import cpu, cpu_kv_cache
-from megarl.rollout.sglang.kind import ADAPTER_SLOT, LORA_ALPHA, MAX_RUNNING_REQUESTS, OVERRIDES, SGLANG, VERSIONS
+from megarl.rollout.sglang.kind import ADAPTER_SLOT, LORA_ALPHA, MAX_RUNNING_REQUESTS, OVERRIDES, REQUIRED, SGLANG, VERSIONS
 from megatron_ext import device
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -17,19 +17,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "disable_priority_preemption": True,
     "max_running_requests": MAX_RUNNING_REQUESTS,
     "random_seed": 0,
-}
-
-_REQUIRED: Mapping[str, Any] = {
-    "host": "127.0.0.1",
-    "skip_tokenizer_init": True,
-    "skip_server_warmup": True,
-    # Each answer of a stream has what is new: with all there is, tokens would travel as often as they are told of.
-    "incremental_streaming_output": True,
-    # The others cannot draw by the seed of a sample.
-    "sampling_backend": "pytorch",
-    # By itself it serves requests as they come, and with priorities the highest first.
-    "enable_priority_scheduling": True,
-    "schedule_low_priority_values_first": True,
 }
 
 
@@ -70,10 +57,7 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
     hf_config = json.loads((model_path / "config.json").read_text())
     _check_layers(hf_config)
     _check_fields(hf_config)
-    required = {**_REQUIRED, "model_path": str(model_path), "port": port, "api_key": key}
-    for name in given:
-        if name in required and given[name] != required[name]:
-            raise UserError(f"rollout.engine_args.{name} is set by megarl, because the rollout relies on it: remove it")
+    required = {**REQUIRED, "model_path": str(model_path), "port": port, "api_key": key}
     on_device = cpu.ARGUMENTS if device.backend() == "gloo" else {}
     if device.backend() == "gloo":
         cpu_kv_cache.check(hf_config, given)

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
 from megarl.rollout.argument_values import DTYPE, SHARE, SIZE, SWITCH, Values
@@ -50,7 +50,25 @@ _OUTLIVE = "keys and values kept there outlive the weights that they were comput
 _ELSEWHERE = "weights lie elsewhere while it serves, and refits write to where they lay at the start"
 _TOKENS = "requests are token ids, which have no text"
 
+_SET = "it is set by megarl, because the rollout relies on it"
+
+REQUIRED: Mapping[str, Any] = {
+    "host": "127.0.0.1",
+    "skip_tokenizer_init": True,
+    "skip_server_warmup": True,
+    # Each answer of a stream has what is new: with all there is, tokens would travel as often as they are told of.
+    "incremental_streaming_output": True,
+    # The others cannot draw by the seed of a sample.
+    "sampling_backend": "pytorch",
+    # By itself it serves requests as they come, and with priorities the highest first.
+    "enable_priority_scheduling": True,
+    "schedule_low_priority_values_first": True,
+}
+"""Arguments that every server is given, beside those that follow from the model and the machine."""
+
 _REFUSED: Mapping[str, Refusal] = {
+    "model_path": Refusal(_SET, ()),
+    **{name: Refusal(_SET, (value,)) for name, value in REQUIRED.items()},
     "speculative_algorithm": Refusal(_DRAFT),
     "speculative_draft_model_path": Refusal(_DRAFT),
     "host": Refusal(_SERVER),

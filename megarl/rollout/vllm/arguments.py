@@ -14,7 +14,7 @@ from converters.errors import UserError
 from megarl.process.scratch import scratch_folder_of_process
 from megarl.rollout.kind import QUANTISATION
 from megarl.rollout.vllm import cpu, cpu_fp8, cpu_kv_cache, cpu_routed_experts
-from megarl.rollout.vllm.kind import ADAPTER_SLOT, GPU_MEMORY_UTILIZATION, MAX_NUM_SEQS, PART_ARGUMENTS, VLLM
+from megarl.rollout.vllm.kind import ADAPTER_SLOT, GPU_MEMORY_UTILIZATION, MAX_NUM_SEQS, PART_ARGUMENTS, REQUIRED, VLLM
 from megatron_ext import device
 from megatron_ext.loopback import listen_on_loopback
 
@@ -54,14 +54,6 @@ _COMPILED_WITH: Mapping[str, Any] = {
     "megarl_routers": "float32",
 }
 
-_REQUIRED: Mapping[str, Any] = {
-    # Requests do not pass through the part of vLLM that keeps statistics.
-    "disable_log_stats": True,
-    "logprobs_mode": "processed_logprobs",
-    "skip_tokenizer_init": True,
-    "worker_extension_cls": "megarl.rollout.vllm.worker.WorkerExtension",
-}
-
 
 def prepare_environment(engine_args: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Set what vLLM reads from the environment. Must run before the first import of vllm in the process.
@@ -98,9 +90,8 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
         given = cpu_routed_experts.without_argument(cpu.without_arguments_of_gpus(given))
         cpu_fp8.take_float32_activations()
     backend = adapter_slot.BACKEND if given.get(ADAPTER_SLOT) else weight_transfer.BACKEND
-    required = {**_REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": backend}}
+    required = {**REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": backend}}
     VLLM.check(_own_left_out(given))
-    _check_free(given, required)
     hf_config = json.loads((model_path / "config.json").read_text())
     if device.backend() == "gloo":
         cpu_kv_cache.check(hf_config, given)
@@ -128,9 +119,3 @@ def _own_left_out(given: Mapping[str, Any]) -> dict[str, Any]:
     overrides = {name: value for name, value in (given.get("hf_overrides") or {}).items() if name != QUANTISATION}
     own = (*PART_ARGUMENTS, ADAPTER_SLOT)
     return {**{name: value for name, value in given.items() if name not in own}, "hf_overrides": overrides}
-
-
-def _check_free(given: Mapping[str, Any], required: Mapping[str, Any]) -> None:
-    for name in given:
-        if name in required:
-            raise UserError(f"rollout.engine_args.{name} is set by megarl, because the rollout relies on it: remove it")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
 from megarl.rollout.argument_values import DTYPE, SHARE, SIZE, SWITCH, Values
@@ -31,6 +31,18 @@ _FETCHED = "layers are fetched from a copy on the host, which no refit writes"
 _OUTLIVE = "keys and values kept there outlive the weights that they were computed with"
 _OTHER_DISTRIBUTION = "it changes the distribution that is sampled from, of which the trainer knows nothing"
 
+_SET = "it is set by megarl, because the rollout relies on it"
+_SAMPLING = "each request says how it is sampled, and the engine's defaults of that count for none"
+
+REQUIRED: Mapping[str, Any] = {
+    # Requests do not pass through the part of vLLM that keeps statistics.
+    "disable_log_stats": True,
+    "logprobs_mode": "processed_logprobs",
+    "skip_tokenizer_init": True,
+    "worker_extension_cls": "megarl.rollout.vllm.worker.WorkerExtension",
+}
+"""Arguments that every engine is given, beside those that follow from the model."""
+
 FP8_KEYS_AND_VALUES = ("fp8", "fp8_e4m3")
 """Values of `kv_cache_dtype` with which keys and values are e4m3."""
 
@@ -42,6 +54,13 @@ BOUNDED_KV = "megarl_bounded_kv"
 """Field of that, true where scales of keys and values follow from the weights."""
 
 _REFUSED: Mapping[str, Refusal] = {
+    **{name: Refusal(_SET, ()) for name in ("model", "weight_transfer_config", *REQUIRED)},
+    "generation_config": Refusal(
+        "responses would end at the tokens of another folder's generation_config.json; rollout.stop_token_ids adds"
+        " tokens to those of the model",
+        ("auto", "vllm"),
+    ),
+    "override_generation_config": Refusal(_SAMPLING),
     "spec_method": Refusal(_DRAFT),
     "spec_model": Refusal(_DRAFT),
     "spec_tokens": Refusal(_DRAFT),

@@ -33,6 +33,11 @@ REFUSED = {
     "rollout.engine_args.load_format": "zip",
     "rollout.engine_args.scheduling_policy": "best",
     "rollout.engine_args.enforce_eager": "1",
+    "rollout.engine_args.logprobs_mode": "raw_logprobs",
+    "rollout.engine_args.skip_tokenizer_init": "false",
+    "rollout.engine_args.model": "other null",
+    "rollout.engine_args.generation_config": "other null",
+    "rollout.engine_args.override_generation_config": "{temperature:0}",
     "rollout.engine_args.enable_expert_parallel": "yes_please",
     "rollout.engine": "nope",
     "algorithm.policy_loss_options.clip_low": "nan",
@@ -132,6 +137,7 @@ def test_a_value_that_cannot_be_is_refused(judge, override):
     "argument",
     [
         *("tp_size=two", "tp_size=0", "ep_size=-3", "mem_fraction_static=1.5", "max_running_requests=-1"),
+        *("skip_tokenizer_init=false", "schedule_low_priority_values_first=false", "model_path=other"),
         *("dtype=float8", "context_length=abc", "disable_cuda_graph=maybe"),
     ],
 )

@@ -24,7 +24,7 @@ def test_another_version_and_another_name_are_told_in_one_sentence():
 
 
 def test_what_megarl_sets_cannot_be_given(folders):
-    with pytest.raises(UserError, match="skip_tokenizer_init is set by megarl"):
+    with pytest.raises(UserError, match="skip_tokenizer_init=False is not supported: it is set by megarl"):
         server_arguments(folders[0], {"skip_tokenizer_init": False}, 1, "key")
     refused = {"speculative_algorithm": "EAGLE", "dp_size": 2, "kv_cache_dtype": "fp8_e5m2", "schedule_policy": "lpm"}
     refused["max_queued_requests"] = 4
@@ -71,7 +71,9 @@ def test_the_server_is_told_to_serve_the_oldest_draw_first(folders):
     arguments = server_arguments(folders[0], {}, 1, "key")
     assert arguments["enable_priority_scheduling"] is True
     assert arguments["schedule_low_priority_values_first"] is True
-    with pytest.raises(UserError, match="schedule_low_priority_values_first is set by megarl"):
+    with pytest.raises(
+        UserError, match="schedule_low_priority_values_first=False is not supported: it is set by megarl"
+    ):
         server_arguments(folders[0], {"schedule_low_priority_values_first": False}, 1, "key")
     limits = Limits(512, 64)
     asked = question(Request([5], SamplingParameters(samples=2), priority=4096), limits, interval=64)

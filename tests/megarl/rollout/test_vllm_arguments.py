@@ -73,7 +73,10 @@ def test_what_engines_on_gpus_alone_have_is_left_out_on_a_cpu(vllm_process, mode
         ({"tensor_parallel": 2}, r"engine_args\.tensor_parallel: .* did you mean .*\.tensor_parallel_size"),
         # An argument of the class for servers alone.
         ({"enable_log_requests": True}, r"engine_args\.enable_log_requests: the installed vLLM has no such option"),
-        ({"logprobs_mode": "raw_logprobs"}, r"engine_args\.logprobs_mode is set by megarl"),
+        (
+            {"logprobs_mode": "raw_logprobs"},
+            r"engine_args\.logprobs_mode=raw_logprobs is not supported: it is set by megarl",
+        ),
         ({"max_num_batched_tokens": 1}, r"vLLM refuses rollout\.engine_args=.*max_num_batched_tokens"),
         ({"dtype": "float13"}, r"engine_args\.dtype=float13 cannot be: it takes .*; did you mean float32"),
     ],
