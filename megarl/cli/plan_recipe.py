@@ -86,12 +86,14 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    from megarl.config.purpose import check_plannable
     from megarl.config.validate import check_single_values
 
     given = [word.partition("=")[0] for word in options.overrides]
     model = options.model or recipe.named_model(options) or ""
     stand_ins = [recipe.override(key, model) for key in _OPEN if key not in given and (model or key != "model.path")]
     config = recipe.read_config(argparse.Namespace(**{**vars(options), "overrides": [*stand_ins, *options.overrides]}))
+    check_plannable(config, options.config_name)
     check_single_values(config)
     if not config.lora.merge:
         raise UserError(

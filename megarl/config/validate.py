@@ -17,6 +17,7 @@ from megarl.config.composition import check_composition
 from megarl.config.lora import check_lora, refuse_lora
 from megarl.config.megatron import megatron_options
 from megarl.config.pools import check_pools, refuse_turns
+from megarl.config.purpose import commands_of, say_commands
 from megarl.config.renamed_keys import EARLIER_VALUES
 from megarl.config.schedule import check_schedule
 from megarl.output.places import LOGS, check_output
@@ -219,6 +220,17 @@ def _check_megatron(config: MegarlConfig) -> None:
         )
 
 
+def _check_training_files(key: str, config: MegarlConfig, command: str) -> None:
+    """Raise UserError unless there are files to train on; a recipe that is for another command may have none."""
+    files, commands = _value(config, key), commands_of(config)
+    if not files and command not in commands:
+        raise UserError(
+            f"{key} is empty, and this recipe is for {say_commands(commands)}: run that, or name at least one parquet"
+            f" file, {key}=[path/to/file.parquet]"
+        )
+    _check_files(key, files, needed=True)
+
+
 def _check_files(key: str, files: Iterable[str], needed: bool) -> None:
     if needed and not list(files):
         raise UserError(f"{key} is empty: name at least one parquet file, {key}=[path/to/file.parquet]")
@@ -236,18 +248,18 @@ def _why_no_file(file: str) -> str:
 
 
 def _check_prompts(config: MegarlConfig) -> None:
-    _check_files("data.train_files", config.data.train_files, needed=True)
+    _check_training_files("data.train_files", config, "train")
     _check_files("data.eval_files", config.data.eval_files, needed=False)
 
 
 def _check_conversations(config: MegarlConfig) -> None:
-    _check_files("sft.train_files", config.sft.train_files, needed=True)
+    _check_training_files("sft.train_files", config, "sft")
     _check_files("sft.eval_files", config.sft.eval_files, needed=False)
 
 
 def _check_preferences(config: MegarlConfig) -> None:
     PreferenceObjective(config.preference.beta, config.preference.label_smoothing)
-    _check_files("preference.train_files", config.preference.train_files, needed=True)
+    _check_training_files("preference.train_files", config, "dpo")
     _check_files("preference.eval_files", config.preference.eval_files, needed=False)
 
 

@@ -216,6 +216,30 @@ def test_training_is_allowed(make_config: Callable[..., MegarlConfig], override:
     validate(make_config(*override.split()), "train")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "command", "says"),
+    [
+        (
+            ["data.train_files=[]", "sft.steps=7"],
+            "train",
+            r"^data\.train_files is empty, and this recipe is for megarl sft:",
+        ),
+        (
+            ["data.train_files=[]", "sft.train_files=[]", "preference.steps=7"],
+            "train",
+            r"this recipe is for megarl dpo, reward-model or spin: run that, or name at least one parquet file",
+        ),
+        (["sft.train_files=[]"], "sft", r"^sft\.train_files is empty, and this recipe is for megarl train: run that"),
+        (["sft.steps=7"], "reward-model", r"^preference\.train_files is empty, and this recipe is for megarl sft:"),
+    ],
+)
+def test_a_recipe_for_another_command_says_which(
+    make_config: Callable[..., MegarlConfig], overrides: list[str], command: str, says: str
+) -> None:
+    with pytest.raises(UserError, match=says):
+        validate(make_config(*overrides), command)
+
+
 def test_fine_tuning_and_evaluation_need_files_of_their_own(make_config: Callable[..., MegarlConfig]) -> None:
     with pytest.raises(UserError, match=r"sft\.train_files is empty"):
         validate(make_config("sft.train_files=[]"), "sft")

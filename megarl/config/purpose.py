@@ -1,0 +1,37 @@
+"""The commands that a recipe is for: those whose group it sets."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from converters.errors import UserError
+from megarl.schema import MegarlConfig, PreferenceConfig, SftConfig
+
+_OWN_GROUPS: Mapping[str, tuple[Any, Sequence[str]]] = {
+    "sft": (SftConfig(), ("sft",)),
+    "preference": (PreferenceConfig(), ("dpo", "reward-model", "spin")),
+}
+"""Group -> what it is where no recipe sets it, and the commands that read it."""
+
+
+def commands_of(config: MegarlConfig) -> Sequence[str]:
+    """The commands that train by this configuration: those whose group differs from what it is by itself."""
+    for group, (unset, commands) in _OWN_GROUPS.items():
+        if getattr(config, group) != unset:
+            return commands
+    return ("train",)
+
+
+def say_commands(commands: Sequence[str]) -> str:
+    """Names of commands in a sentence: "megarl dpo, reward-model or spin"."""
+    *others, last = commands
+    return f"megarl {', '.join(others)} or {last}" if others else f"megarl {last}"
+
+
+def check_plannable(config: MegarlConfig, recipe: str) -> None:
+    """Raise UserError for a recipe whose command has another step than `megarl plan` counts."""
+    commands = commands_of(config)
+    if "train" not in commands:
+        raise UserError(
+            f"megarl plan counts a step of megarl train, with its engines and its refit, and recipe {recipe} is for"
+            f" {say_commands(commands)}: take a recipe of megarl train"
+        )
