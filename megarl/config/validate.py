@@ -28,7 +28,7 @@ from megarl.rollout import ENGINES
 from megarl.rollout.kv_scales import KV_SCALES, with_kv_scales
 from megarl.rollout.sampling import COLDEST
 from megarl.schema import MegarlConfig
-from megarl.tracking import LOGGERS
+from megarl.tracking import LOGGERS, check_loggers
 from megatron_ext.options import MtpTraining
 
 _CHOICES: Mapping[str, Collection[str]] = {
@@ -171,6 +171,7 @@ def _check_job(config: MegarlConfig) -> None:
             " cluster.address to their Ray cluster"
         )
     check_pools(config)
+    check_loggers(config.tracking.loggers)
     with_kv_scales(config.rollout, config.rollout.engine_args)
     if config.refit.transport == "rdma":
         check_installed()

@@ -7,7 +7,7 @@ from functools import partial
 from converters.errors import UserError, did_you_mean
 from megarl.tracking.console import make_console_logger
 from megarl.tracking.jsonl import JsonLinesLogger
-from megarl.tracking.services import MlflowLogger, TensorBoardLogger, WandbLogger, open_service
+from megarl.tracking.services import MlflowLogger, TensorBoardLogger, WandbLogger, check_installed, open_service
 from megarl.tracking.tracker import Logger, Run, Tracker
 
 
@@ -39,6 +39,13 @@ LOGGERS: Mapping[str, LoggerKind] = {
     ),
 }
 """The loggers that `tracking.loggers` may name."""
+
+
+def check_loggers(names: Sequence[str]) -> None:
+    """Raise UserError for a logger of `LOGGERS` whose package is not installed."""
+    for name in names:
+        if LOGGERS[name].package:
+            check_installed(name)
 
 
 def open_tracker(names: Sequence[str], run: Run) -> Tracker:

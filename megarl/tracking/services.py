@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -80,7 +81,7 @@ class WandbLogger:
     """
 
     def __init__(self, run: Run) -> None:
-        self._wandb: Any = _import("wandb", extra="wandb")
+        self._wandb: Any = _import("wandb")
         id_file = run.place("wandb_run_id")
         run_id = _read_id(id_file)
         self._run: Any = self._wandb.init(
@@ -119,7 +120,7 @@ class MlflowLogger:
     """
 
     def __init__(self, run: Run) -> None:
-        self._mlflow: Any = _import("mlflow", extra="mlflow")
+        self._mlflow: Any = _import("mlflow")
         id_file = run.place("mlflow_run_id")
         self._mlflow.set_experiment(run.project)
         started = self._mlflow.start_run(run_id=_read_id(id_file), run_name=run.run_name)
@@ -225,16 +226,18 @@ def _of_mlflow(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
     return values
 
 
-def _import(name: str, extra: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
+def check_installed(name: str) -> None:
+    """Raise UserError if the package of this name, whose logger has its name, is not installed."""
+    if find_spec(name) is None:
         raise UserError(
-            f"tracking.loggers names {name!r}, which is not installed; install it with pip install 'megarl[{extra}]' "
+            f"tracking.loggers names {name!r}, which is not installed; install it with pip install 'megarl[{name}]' "
             f"or take it off the list"
-        ) from error
+        )
+
+
+def _import(name: str) -> ModuleType:
+    check_installed(name)
+    return importlib.import_module(name)
 
 
 def _read_id(file: Path) -> str | None:

@@ -1,6 +1,7 @@
 """Values that contradict each other or their meaning are refused, each with its reason."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,14 @@ def test_training_is_refused(make_config: Callable[..., MegarlConfig], overrides
 )
 def test_training_is_allowed(make_config: Callable[..., MegarlConfig], override: str) -> None:
     validate(make_config(*override.split()), "train")
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_logger_whose_package_is_missing_is_refused(make_config: Callable[..., MegarlConfig], name: str) -> None:
+    if find_spec(name):
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(UserError, match=rf"^tracking\.loggers names '{name}', which is not installed; install it with"):
+        validate(make_config(f"tracking.loggers=[jsonl,{name}]"), "train")
 
 
 @pytest.mark.parametrize(
