@@ -12,6 +12,7 @@ from megatron_ext.router_loss_options import RouterLosses
 _OFF = (None, False)
 FULLY_SHARDED = "use_torch_fsdp2"
 """Megatron-LM's name of the switch for torch's FSDP2, which wraps the model in the place of Megatron's buffers."""
+_GRANULARITY = "recompute_granularity"
 _GROUP, _STAGES = "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"
 
 
@@ -224,9 +225,25 @@ def check_supported(options: Mapping[str, Any], prefix: str = "megatron.") -> No
                 raise UserError(f"{prefix}{name} works only with {prefix}{needed}=true: set it too")
     if options.get("optimizer") == "sgd" and options.get("use_distributed_optimizer", not is_fully_sharded):
         raise UserError(f"{prefix}optimizer=sgd works only with {prefix}use_distributed_optimizer=false: set it too")
+    _check_recompute(options, prefix)
     group, stages = options.get(_GROUP), options.get(_STAGES, 1)
     if group is not None and group < stages:
         raise UserError(f"{prefix}{_GROUP}={group} must be at least {prefix}{_STAGES}={stages}; leave it out for that")
+
+
+def _check_recompute(options: Mapping[str, Any], prefix: str) -> None:
+    """Raise UserError for a granularity without what it is counted by, as megatron-core does when a rank is built."""
+    granularity, layers = options.get(_GRANULARITY), options.get("recompute_num_layers")
+    if granularity == "full":
+        for needed, example in (("recompute_method", "uniform"), ("recompute_num_layers", "1")):
+            if options.get(needed) is None:
+                raise UserError(
+                    f"{prefix}{_GRANULARITY}=full needs {prefix}{needed}: set it, too, for instance to {example}"
+                )
+    if layers is not None and (granularity == "selective" or layers < 1):
+        raise UserError(
+            f"{prefix}recompute_num_layers={layers} is for {prefix}{_GRANULARITY}=full, and at least 1: leave it out"
+        )
 
 
 def refuse(options: Mapping[str, Any], refused: Mapping[str, Refusal], prefix: str, where: str = "") -> None:

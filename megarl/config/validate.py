@@ -89,6 +89,7 @@ _AT_LEAST: Mapping[str, float] = {
     "checkpoint.keep_last": 1,
     "checkpoint.keep_every": 0,
     "tracking.warn_after_steps": 1,
+    "tracking.profile": 1,
 }
 _ABOVE_ZERO = (
     "lora.alpha",

@@ -58,6 +58,7 @@ def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
     folder = Path(config.path)
     megatron_checkpoint = Path(config.megatron_checkpoint) if config.megatron_checkpoint else None
     architecture = read_architecture(read_json(folder / CONFIG))
+    _check_in_vocabulary(extra_stop_token_ids, architecture)
     if megatron_checkpoint:
         if found := manifest_of(megatron_checkpoint):
             require_files(*found, but_below=None if _is_below(folder, found[0]) else HUGGINGFACE)
@@ -235,6 +236,15 @@ def check_loadable(model: Model, machines: int) -> None:
             f" model.path, and it has none: {error}; export model.megatron_checkpoint to HuggingFace for it, or keep to"
             " one machine"
         ) from error
+
+
+def _check_in_vocabulary(tokens: list[int], architecture: Architecture) -> None:
+    vocabulary = architecture.gpt_model["vocab_size"]
+    if beyond := [token for token in tokens if token >= vocabulary]:
+        raise UserError(
+            f"rollout.stop_token_ids has {beyond[0]}, and the model's last token is {vocabulary - 1} (vocab_size):"
+            " correct it"
+        )
 
 
 def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> tuple[int, ...]:

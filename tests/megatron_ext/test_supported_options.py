@@ -71,6 +71,15 @@ def test_a_tested_option_is_in_its_test(name: str) -> None:
             {"pipeline_model_parallel_size": 4, "microbatch_group_size_per_vp_stage": 2},
             "microbatch_group_size_per_vp_stage=2 must be at least megatron.pipeline_model_parallel_size=4",
         ),
+        ({"recompute_granularity": "full"}, "recompute_granularity=full needs megatron.recompute_method: set it, too"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "uniform"},
+            "recompute_granularity=full needs megatron.recompute_num_layers: set it, too, for instance to 1",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_num_layers": 2},
+            "recompute_num_layers=2 is for megatron.recompute_granularity=full, .*: leave it out",
+        ),
     ],
 )
 def test_refused(options: dict[str, Any], says: str) -> None:
@@ -79,6 +88,9 @@ def test_refused(options: dict[str, Any], says: str) -> None:
 
 
 def test_switched_off_is_not_refused() -> None:
+    check_supported({"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None})
+    check_supported({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1})
+    check_supported({"recompute_granularity": "selective"})
     check_supported({"tp_comm_overlap": False, "moe_aux_loss_coeff": [0.0, 0.0], "fp8_param": None})
     check_supported({"optimizer": "sgd", "use_distributed_optimizer": False, "optimizer_cpu_offload": False})
     check_supported({"overlap_param_gather": True, "overlap_grad_reduce": True, "align_param_gather": True})

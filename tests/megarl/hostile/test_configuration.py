@@ -56,6 +56,7 @@ REFUSED = {
     "checkpoint.keep_last": "0",
     "checkpoint.resume": "maybe",
     "tracking.warn_truncated_fraction": "nan",
+    "tracking.profile": "0 -1",
     "data.shuffle": "maybe",
     "model.dtype": "fp16",
     "model.path": "/nonexistent '' null",
