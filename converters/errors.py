@@ -25,13 +25,16 @@ class UserError(Exception):
 def names_as_given(names: Mapping[str, str]) -> Iterator[None]:
     """Put into a UserError the names that its reader gave values by, where it has those that they are known by here.
 
+    A longer name that one of them is a part of stays as it is.
+
     Example: with names_as_given({"pipeline_model_parallel_size": "--pp"}): ...
     """
     try:
         yield
     except UserError as error:
         words = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, names))})(?![\w.])" if names else "(?!)")
-        raise UserError(words.sub(lambda found: names[found[0]], error.sentence), error.details) from error
+        error.sentence = words.sub(lambda found: names[found[0]], error.sentence)
+        raise
 
 
 def nearest_names(name: str, known: Iterable[str], *, count: int = 1, at_least: float = 0.6) -> list[str]:

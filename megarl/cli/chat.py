@@ -17,7 +17,7 @@ from threading import Event
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from converters.errors import UserError
+from converters.errors import UserError, names_as_given
 from megarl.cli import recipe
 from megarl.cli.model_folder import refuse_checkpoint
 
@@ -32,6 +32,8 @@ EXAMPLES = """examples:
 TAKES_OVERRIDES = True
 LOGS_HELP = "where the engine's log goes (default: runs/chat; runs/chat-2 while that is in use)"
 
+_KEYS = {"--model": "model.path", "--max-tokens": "rollout.max_response_tokens", "--output-dir": "output_dir"}
+"""Option, key of the configuration that it sets."""
 _COMMANDS = {"/reset": "forget what was said", "/quit": "end"}
 _HINT = "Ctrl-C stops an answer; " + "; ".join(f"{name}: {does}" for name, does in _COMMANDS.items())
 _BREAKS = {ord(character): character for character in "\n\t"}
@@ -54,17 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
     """The command line as overrides of the recipe `chat`."""
-    given = {
-        "model.path": options.model,
-        "rollout.max_response_tokens": options.max_tokens,
-        "output_dir": options.output_dir,
-    }
-    named = [recipe.override(key, value) for key, value in given.items() if value is not None]
-    return [*named, *options.overrides, "rollout.replicas=1"]
+    return [*recipe.named_overrides(options, _KEYS), *options.overrides, "rollout.replicas=1"]
 
 
 def run(options: argparse.Namespace) -> int:
     """Answer what is typed, or what comes on stdin."""
+    with names_as_given({key: option for option, key in _KEYS.items()}):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from megarl.config.compose import compose
     from megarl.config.validate import validate
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from converters.errors import names_as_given
 from megarl.cli import outcome
-from megarl.cli.parallel_options import add_parallel_sizes, parallel_sizes
+from megarl.cli.parallel_options import OPTION_OF_SIZE, add_parallel_sizes, parallel_sizes
 from megarl.planning.amounts import say_bytes, say_count, say_seconds
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
     outcome.check_workers(options.workers)
     start = time.perf_counter()
-    with outcome.streaming(), outcome.file_errors_in_a_sentence():
+    with names_as_given(OPTION_OF_SIZE), outcome.streaming(), outcome.file_errors_in_a_sentence():
         if options.dry_run:
             return _dry_run(options, start)
         with ByteProgress(quiet=options.json) as progress:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from converters.errors import UserError
+from converters.errors import UserError, names_as_given
 from megarl.cli import recipe
 from megarl.cli.evaluation_table import evaluation_table
 from megarl.cli.model_folder import refuse_checkpoint
@@ -26,6 +26,16 @@ EXAMPLES = """examples:
 """
 TAKES_OVERRIDES = True
 LOGS_HELP = "where the engine's log goes (default: runs/eval; runs/eval-2 while that is in use)"
+
+_KEYS = {
+    "--model": "model.path",
+    "--reward": "reward.function",
+    "--max-response-tokens": "rollout.max_response_tokens",
+    "--samples": "loop.eval_samples",
+    "--temperature": "loop.eval_temperature",
+    "--output-dir": "output_dir",
+}
+"""Option, key of the configuration that it sets."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,21 +60,17 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
     # Overrides that follow --files end up in it; folders of data may be called split=test.
     overrides = [word for word in options.files if "=" in word and not Path(word).exists()]
     files = [word for word in options.files if word not in overrides]
-    given = {
-        "model.path": options.model,
-        "reward.function": options.reward,
-        "rollout.max_response_tokens": options.max_response_tokens,
-        "loop.eval_samples": options.samples,
-        "loop.eval_temperature": options.temperature,
-        "output_dir": options.output_dir,
-    }
-    named = [recipe.override(key, value) for key, value in given.items() if value is not None]
     quoted = ",".join(recipe.override("", file)[1:] for file in files)
-    return [*named, f"data.eval_files=[{quoted}]", *overrides, *options.overrides]
+    return [*recipe.named_overrides(options, _KEYS), f"data.eval_files=[{quoted}]", *overrides, *options.overrides]
 
 
 def run(options: argparse.Namespace) -> int:
     """Print how good the model is."""
+    with names_as_given({**{key: option for option, key in _KEYS.items()}, "data.eval_files": "--files"}):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from megarl.config.compose import compose
     from megarl.config.validate import validate
 

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,6 +19,18 @@ _SIZES = (
     (("--decoder-last-pipeline-num-layers",), None, "layers of the last pipeline stage, where it has its own number"),
 )
 """Names, the second of each Megatron-LM's; default; help."""
+
+OPTION_OF_SIZE: Mapping[str, str] = {
+    "tensor_model_parallel_size": "--tp",
+    "pipeline_model_parallel_size": "--pp",
+    "virtual_pipeline_model_parallel_size": "--vpp",
+    "context_parallel_size": "--cp",
+    "expert_model_parallel_size": "--ep",
+    "expert_tensor_parallel_size": "--etp",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
+}
+"""Field of `ParallelSizes`, by which its sentences name a size, and the option that gives it."""
 
 
 def add_parallel_sizes(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

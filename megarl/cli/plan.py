@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.errors import UserError
+from converters.errors import UserError, names_as_given
 from megarl.cli import outcome, plan_cluster, plan_recipe, plan_step
-from megarl.cli.parallel_options import add_parallel_sizes, parallel_sizes
+from megarl.cli.parallel_options import OPTION_OF_SIZE, add_parallel_sizes, parallel_sizes
 from megarl.cli.plan_cluster import described_cluster
 from megarl.planning.amounts import read_bytes, say_count, say_seconds
 
@@ -42,6 +42,13 @@ EXAMPLES = """examples:
 TAKES_OVERRIDES = True
 _PICTURES = (".png", ".svg", ".pdf")
 _WIDTH = 120
+_OPTIONS = {
+    **OPTION_OF_SIZE,
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    **plan_cluster.OPTION_OF_FIELD,
+    **plan_step.OPTION_OF_FIELD,
+}
+"""How sentences from below name what the options give."""
 _MOST_GPUS = 16_384
 _MOST_ENGINE_RANKS = 8_192
 """Every pair of an engine's rank and another has a count: so many take 2 to 4 GB of memory, and about a minute."""
@@ -98,6 +105,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Count, predict, replay; print it."""
+    with names_as_given(_OPTIONS):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     from converters.cost import formats, traffic
     from converters.plan import Plan
     from megarl.planning.forecast import Forecast

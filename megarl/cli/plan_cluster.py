@@ -41,6 +41,12 @@ _CORES = (
 )
 """Option, field of `Cores`, help."""
 
+OPTION_OF_FIELD = {
+    **{f"the cluster's {field}": option for option, field, *_ in _CLUSTER},
+    **{f"the cores' {field}": option for option, field, _ in _CORES},
+}
+"""How a sentence names a field of these classes, and the option that gives it."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""

@@ -25,6 +25,8 @@ _WORK = (
     ("--log-prob-passes", "log_prob_passes", int, "forward passes before the update (1; 2 with a reference)"),
 )
 """Option, field of `Workload`, type, help."""
+OPTION_OF_FIELD = {f"the step's {field}": option for option, field, *_ in _WORK}
+"""How a sentence names a field of `Workload`, and the option that gives it."""
 WORK_OF_A_STEP = {
     "prompts": 64,
     "samples": 8,

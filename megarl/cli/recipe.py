@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = [
     "folder_of_its_own",
     "is_scaled",
     "named_model",
+    "named_overrides",
     "override",
     "print_config",
     "read_config",
@@ -133,6 +135,12 @@ def folder_of_its_own(config: "MegarlConfig", options: argparse.Namespace) -> Ab
     """Hold the output folder of a command that trains nothing: the one that is given, else one that nobody uses."""
     is_given = options.output_dir or any(word.startswith("output_dir=") for word in options.overrides)
     return (sole_writer if is_given else free_folder)(Path(config.output_dir))
+
+
+def named_overrides(options: argparse.Namespace, keys: Mapping[str, str]) -> list[str]:
+    """Overrides for the options of a command that are given and set a key: `keys` has option -> key."""
+    given = {key: getattr(options, option.lstrip("-").replace("-", "_")) for option, key in keys.items()}
+    return [override(key, value) for key, value in given.items() if value is not None]
 
 
 def print_config(config: "MegarlConfig") -> None:

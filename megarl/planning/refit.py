@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.architectures import Architecture, read_architecture
-from converters.errors import UserError, did_you_mean
+from converters.errors import UserError, did_you_mean, names_as_given
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layout import Layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
@@ -47,7 +47,7 @@ class PlannedRefit:
     def __post_init__(self) -> None:
         for name in ("replicas", "bucket_bytes", "buckets"):
             if getattr(self, name) < 1:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
         if self.engine_dtype not in _ENGINE_DTYPES:
             advice = did_you_mean(self.engine_dtype, _ENGINE_DTYPES)
             raise UserError(f"--engine-dtype {self.engine_dtype} is none of {', '.join(_ENGINE_DTYPES)}{advice}")
@@ -92,14 +92,22 @@ class PlannedRefit:
     def layouts(self) -> tuple[Layout, Layout]:
         """Layouts of the trainer, and of one engine. Raises UserError where the model cannot be cut like that."""
         return (
-            _layout("trainer", self.architecture, self.trainer),
-            _layout("engines", self.engine_architecture, self.engine),
+            _layout("trainer", self.architecture, self.trainer, {}),
+            _layout("engines", self.engine_architecture, self.engine, _OPTIONS_OF_ENGINES),
         )
 
 
-def _layout(whose: str, architecture: Architecture, parallel: ParallelSizes) -> Layout:
+_OPTIONS_OF_ENGINES = {
+    **dict.fromkeys(("tensor_model_parallel_size", "expert_tensor_parallel_size"), "--engine-tp"),
+    "expert_model_parallel_size": "--engine-ep",
+}
+"""Field of an engine's `ParallelSizes`, and the option that gives it."""
+
+
+def _layout(whose: str, architecture: Architecture, parallel: ParallelSizes, options: Mapping[str, str]) -> Layout:
     try:
-        return megatron_layout(architecture, parallel, module_names="local")
+        with names_as_given(options):
+            return megatron_layout(architecture, parallel, module_names="local")
     except UserError as error:
         raise UserError(f"for the {whose}, {error}") from error
 

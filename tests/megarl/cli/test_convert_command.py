@@ -157,9 +157,10 @@ def test_a_dry_run_needs_config_json_only_and_plans_what_is_written(
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--tp", "0"], "tensor_model_parallel_size is 0"),
-        (["--etp", "-2"], "expert_tensor_parallel_size is -2"),
-        (["--ep", "3"], "4 experts cannot be divided by expert_model_parallel_size = 3"),
+        (["--tp", "0"], "--tp is 0"),
+        (["--etp", "-2"], "--etp is -2"),
+        (["--ep", "3"], "4 experts cannot be divided by --ep = 3"),
+        (["--pp", "3"], "change --pp (the nearest that all layers can be shared out to is 2) or set --decoder-first-"),
         (["--pp", "2", "--decoder-first-pipeline-num-layers", "2"], "takes 2 of the 2 layers"),
         (["--workers", "0"], "--workers 0 leaves nobody to do the work"),
         (["--hf", "nowhere"], "nowhere is not a folder"),
