@@ -44,10 +44,13 @@ def _columns(
     absent = [column for column in needed if column not in existing]
     if absent:
         keys = [named_by[column] for column in absent if column in named_by]
-        settings = f", or name the right one in {' and '.join(keys)}" if keys else ""
+        right = "right one" if len(keys) == 1 else "right ones"
+        settings = f", or name the {right} in {' and '.join(keys)}" if keys else ""
+        renamed = "rename one of them" if len(absent) == 1 else "rename its columns"
         raise UserError(
-            f"data file {path} has no column {', '.join(map(repr, absent))}; its columns are "
-            f"{', '.join(map(repr, existing)) or 'none'}: rename one of them{settings}"
+            f"data file {path} has no column{'s' * (len(absent) > 1)} {' and '.join(map(repr, absent))}; its columns"
+            f" are {', '.join(map(repr, existing)) or 'none'}: {renamed}{settings}; docs/recipes.md#data says what each"
+            " holds"
         )
     if parquet.metadata.num_rows == 0:
         raise UserError(f"data file {path} has no rows; write at least one or take it off the list of files")

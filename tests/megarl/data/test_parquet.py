@@ -38,9 +38,15 @@ def test_an_absent_column_is_named_beside_those_that_exist(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"question": ["1"], "answer": ["2"]}), path)
     with pytest.raises(
-        UserError, match=r"no column 'prompt'; its columns are 'question', 'answer': rename one of them$"
+        UserError, match=r"no column 'prompt'; its columns are 'question', 'answer': rename one of them; docs/recipes"
     ):
         list(read_rows(path, ["prompt", "answer"]))
+    with pytest.raises(
+        UserError,
+        match=r"no columns 'prompt' and 'right'; its columns are 'question', 'answer': rename its columns, or name the"
+        r" right ones in data\.prompt_column and data\.right; docs/recipes\.md#data says what each holds$",
+    ):
+        list(read_rows(path, ["prompt", "right"], named_by={"prompt": "data.prompt_column", "right": "data.right"}))
 
 
 def test_an_empty_file_is_refused(tmp_path):
