@@ -17,6 +17,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 COMMON = "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
+_OF_HUGGINGFACE = "config.json"
 _MOST_DIGITS = 20
 # The last is megarl's: a reference model that is no longer the one that training began with.
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "dataloader_", "reference.")
@@ -32,6 +33,11 @@ def find_checkpoint(folder: Path) -> Path:
     if (folder / METADATA).is_file():
         return folder
     tracker = folder / LATEST
+    if not tracker.is_file() and (folder / _OF_HUGGINGFACE).is_file():
+        raise UserError(
+            f"{folder} is a HuggingFace folder already: megarl export makes one of a torch_dist checkpoint of Megatron,"
+            " and megarl convert a checkpoint of this"
+        )
     if not tracker.is_file():
         raise UserError(
             f"{folder} has neither {METADATA} nor {LATEST}; give a torch_dist checkpoint or a folder of several"

@@ -190,7 +190,10 @@ def test_bad_input_to_convert_is_one_sentence(
     [
         (["--shard-size", "many"], "--shard-size many is no size; write it as 5GB, 500MB or 2GiB"),
         (["--shard-size", "0.1B"], "--shard-size 0.1B is no size"),
-        (["--megatron", "model"], "has neither .metadata nor latest_checkpointed_iteration.txt"),
+        (
+            ["--megatron", "model"],
+            "model is a HuggingFace folder already: megarl export makes one of a torch_dist checkpoint",
+        ),
     ],
 )
 def test_bad_input_to_export_is_one_sentence(
