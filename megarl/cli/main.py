@@ -8,7 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from converters.durable import is_disk_full
-from converters.errors import UserError
+from converters.errors import UserError, did_you_mean
 from megarl.cli.standard_output import watched_output
 from megarl.cli.training import TRAINING_COMMANDS
 from megarl.process.errors import RunFailed, exit_code_of
@@ -88,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None, options: argparse.Namespace) -> int:
     """Fill `options` from the command line and do what it says."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        advice = did_you_mean(words[0], COMMANDS) or "; megarl --help lists them"
+        raise UserError(f"there is no command {words[0]}{advice}")
     _, rest = build_parser().parse_known_args(arguments, options)
     if rest and not options.takes_overrides:
         raise UserError(f"megarl {options.command} does not take {rest[0]}; see megarl {options.command} --help")
