@@ -82,6 +82,8 @@ class AdapterFolder:
 def read_adapter_config(folder: Path) -> Lora:
     """The adapter of which the adapter_config.json in `folder` speaks. Raises UserError as `AdapterFolder`."""
     path = folder / ADAPTER_CONFIG
+    if not path.exists():
+        raise UserError(f"{path} is missing; give the folder of a PEFT adapter, with {ADAPTER_CONFIG} and {_WEIGHTS}")
     config = read_json(path)
     _check_plain(path, config)
     targets, rank, alpha = (config.get(name) for name in ("target_modules", "r", "lora_alpha"))

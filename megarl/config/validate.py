@@ -47,6 +47,10 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "data.overlong_prompts": ("refuse", "drop"),
     "checkpoint.resume": ("auto", "never"),
 }
+_MEANT: Mapping[str, Mapping[str, str]] = {
+    "rollout.weights": {"fp8": "fp8_block", "int8": "int8_channel", "bf16": AS_TRAINED, "auto": AS_TRAINED},
+}
+"""Key -> values of other programs and ours for the same, where the nearest by its letters is another."""
 _AT_LEAST: Mapping[str, float] = {
     **dict.fromkeys(("rollout.temperature", "loop.eval_temperature"), COLDEST),
     "lora.rank": 0,
@@ -199,7 +203,8 @@ def _check_choice(key: str, value: str, names: Collection[str]) -> None:
     if value in EARLIER_VALUES.get(key, {}):
         raise UserError(f"{key}={value} is now called {key}={EARLIER_VALUES[key][value]}")
     if value not in names:
-        raise UserError(f"{key}={value} is none of {', '.join(sorted(names))}{did_you_mean(value, names)}")
+        meant = _MEANT.get(key, {}).get(value, value)
+        raise UserError(f"{key}={value} is none of {', '.join(sorted(names))}{did_you_mean(meant, names)}")
 
 
 def _check_megatron(config: MegarlConfig) -> None:

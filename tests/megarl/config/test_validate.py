@@ -175,7 +175,10 @@ def test_moments_of_those_that_take_no_turns_may_be_in_eight_bits(make_config: C
         (["lora.alpha=8"], r"lora\.alpha is set, and with lora\.rank=0 no adapter is trained"),
         (["lora.rank=-1"], r"lora\.rank=-1 is too small"),
         (["lora.rank=4", "lora.target_modules=[]"], r"lora\.target_modules is empty: name modules such as q_proj"),
-        (["lora.path=/nowhere"], "/nowhere/adapter_config.json is missing"),
+        (["lora.path=/nowhere"], "/nowhere/adapter_config.json is missing; give the folder of a PEFT adapter"),
+        (["rollout.weights=fp8"], r"^rollout\.weights=fp8 is none of .*; did you mean fp8_block\?"),
+        (["rollout.weights=int8"], r"^rollout\.weights=int8 is none of .*; did you mean int8_channel\?"),
+        (["rollout.weights=fp8_blok"], r"^rollout\.weights=fp8_blok is none of .*; did you mean fp8_block\?"),
         (
             ["lora.rank=4", "algorithm.kl_coefficient=0.1", "algorithm.refresh_reference_every=2"],
             "the reference is the model without its adapter: leave out one of the two",
