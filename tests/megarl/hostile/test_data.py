@@ -125,7 +125,7 @@ def test_an_absent_column_is_told_with_the_setting_that_names_it(tokenizer, writ
     path = written({"question": CHAT, "chosen": "2"})
     assert "or name the right one in data.prompt_column" in refusal(load_prompts, [path], tokenizer, DataConfig())
     sentence = refusal(load_pairs, [path], tokenizer, PreferenceConfig(), 64)
-    assert sentence.endswith("or name the right one in preference.prompt_column and preference.rejected_column")
+    assert "or name the right ones in preference.prompt_column and preference.rejected_column; docs" in sentence
     for group in ("sft", "preference"):
         sentence = refusal(load_conversations, [path], tokenizer, "messages", 64, group)
         assert sentence.endswith(
