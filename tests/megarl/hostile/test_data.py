@@ -128,8 +128,8 @@ def test_an_absent_column_is_told_with_the_setting_that_names_it(tokenizer, writ
     assert "or name the right ones in preference.prompt_column and preference.rejected_column; docs" in sentence
     for group in ("sft", "preference"):
         sentence = refusal(load_conversations, [path], tokenizer, "messages", 64, group)
-        assert sentence.endswith(
-            f"'question', 'chosen': rename one of them, or name the right one in {group}.messages_column"
+        assert (
+            f"'question', 'chosen': rename one of them, or name the right one in {group}.messages_column;" in sentence
         )
 
 
