@@ -67,12 +67,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from megarl.config.compose import compose
-    from megarl.config.validate import validate
+    from megarl.config.places import check_places
 
     if not 0 <= options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature} must be a number of at least 0")
     refuse_checkpoint(Path(options.model))
     config = compose("chat", overrides_of(options))
+    check_places(config, "chat")
+    from megarl.config.validate import validate
+
     validate(config, "chat")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if sys.stderr.isatty():

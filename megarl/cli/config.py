@@ -87,15 +87,17 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _translate(options: argparse.Namespace) -> int:
-    from megarl.config.foreign.from_slime import from_slime
-    from megarl.config.foreign.from_verl import from_verl
     from megarl.config.foreign.recipe import check
 
     if options.overrides:
         raise UserError(f"{options.overrides[0]} cannot be given beside what is translated: override the recipe itself")
     if options.from_verl:
+        from megarl.config.foreign.from_verl import from_verl
+
         title, recipe = " ".join(options.from_verl), from_verl(options.from_verl, os.environ)
     else:
+        from megarl.config.foreign.from_slime import from_slime
+
         title, recipe = str(options.from_slime), from_slime(options.from_slime, os.environ)
     check(recipe)
     facts = {"recipe": recipe.values, "no_counterpart": recipe.absent, "so_in_any_case": recipe.always}

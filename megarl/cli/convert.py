@@ -61,10 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert, or plan it."""
+    outcome.check_workers(options.workers)
+    outcome.check_folder(options.hf, "give the path of a model in HuggingFace form")
     from converters.hf_to_megatron import convert_checkpoint
     from megarl.cli.progress import ByteProgress
 
-    outcome.check_workers(options.workers)
     start = time.perf_counter()
     with names_as_given(OPTION_OF_SIZE), outcome.streaming(), outcome.file_errors_in_a_sentence():
         if options.dry_run:

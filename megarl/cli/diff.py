@@ -42,6 +42,8 @@ def run(options: argparse.Namespace) -> int:
     outcome.check_workers(options.workers)
     if options.limit < 0:
         raise UserError(f"--limit {options.limit} is less than nothing; give 0 or more")
+    for folder in (options.a, options.b):
+        outcome.check_folder(folder, "give one with a checkpoint")
     from converters.examine import compare
     from megarl.cli.progress import ByteProgress
 

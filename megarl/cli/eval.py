@@ -72,12 +72,15 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from megarl.config.compose import compose
-    from megarl.config.validate import validate
+    from megarl.config.places import check_places
 
     _check(options)
     refuse_checkpoint(Path(options.model))
     with phase("reading the configuration"):
         config = compose("eval", overrides_of(options))
+        check_places(config, "eval")
+        from megarl.config.validate import validate
+
         validate(config, "eval")
         from megarl.evaluate import evaluate_model
     with recipe.folder_of_its_own(config, options) as folder:

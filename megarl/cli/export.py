@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
     """Export."""
     shard_size_bytes = read_bytes(options.shard_size, "--shard-size")
     outcome.check_workers(options.workers)
+    outcome.check_folder(options.megatron, "give the path of a torch_dist checkpoint or of a folder of several")
     from converters.megatron_to_hf import export_checkpoint
     from megarl.cli.progress import ByteProgress
 

@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what it is."""
+    outcome.check_folder(options.folder, "give one with a checkpoint")
     from dataclasses import asdict
 
     from converters.examine import inspect

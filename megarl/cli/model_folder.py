@@ -7,10 +7,11 @@ from converters.errors import UserError
 
 def refuse_checkpoint(folder: Path) -> None:
     """Raise UserError for a Megatron checkpoint as --model, with what makes a HuggingFace folder of it."""
+    if (folder / "config.json").exists() or not folder.is_dir():
+        return
+    # It takes seconds to import, and most folders need none of it.
     from converters.formats.torch_dist import find_checkpoint
 
-    if (folder / "config.json").exists():
-        return
     try:
         find_checkpoint(folder)
     except UserError:

@@ -43,6 +43,12 @@ def check_workers(workers: int) -> None:
         raise UserError(f"--workers {workers} leaves nobody to do the work; give at least 1")
 
 
+def check_folder(folder: Path, advice: str) -> None:
+    """Raise UserError, with this advice, where there is no folder: before torch is loaded, which takes seconds."""
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; {advice}")
+
+
 @contextmanager
 def streaming() -> Iterator[None]:
     """A process of threads that copy, with hundreds of thousands of records that live to its end."""

@@ -17,6 +17,7 @@ from converters.errors import UserError, names_as_given
 from megarl.cli import outcome, plan_cluster, plan_recipe, plan_step
 from megarl.cli.parallel_options import OPTION_OF_SIZE, add_parallel_sizes, parallel_sizes
 from megarl.cli.plan_cluster import described_cluster
+from megarl.config.folder import model_config_file
 from megarl.planning.amounts import read_bytes, say_count, say_seconds
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    # Before torch is loaded, which takes seconds.
+    _check_models(options)
     from converters.cost import formats, traffic
     from converters.plan import Plan
     from megarl.planning.forecast import Forecast
@@ -185,6 +188,13 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
         buckets=options.buckets,
         node_once=options.node_once,
     )
+
+
+def _check_models(options: argparse.Namespace) -> None:
+    """Find out at once about a config.json that is not there."""
+    for option, place in (("--model", options.model), ("--engine-model", options.engine_model)):
+        if place is not None:
+            model_config_file(place, option)
 
 
 def _check_search(options: argparse.Namespace) -> None:

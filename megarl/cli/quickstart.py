@@ -8,7 +8,10 @@ SmolLM2-135M-Instruct, out of a Python package; it needs no warm-up.
 import argparse
 import os
 
+from converters.errors import UserError, names_as_given
+from megarl.output.places import check_name
 from megarl.process.phase import phase
+from megarl.rollout import engine_kind
 
 EXAMPLES = """examples:
   megarl quickstart
@@ -53,7 +56,19 @@ def run(options: argparse.Namespace) -> int:
     """Run it; the report says where everything lies."""
     # transformers shows a bar for reading GGUF whatever it is told; tqdm looks here when it is imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    _check(options)
     with phase("loading the program"):
         from megarl.quickstart.run import main
 
     return main(options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what is wrong by itself before the program is loaded."""
+    if options.engine is not None:
+        with names_as_given({"rollout.engine": "--engine"}):
+            engine_kind(options.engine)
+    if options.steps is not None and options.steps < 1:
+        raise UserError(f"--steps {options.steps} is too small; give at least 1")
+    if options.output_dir:
+        check_name("--output-dir", options.output_dir)

@@ -70,6 +70,9 @@ class TrainingCommand:
                 from megarl.quickstart.scale import family_of, write_inputs
 
                 write_inputs(config, family_of(base_of(options)))
+            from megarl.config.places import check_places
+
+            check_places(config, self.name)
             from megarl.config.validate import validate
 
             validate(config, self.name)

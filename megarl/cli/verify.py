@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Check them; 1 where something is damaged."""
     outcome.check_workers(options.workers)
+    outcome.check_folder(options.folder, "give one with a checkpoint")
     from converters.examine import verify
     from megarl.cli.progress import ByteProgress
 

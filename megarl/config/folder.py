@@ -23,3 +23,20 @@ def known_model(name: str) -> dict[str, Any]:
         raise UserError(f"model.name={name} is not known{hint}")
     found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return found
+
+
+def model_config_file(place: str, option: str) -> Path:
+    """The config.json that a command is given by `option`: a file, a folder with one, or a name in configs/models.
+
+    Raises UserError where there is none such.
+    """
+    path = Path(place)
+    if path.is_dir():
+        return path / "config.json"
+    if path.is_file():
+        return path
+    shipped = recipes_folder() / "models"
+    if (named := shipped / f"{place}.json").is_file():
+        return named
+    names = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
+    raise UserError(f"{option} {place} is no config.json, no folder with one and none of {names}")

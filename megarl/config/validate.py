@@ -1,11 +1,9 @@
 """Where a configuration is judged: each value by itself, then what belongs together; needs neither GPU nor model."""
 
 import math
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import reduce
-from pathlib import Path
 from typing import Any, get_args
 
 from converters.errors import UserError, did_you_mean
@@ -16,8 +14,8 @@ from megarl.config.abilities import check_abilities
 from megarl.config.composition import check_composition
 from megarl.config.lora import check_lora, refuse_lora
 from megarl.config.megatron import megatron_options
+from megarl.config.places import check_places
 from megarl.config.pools import check_pools, refuse_turns
-from megarl.config.purpose import commands_of, say_commands
 from megarl.config.renamed_keys import EARLIER_VALUES
 from megarl.config.schedule import check_schedule
 from megarl.output.places import LOGS, check_output
@@ -138,6 +136,7 @@ def validate(config: MegarlConfig, command: str) -> None:
     """Raise UserError for the first value with which `megarl COMMAND` could not work."""
     check_single_values(config)
     _check_job(config)
+    check_places(config, command)
     for check in COMMANDS[command].checks:
         check(config)
 
@@ -187,8 +186,6 @@ def _check_job(config: MegarlConfig) -> None:
         )
     if config.rollout.top_k != -1 and config.rollout.top_k < 1:
         raise UserError(f"rollout.top_k={config.rollout.top_k}: it must be at least 1, or -1 for every token")
-    if not Path(config.model.path, "config.json").is_file():
-        raise UserError(f"model.path={config.model.path} is not a HuggingFace folder: it has no config.json")
 
 
 def _check_finite(key: str, value: Any) -> None:
@@ -227,51 +224,8 @@ def _check_megatron(config: MegarlConfig) -> None:
         )
 
 
-def _check_training_files(key: str, config: MegarlConfig, command: str) -> None:
-    """Raise UserError unless there are files to train on; a recipe that is for another command may have none."""
-    files, commands = _value(config, key), commands_of(config)
-    if not files and command not in commands:
-        raise UserError(
-            f"{key} is empty, and this recipe is for {say_commands(commands)}: run that, or name at least one parquet"
-            f" file, {key}=[path/to/file.parquet]"
-        )
-    _check_files(key, files, needed=True)
-
-
-def _check_files(key: str, files: Iterable[str], needed: bool) -> None:
-    if needed and not list(files):
-        raise UserError(f"{key} is empty: name at least one parquet file, {key}=[path/to/file.parquet]")
-    for file in files:
-        if not os.path.isfile(file):  # which, unlike Path.is_file, takes any name
-            raise UserError(f"{key}: {_why_no_file(file)}")
-
-
-def _why_no_file(file: str) -> str:
-    if os.path.isdir(file):
-        return f"{file} is a folder; name the files in it one by one"
-    if "*" in file or "?" in file:
-        return f"there is no file {file}, and patterns are not filled in: name the files one by one"
-    return f"there is no file {file}"
-
-
-def _check_prompts(config: MegarlConfig) -> None:
-    _check_training_files("data.train_files", config, "train")
-    _check_files("data.eval_files", config.data.eval_files, needed=False)
-
-
-def _check_conversations(config: MegarlConfig) -> None:
-    _check_training_files("sft.train_files", config, "sft")
-    _check_files("sft.eval_files", config.sft.eval_files, needed=False)
-
-
 def _check_preferences(config: MegarlConfig) -> None:
     PreferenceObjective(config.preference.beta, config.preference.label_smoothing)
-    _check_training_files("preference.train_files", config, "dpo")
-    _check_files("preference.eval_files", config.preference.eval_files, needed=False)
-
-
-def _check_held_out(config: MegarlConfig) -> None:
-    _check_files("data.eval_files", config.data.eval_files, needed=True)
 
 
 def _check_step(config: MegarlConfig) -> None:
@@ -301,14 +255,14 @@ _TRAINING = (check_output, _check_megatron, check_lora)
 _PREFERENCES = Command((*_TRAINING, _check_preferences), steps="preference.steps")
 COMMANDS: Mapping[str, Command] = {
     "train": Command(
-        (*_TRAINING, _check_prompts, check_composition, check_schedule, check_abilities, _check_step),
+        (*_TRAINING, check_composition, check_schedule, check_abilities, _check_step),
         steps="loop.steps",
     ),
-    "sft": Command((*_TRAINING, _check_conversations), steps="sft.steps"),
+    "sft": Command(_TRAINING, steps="sft.steps"),
     "dpo": _PREFERENCES,
     "reward-model": Command((*_PREFERENCES.checks, refuse_lora), steps=_PREFERENCES.steps),
     "spin": Command((*_PREFERENCES.checks, refuse_turns), steps=_PREFERENCES.steps),
-    "eval": Command((_check_logs, _check_held_out)),
+    "eval": Command((_check_logs,)),
     "chat": Command((_check_logs,)),
 }
 """The commands that take a configuration."""

@@ -19,6 +19,12 @@ PROFILES = "profiles"
 TRAINED_AUXILIARY = ("critic", "implicit_reward_model")
 """Exported under their own names."""
 
+_LONGEST_NAME = 255
+"""Bytes of one name, in every file system of Linux that is in use."""
+_LONGEST_PATH = 3840
+"""Bytes of a path of Linux, 4096, less some for what lies below."""
+_SHOWN = 40
+
 
 def next_export(export: Path) -> Path:
     """Where an export is written until it takes its place."""
@@ -67,6 +73,17 @@ def inputs_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
             yield key, Path(file)
 
 
+def check_name(said: str, folder: str) -> None:
+    """Raise UserError for a name that no folder can have; `said` is what the user calls it."""
+    if not folder.strip() or "\0" in folder:
+        raise UserError(
+            f"{said}={folder!r} is no name: give the folder that the run writes, for instance {said}=runs/mine"
+        )
+    longest = max(len(os.fsencode(part)) for part in (*Path(folder).parts, ""))
+    if longest > _LONGEST_NAME or len(os.fsencode(os.path.abspath(folder))) > _LONGEST_PATH:
+        raise UserError(f"{said}={folder[:_SHOWN]}... is longer than a file system takes: choose a shorter name")
+
+
 def check_output(config: "MegarlConfig", written: Collection[str] | None = None) -> None:
     """Raise UserError unless `output_dir` can be a folder, and what is `written` there leaves the inputs alone.
 
@@ -79,10 +96,7 @@ def check_output(config: "MegarlConfig", written: Collection[str] | None = None)
     if written is None:
         written = (*folders, *(name for kind in LOGGERS.values() for name in kind.files))
     output = Path(config.output_dir)
-    if not config.output_dir.strip() or "\0" in config.output_dir:
-        raise UserError(
-            f"output_dir={config.output_dir!r} is no name: give the folder that the run writes, output_dir=runs/mine"
-        )
+    check_name("output_dir", config.output_dir)
     for path in (output, *output.parents):
         if os.path.exists(path) and not os.path.isdir(path):
             raise UserError(f"output_dir={output} cannot be a folder: {path} is a file; choose another output_dir")

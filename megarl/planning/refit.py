@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from converters.architectures import Architecture, read_architecture
 from converters.errors import UserError, did_you_mean, names_as_given
-from converters.formats.safetensors import CONFIG, read_json
+from converters.formats.safetensors import read_json
 from converters.layout import Layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.number_formats import FP8_BLOCK, NUMBER_FORMATS, NumberFormat
 from converters.number_formats.number_format import WHOLE_ROW
-from megarl.config.folder import recipes_folder
+from megarl.config.folder import model_config_file
 from megarl.planning.amounts import say_count
 from megarl.planning.cluster import Cluster
 
@@ -143,19 +142,6 @@ def read_model(place: str, option: str = "--model") -> Architecture:
     Layers of multi-token prediction stay in the trainer. Raises UserError, naming the `option`, where there is no
     such model, and for a config.json that means no known one.
     """
-    config = read_json(_config_file(place, option))
+    config = read_json(model_config_file(place, option))
     prediction: Mapping[str, Any] = {_PREDICTION_LAYERS: 0} if _PREDICTION_LAYERS in config else {}
     return read_architecture({**config, **prediction})
-
-
-def _config_file(place: str, option: str) -> Path:
-    path = Path(place)
-    if path.is_dir():
-        return path / CONFIG
-    if path.is_file():
-        return path
-    shipped = recipes_folder() / "models"
-    if (named := shipped / f"{place}.json").is_file():
-        return named
-    names = ", ".join(sorted(file.stem for file in shipped.glob("*.json")))
-    raise UserError(f"{option} {place} is no config.json, no folder with one and none of {names}")

@@ -45,10 +45,7 @@ _TABLE_WIDTH = 120
 
 def main(options: argparse.Namespace) -> int:
     """Run the quickstart of `megarl quickstart`'s options; 0, or 1 if the exported model is not the trained one."""
-    engine_kind(options.engine or RolloutConfig.engine)
     number_format(options.weights)
-    if options.steps is not None and options.steps < 1:
-        raise UserError(f"--steps {options.steps} is too small; give at least 1")
     # `make` gives it in quotes, and not every shell expands the ~ of OUTPUT=~/runs.
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").expanduser().absolute()
     with sole_writer(output):

@@ -4,10 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from converters.errors import UserError, did_you_mean
-from converters.number_formats import NUMBER_FORMATS
 from megarl.config.foreign import verl_keys as verl
 from megarl.config.foreign.engine_arguments import EXPERT_PARALLEL, OF_VERL, TENSOR_PARALLEL
 from megarl.config.foreign.recipe import OPEN, TranslatedRecipe
@@ -171,6 +168,8 @@ def _rollout(t: _Translation) -> None:
     if quantization == "fp8":
         t.recipe.set("rollout.weights", "fp8_block")
     elif quantization is not None:
+        from converters.number_formats import NUMBER_FORMATS  # imports torch, which takes seconds
+
         t.absent(f"{_ROLLOUT}quantization", f"rollout.weights has {', '.join(NUMBER_FORMATS)}")
     if t.take(f"{_ROLLOUT}enable_rollout_routing_replay") or t.given.get(f"{_ACTOR}router_replay.mode") == "R3":
         t.take(f"{_ACTOR}router_replay.mode")
@@ -359,6 +358,8 @@ def _steps_of_epochs(files: Any, epochs: int, prompts: int) -> int | str:
     """The steps of so many epochs, of which each leaves out a last batch that is not full."""
     if not isinstance(files, list) or not all(Path(file).expanduser().is_file() for file in files):
         return OPEN
+    import pyarrow.parquet as pq  # takes a second, which a script that cannot be read is not to cost
+
     rows = sum(pq.read_metadata(Path(file).expanduser()).num_rows for file in files)
     return epochs * (rows // prompts)
 

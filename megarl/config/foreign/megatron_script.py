@@ -4,16 +4,17 @@ import ast
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from converters.architectures import Architecture, read_architecture
 from converters.errors import UserError, did_you_mean
-from converters.formats.safetensors import CONFIG, read_json
 from megarl.config.assignment import Assignment, override
 from megarl.config.foreign.arguments import Argument, read_arguments
 from megarl.config.foreign.megatron_flags import KEYS, LEFT_OUT, MODEL, NEGATIVE, REFUSED, RENAMED, SWITCHES, left_out
 from megatron_ext.arguments import megatron_fields, parse_flags
 from megatron_ext.model_fields import LATENT_ATTENTION_FIELDS, MODEL_FIELDS
+
+if TYPE_CHECKING:
+    from converters.architectures import Architecture
 
 _LAYERS_PER_STAGE = "num_layers_per_virtual_pipeline_stage"
 _PIPELINE = "pipeline_model_parallel_size"
@@ -50,6 +51,10 @@ def read_megatron_script(file: Path, environment: Mapping[str, str]) -> Megatron
 
 def check_model(arguments: Iterable[Argument], model_path: str) -> None:
     """Raise UserError for the first argument that says another model than the config.json in `model_path`."""
+    # Torch comes with them, which takes seconds, and a script that cannot be read needs none.
+    from converters.architectures import read_architecture
+    from converters.formats.safetensors import CONFIG, read_json
+
     folder = Path(model_path)
     architecture = read_architecture(read_json(folder / CONFIG))
     for argument in arguments:
@@ -115,7 +120,7 @@ def _virtual_stages(argument: Argument, others: Iterable[Argument]) -> Assignmen
     return _assignment(argument, "megatron.virtual_pipeline_model_parallel_size", stages)
 
 
-def _difference(argument: Argument, architecture: Architecture) -> tuple[str, str] | None:
+def _difference(argument: Argument, architecture: "Architecture") -> tuple[str, str] | None:
     """The value of the argument and the one of config.json, where they differ."""
     if argument.unknown:
         return None

@@ -7,12 +7,7 @@ from typing import Any
 
 import yaml
 
-from megarl.config.abilities import check_abilities
-from megarl.config.composition import check_composition
-from megarl.config.megatron import megatron_options
 from megarl.config.origins import OPEN, compose_open
-from megarl.config.pools import check_pools
-from megarl.config.schedule import check_schedule
 from megatron_ext.supported_options import REFUSED
 
 __all__ = ["OPEN", "TranslatedRecipe", "check"]
@@ -63,6 +58,13 @@ class TranslatedRecipe:
 
 def check(recipe: TranslatedRecipe) -> None:
     """Raise UserError where the recipe could not run, whatever the run gives for its open keys."""
+    # Torch comes with some of them, which takes seconds, and a script that cannot be translated needs none.
+    from megarl.config.abilities import check_abilities
+    from megarl.config.composition import check_composition
+    from megarl.config.megatron import megatron_options
+    from megarl.config.pools import check_pools
+    from megarl.config.schedule import check_schedule
+
     with TemporaryDirectory() as folder:
         Path(folder, "translated.yaml").write_text(recipe.yaml("A recipe"))
         config, _ = compose_open("translated", (), folder)

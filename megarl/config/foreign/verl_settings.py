@@ -11,10 +11,9 @@ from hydra.errors import HydraException
 
 from converters.errors import UserError
 from megarl.config.foreign.arguments import program_words
-from megarl.config.foreign.recipe import OPEN
 from megarl.config.foreign.shell_script import Word, read_script
 from megarl.config.foreign.verl_keys import ALIASES
-from megarl.config.origins import leaves
+from megarl.config.origins import OPEN, leaves
 
 _MAY_BE_OPEN = (
     *("actor_rollout_ref.model.path", "data.train_files", "data.val_files", "trainer.default_local_dir"),

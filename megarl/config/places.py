@@ -1,0 +1,58 @@
+"""Files and folders that a configuration names, looked for before anything that takes seconds to import."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+
+from converters.errors import UserError
+from megarl.config.purpose import commands_of, say_commands
+from megarl.output.places import check_name
+from megarl.schema import MegarlConfig
+
+_PREFERENCES = ("preference.train_files", "preference.eval_files")
+_FILES: Mapping[str, Sequence[str]] = {
+    "train": ("data.train_files", "data.eval_files"),
+    "sft": ("sft.train_files", "sft.eval_files"),
+    **dict.fromkeys(("dpo", "reward-model", "spin"), _PREFERENCES),
+    "eval": ("data.eval_files",),
+    "chat": (),
+}
+"""Command -> lists of files that it reads; the first one may not be empty."""
+
+
+def check_places(config: MegarlConfig, command: str) -> None:
+    """Raise UserError for a model or data that are not where a command reads them, and for a name that none can have.
+
+    Needs a moment: a typo in a path is not to cost the seconds in which torch is loaded.
+    """
+    check_name("output_dir", config.output_dir)
+    if not Path(config.model.path, "config.json").is_file():
+        raise UserError(f"model.path={config.model.path} is not a HuggingFace folder: it has no config.json")
+    for place, key in enumerate(_FILES[command]):
+        files: list[str] = reduce(getattr, key.split("."), config)
+        if not files and place == 0:
+            raise UserError(_why_not_empty(key, config, command))
+        _check_files(key, files)
+
+
+def _why_not_empty(key: str, config: MegarlConfig, command: str) -> str:
+    """The sentence for a list without files; a recipe that is for another command may have none."""
+    commands, example = commands_of(config), f"name at least one parquet file, {key}=[path/to/file.parquet]"
+    if key.endswith(".train_files") and command not in commands:
+        return f"{key} is empty, and this recipe is for {say_commands(commands)}: run that, or {example}"
+    return f"{key} is empty: {example}"
+
+
+def _check_files(key: str, files: Iterable[str]) -> None:
+    for file in files:
+        if not os.path.isfile(file):  # which, unlike Path.is_file, takes any name
+            raise UserError(f"{key}: {_why_no_file(file)}")
+
+
+def _why_no_file(file: str) -> str:
+    if os.path.isdir(file):
+        return f"{file} is a folder; name the files in it one by one"
+    if "*" in file or "?" in file:
+        return f"there is no file {file}, and patterns are not filled in: name the files one by one"
+    return f"there is no file {file}"
