@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 
 from converters.errors import UserError
@@ -30,7 +30,7 @@ def check_places(config: MegarlConfig, command: str) -> None:
     if not Path(config.model.path, "config.json").is_file():
         raise UserError(f"model.path={config.model.path} is not a HuggingFace folder: it has no config.json")
     for place, key in enumerate(_FILES[command]):
-        files: list[str] = reduce(getattr, key.split("."), config)
+        files: list[str] = attrgetter(key)(config)
         if not files and place == 0:
             raise UserError(_why_not_empty(key, config, command))
         _check_files(key, files)
