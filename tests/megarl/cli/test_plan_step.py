@@ -62,7 +62,7 @@ def test_a_recipe_says_the_work(
         (["--expert-load", "inf"], "--expert-load inf must be a number of at least 1"),
         (["--gpu-gbyte", "nan"], "--gpu-gbyte nan is no memory"),
         (["--staleness", "-1"], "--staleness -1 is too small: it must be at least 0"),
-        (["--prompts", "0"], "the step's prompts is 0"),
+        (["--prompts", "0"], "--prompts is 0"),
         (["--response-tokens", "600"], "longer than the longest, 512"),
     ],
 )

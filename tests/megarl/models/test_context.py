@@ -54,6 +54,6 @@ def test_eval_says_so_before_an_engine_starts(tmp_path, capsys):
     out = tmp_path / "out"
     assert main([*words, "--max-response-tokens", "505", "--output-dir", str(out)]) == 2
     said = capsys.readouterr().err
-    assert "rollout.max_response_tokens=505 new ones do not fit the 512 tokens that the model takes" in said
+    assert "--max-response-tokens=505 new ones do not fit the 512 tokens that the model takes" in said
     assert "starting" not in said
     assert not out.exists()

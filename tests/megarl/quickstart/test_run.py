@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from converters.errors import UserError
+from megarl.cli.quickstart import run
 from megarl.quickstart.run import main, named_for
 
 USUAL = {"model": "qwen3", "engine": None, "weights": "as_trained", "schedule": "sync", "steps": None}
@@ -15,14 +16,14 @@ USUAL = {"model": "qwen3", "engine": None, "weights": "as_trained", "schedule": 
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"engine": "tgi"}, r"rollout\.engine=tgi is not an engine: use one of sglang, transformers, vllm"),
+        ({"engine": "tgi"}, r"--engine=tgi is not an engine: use one of sglang, transformers, vllm"),
         ({"steps": 0}, "--steps 0 is too small; give at least 1"),
         ({"steps": -3}, "--steps -3 is too small; give at least 1"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(wrong: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=says):
-        main(Namespace(**{**USUAL, **wrong}, output_dir=str(tmp_path / "run")))
+        run(Namespace(**{**USUAL, **wrong}, output_dir=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()
 
 
