@@ -71,6 +71,8 @@ def _run(options: argparse.Namespace) -> int:
 
     if not 0 <= options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature} must be a number of at least 0")
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise UserError(f"--max-tokens {options.max_tokens} is too small: it must be at least 1")
     refuse_checkpoint(Path(options.model))
     config = compose("chat", overrides_of(options))
     check_places(config, "chat")

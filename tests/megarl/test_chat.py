@@ -155,7 +155,7 @@ def test_a_pipe_gets_what_the_model_wrote(monkeypatch, capsys):
         ("--model m --temperature -1", "must be a number of at least 0"),
         ("--model m --temperature nan", "must be a number of at least 0"),
         ("--model m rollout.tempertur=1", "did you mean rollout.temperature?"),
-        ("--model m --max-tokens 0", "--max-tokens=0 is too small"),
+        ("--model m --max-tokens 0", "--max-tokens 0 is too small"),
     ],
 )
 def test_bad_input_is_one_sentence(words, says, tmp_path, monkeypatch, capsys):
