@@ -122,8 +122,9 @@ _TESTED: Mapping[str, str] = {
 
 _VALUES: Mapping[str, Values] = {
     **dict.fromkeys((f"{kind}_parallel_size" for kind in ("data", "tensor", "pipeline")), SIZE),
-    **dict.fromkeys(("nnodes", "max_model_len"), SIZE),
-    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "block_size"), SIZE.or_null),
+    "nnodes": SIZE,
+    **dict.fromkeys(("max_model_len", "max_num_seqs", "max_num_batched_tokens"), SIZE.or_null),
+    **dict.fromkeys(("kv_cache_memory_bytes", "block_size"), SIZE.or_null),
     "gpu_memory_utilization": SHARE,
     "dtype": DTYPE,
     **dict.fromkeys(("enable_expert_parallel", "enforce_eager", "enable_return_routed_experts"), SWITCH),

@@ -127,6 +127,7 @@ def judge(hostile_model, hostile_files, refusal, tmp_path):
 
 def test_what_is_right_is_taken(judge):
     assert judge([]) is None
+    assert judge(["rollout.engine_args.max_model_len=null", "rollout.engine_args.max_num_seqs=null"]) is None
 
 
 @pytest.mark.parametrize("override", COMMAND_LINES)
