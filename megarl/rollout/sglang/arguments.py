@@ -8,7 +8,15 @@ from typing import Any
 from converters.errors import UserError, did_you_mean
 from megarl.rollout.kind import NUMBER_FORMAT
 from megarl.rollout.sglang import cpu, cpu_kv_cache
-from megarl.rollout.sglang.kind import ADAPTER_SLOT, LORA_ALPHA, MAX_RUNNING_REQUESTS, OVERRIDES, REQUIRED, SGLANG, VERSIONS
+from megarl.rollout.sglang.kind import (
+    ADAPTER_SLOT,
+    LORA_ALPHA,
+    MAX_RUNNING_REQUESTS,
+    OVERRIDES,
+    REQUIRED,
+    SGLANG,
+    VERSIONS,
+)
 from megatron_ext import device
 
 _DEFAULTS: Mapping[str, Any] = {

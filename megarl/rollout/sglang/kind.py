@@ -103,7 +103,6 @@ _REFUSED: Mapping[str, Refusal] = {
     ),
     "schedule_policy": Refusal("requests of the lowest priority, the oldest draws, go first", (None, "fcfs", "lof")),
     "max_queued_requests": Refusal("the server would give up samples that are asked of it, and they would be lost"),
-    "sampling_backend": Refusal("the others cannot draw by the seed of a sample", (None, "pytorch")),
     "weight_version": Refusal("refits number the weights"),
     "trust_remote_code": Refusal(
         "it runs Python code from the model's folder with the rights of this run, and the trainer takes only"
