@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=at_least_one, default=[1, 2])
     parser.add_argument("--repeats", type=at_least_one, default=5)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to write to")
-    parser.add_argument("--write", type=Path, help="a Markdown file, in the place of standard output")
+    parser.add_argument("--write", type=Path, help="a Markdown file, in place of standard output")
     options = parser.parse_args()
     text = report(options)
     give_out(text, options.write)

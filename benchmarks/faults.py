@@ -309,7 +309,7 @@ def row(number: int, case: Case, outcome: Outcome, reference: Outcome) -> str:
 
 
 def _short(line: str) -> str:
-    if "the run goes on" in line or "begins anew" in line:
+    if "the run goes on" in line or "starts over" in line:
         return "run, from step " + (line.partition("of step ")[2].split(" ")[0] if "of step" in line else "0")
     return "engine" if "is started again" in line else line[:80]
 

@@ -145,7 +145,7 @@ class _Activations:
     """The most bytes that autograd keeps whenever a backward pass begins or goes on, weights aside."""
 
     def __init__(self, weights: Callable[[], Iterable[torch.UntypedStorage]]) -> None:
-        """`weights` are asked for anew: FSDP2 makes memory for whole ones in the first pass."""
+        """`weights` are asked for again: FSDP2 makes memory for whole ones in the first pass."""
         self.peak = 0
         self._weights = weights
         self._kept: WeakSet[_Kept] = WeakSet()

@@ -64,7 +64,7 @@ def main() -> None:
     """Compare both kinds of arithmetic, and print the table or write it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=at_least_one, default=8, help=f"prompts, of {SAMPLES} samples each")
-    parser.add_argument("--write", type=Path, help="a Markdown file, in the place of standard output")
+    parser.add_argument("--write", type=Path, help="a Markdown file, in place of standard output")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     lines = [

@@ -376,7 +376,7 @@ def main() -> None:
     parser.add_argument("--peak-tflops", type=float, help="in bf16, where the device is not a GPU that is known")
     parser.add_argument("--by-mkl", action="store_true", help="transformers multiplies by MKL, torch's own choice")
     parser.add_argument("--repeats", type=at_least_one, default=5)
-    parser.add_argument("--write", type=Path, help="a Markdown file, in the place of standard output")
+    parser.add_argument("--write", type=Path, help="a Markdown file, in place of standard output")
     size = "sequences, tokens of the shortest and of a micro-batch, of the second table"
     parser.add_argument("--tiny-size", nargs=3, type=at_least_one, default=[64, 32, 4096], help=size)
     parser.add_argument("--real-size", nargs=3, type=at_least_one, default=[16, 24, 1024], help="the same of smollm2")

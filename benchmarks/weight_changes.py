@@ -2,7 +2,7 @@
 
 Real steps of GRPO: the quickstart's tiny model after its warm-up, and the pretrained one of 135 million parameters. The
 weights after each step are compared bit by bit with those after the step before, as HuggingFace tensors in the type in
-which the engine gets them. Adam begins anew, so that its first step moves every weight by the whole learning rate.
+which the engine gets them. Adam starts over, so that its first step moves every weight by the whole learning rate.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def measure(run: Run, workload: Workload, steps: int, folder: Path) -> dict[Run,
 
 
 def _in_blocks(weights: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Codes and scales in the place of the matrices of these names."""
+    """Codes and scales in place of the matrices of these names."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if name in names:

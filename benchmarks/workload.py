@@ -1,4 +1,4 @@
-"""Jobs of the quickstart, made anew for a benchmark: a tiny model after its warm-up, or the real one."""
+"""Jobs of the quickstart, made again for a benchmark: a tiny model after its warm-up, or the real one."""
 
 import os
 import subprocess

@@ -42,7 +42,7 @@ def sync_all(path: Path) -> None:
 
 
 def rename(path: Path, new: Path) -> None:
-    """Rename, in the place of a file of that name, and wait until the name is on disk."""
+    """Rename, in place of a file of that name, and wait until the name is on disk."""
     path.replace(new)
     sync(new.parent)
 

@@ -99,7 +99,7 @@ class LanguageModel(Backbone):
 
 
 class ValueModel(Backbone):
-    """With a value for each token in the place of an output layer."""
+    """With a value for each token in place of an output layer."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

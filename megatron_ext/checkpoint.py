@@ -1,7 +1,7 @@
 """The state of a training run in Megatron's distributed format (torch_dist), written and read by all ranks.
 
 All of it can be read at any layout and any number of ranks, the optimizer's state too. The random number generators, on
-which nothing but dropout depends, go on where the layout is the same, and begin anew where it is not.
+which nothing but dropout depends, go on where the layout is the same, and start over where it is not.
 Where adapters are trained, only they are in it, beside their adapter_config.json: the weights stay what they were.
 """
 

@@ -104,7 +104,7 @@ def _whole_parts(model: MegatronModel) -> dict[str, Any]:
 
 
 def _with_own_rows(chunk: GPTModel, parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The `parts` of a chunk, with this rank's rows in the place of those that FSDP2 has cut."""
+    """The `parts` of a chunk, with this rank's rows in place of those that FSDP2 has cut."""
     cut = {key: each for key, each in chunk.named_parameters() if is_cut(each)}
     for key, part in parts.items():
         yield _own_parts(key, part, own_rows(cut[key]), cut[key]) if key in cut else {key: part}

@@ -247,7 +247,7 @@ def initialise_in_other_types(adam: Any, parameters: Sequence[torch.Tensor]) -> 
 def drop_quantised_weights(chunks: Sequence[torch.nn.Module]) -> None:
     """Forget what Transformer Engine's layers keep of their weights in 8 or 4 bits, neither parameter nor buffer.
 
-    It would stay on the device where the weights leave it. The next pass makes it anew, from the weights of then.
+    It would stay on the device where the weights leave it. The next pass makes it again, from the weights of then.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(kept := getattr(module, "_fp8_workspaces", None), dict):

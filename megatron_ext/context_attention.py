@@ -31,7 +31,7 @@ def context_parallel_attention(
 ) -> Tensor:
     """Causal self-attention of the tokens of this rank of `group`, which `context_parallel.cut` chose.
 
-    Shapes are those of `packed_causal_attention`, with the L tokens of this rank in the place of T; `cu_seqlens` are
+    Shapes are those of `packed_causal_attention`, with the L tokens of this rank in place of T; `cu_seqlens` are
     the bounds of whole sequences. Memory is linear in their length; it is quadratic with `dropout`, `softcap` or
     `window`, and on other devices than a CPU.
     """

@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Put them in the place of torch's own, once."""
+    """Put them in place of torch's own, once."""
     _disable_compilation()
     _replace_cuda_functions()
     _replace_cuda_tensors()

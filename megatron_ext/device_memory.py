@@ -40,7 +40,7 @@ class CountedMemory:
         self._own_file: int | None = None
 
     def hold(self, what: str, nbytes: int) -> None:
-        """Note that this process from now on holds `nbytes` as `what`, in the place of what it held as that.
+        """Note that this process from now on holds `nbytes` as `what`, in place of what it held as that.
 
         Raises DeviceFullError, with nothing noted, if all processes would then hold more than the limit.
         """

@@ -50,7 +50,7 @@ class LanguageModelHead(ColumnParallelLinear):
     ) -> LogProbs:
         """Predict `labels` [T] from the hidden states [T, 1, H]: of this rank's tokens under sequence parallelism.
 
-        `weight` is one in the place of the layer's own. `asked` bool[T], the same on all tensor-parallel ranks,
+        `weight` is one in place of the layer's own. `asked` bool[T], the same on all tensor-parallel ranks,
         says which labels to predict: prompts have no logits. The others' values are 0. `predicting` long[T] says by
         which hidden state to predict each label, if not by the one at its index.
         """

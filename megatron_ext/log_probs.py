@@ -136,7 +136,7 @@ class _OutputLayer:
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Float32 logits over the temperature, in the place of `logits` where these are float32."""
+        """Float32 logits over the temperature, in place of `logits` where these are float32."""
         return logits.float().div_(self.temperature)
 
     def gradient_of_logits(self, gradient: Tensor, logits: Tensor) -> Tensor:

@@ -178,7 +178,7 @@ class MegatronModel:
         self.residence = OffloadableState(self._weight_tensors, self._training_tensors, self.chunks)
 
     def freeze(self) -> None:
-        """Leave the model as it is, in the place of `prepare_training`: no gradients, no optimizer, no buffers."""
+        """Leave the model as it is, in place of `prepare_training`: no gradients, no optimizer, no buffers."""
         for chunk in self.bare_chunks:
             chunk.eval().requires_grad_(False)
 

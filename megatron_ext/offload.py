@@ -23,7 +23,7 @@ class OffloadableState:
     """Where a rank's state is, its device or the host. Tensors stay the same objects; what is away may not be touched.
 
     `weights` and `training` give the tensors of the two parts as they are now: an optimizer makes its own in its first
-    step; it may have views of weights, which belong to these. `chunks` have gradients, which are freed and made anew.
+    step; it may have views of weights, which belong to these. `chunks` have gradients, which are freed and made again.
     """
 
     def __init__(

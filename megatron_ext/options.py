@@ -24,7 +24,7 @@ MtpTraining = Literal["detached", "joint", "none"]
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Training of a low-rank adapter in the place of the weights."""
+    """Training of a low-rank adapter in place of the weights."""
 
     lora: Lora
     seed: int = 0

@@ -11,7 +11,7 @@ from megatron_ext.router_loss_options import RouterLosses
 
 _OFF = (None, False)
 FULLY_SHARDED = "use_torch_fsdp2"
-"""Megatron-LM's name of the switch for torch's FSDP2, which wraps the model in the place of Megatron's buffers."""
+"""Megatron-LM's name of the switch for torch's FSDP2, which wraps the model in place of Megatron's buffers."""
 _GRANULARITY = "recompute_granularity"
 _GROUP, _STAGES = "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"
 

@@ -8,7 +8,7 @@
 #   SOCKET_IFNAME    the interface of each node that Ray, NCCL, gloo and refits make their connections over, such as ib0
 #                    (default: that of the address that the first node's name resolves to or, where that is loopback as
 #                    on Debian, of its default route; on the others, that of the route to there)
-#   HEAD_IP          address of the first node in the place of that of SOCKET_IFNAME, wrong where a requeued job gets another
+#   HEAD_IP          address of the first node in place of that of SOCKET_IFNAME, wrong where a requeued job gets another
 #   RAY_PORT         port of Ray's head (default 6379), none of 10001 to 19999
 #   START_TIMEOUT_S  how long the nodes may take to join (default 300)
 #   MAX_RESTARTS     how often in a row the job goes back into the queue when a process or a machine died (default 3); one

@@ -118,7 +118,7 @@ def make_venv() -> None:
 
 
 def remove_venv(fault: str) -> None:
-    """Remove a .venv that is to be made anew.
+    """Remove a .venv that is to be made again.
 
     Raises SetupError where it is a link: what it leads to may be another checkout's.
     """

@@ -1,4 +1,4 @@
-"""An engine that holds block FP8 and is cut like Megatron: codes in the place of values, and scales beside them."""
+"""An engine that holds block FP8 and is cut like Megatron: codes in place of values, and scales beside them."""
 
 from collections.abc import Iterator
 

@@ -22,7 +22,7 @@ _NOTES = """\
   the fastest of six ways to copy.
 - **direct** is megarl's refit (`megarl/resharding`): `Sender.send` and `Receiver.receive` from the beginning of a
   version until every message came, was found right by its CRC-32, and was written where it belongs. Work of the engine
-  before and after, such as pausing and deriving values anew, is not in it. Rows with "(gloo)" and "(rdma)" go through
+  before and after, such as pausing and deriving values again, is not in it. Rows with "(gloo)" and "(rdma)" go through
   megarl's transports tcp and rdma, which are for ranks on different machines, the others through shared memory. For
   rdma UCX takes the memory of the machine where it may, and loopback where "sockets" leaves it nothing else. By rdma,
   large pieces that are contiguous at both ends skip the buckets, and only their checksums are taken.

@@ -13,7 +13,7 @@ ip link set lo up && tc qdisc add dev lo root tbf rate {gbit:g}gbit burst 1mb la
 
 
 def hold_loopback(gbit: float) -> None:
-    """Start this program anew in a network namespace whose loopback device lets `gbit` Gbit/s through, if it is not.
+    """Restart this program in a network namespace whose loopback device lets `gbit` Gbit/s through, if it is not.
 
     Ends the program where others that it takes are missing.
     """

@@ -1,4 +1,4 @@
-"""The same model with a value for each token in the place of an output layer: a critic, or a reward model."""
+"""The same model with a value for each token in place of an output layer: a critic, or a reward model."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -96,7 +96,7 @@ class NumberFormat:
         return name + self.scales_suffix
 
     def tensors(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that a checkpoint in this format has in the place of a matrix, by their names.
+        """Yield the tensors that a checkpoint in this format has in place of a matrix, by their names.
 
         Raises ValueError as `quantise_into`.
         """

@@ -22,7 +22,7 @@ class Journal:
     """
 
     def __init__(self, path: Path, purpose: Mapping[str, Any]) -> None:
-        """`purpose` tells one output from another; a journal of another purpose is begun anew."""
+        """`purpose` tells one output from another; a journal of another purpose is started over."""
         self._path, self._start = path, f"{json.dumps(purpose, sort_keys=True)}\n".encode()
         self.found: dict[str, list[Written]] = {}
         """Tensors that an interrupted run wrote, by name."""

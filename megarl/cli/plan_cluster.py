@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument(
         "--colocated", action=argparse.BooleanOptionalAction, help="engines are on the GPUs of the trainer"
     )
-    cores = parser.add_argument_group("cores, in the place of GPUs")
+    cores = parser.add_argument_group("cores, in place of GPUs")
     cores.add_argument(
         "--cores",
         type=int,

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _LAYERS,
         type=int,
         metavar="N",
-        help="layers for multi-token prediction, in the place of those of config.json",
+        help="layers for multi-token prediction, in place of those of config.json",
     )
     parser.add_argument("--gpu-memory", default="80GB", metavar="SIZE", help="memory of a GPU (%(default)s)")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The engines of a run: their processes, their start, and those that come in the place of dead ones."""
+"""The engines of a run: their processes, their start, and those that come in place of dead ones."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ class EngineGroup(Engines):
     """Engines, each in a process of its own. A context manager: they end with it."""
 
     def __init__(self, config: RolloutConfig, seats: Seats, logs: Path, restarts: int = 0) -> None:
-        """Engines that die are started anew, at most `restarts` times in all."""
+        """Engines that die are restarted, at most `restarts` times in all."""
         kind = engine_kind(config.engine)
         nodes = kind.nodes(config.engine_args)
         self.processes = WorkerGroup(seats, logs, calls_at_once=_CALLS_AT_ONCE)
@@ -53,7 +53,7 @@ class EngineGroup(Engines):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # First of all: it starts anew what it finds dead.
+        # First of all: it restarts what it finds dead.
         self._router.close()
         if kind is None:
             # One that is down, dies now or is just starting has nothing that would not end with its process.
@@ -76,7 +76,7 @@ class EngineGroup(Engines):
         return [call for handle in self.up for call in handle.begin_start()]
 
     def wait_started(self, calls: Sequence[Call[None]]) -> None:
-        """Wait for what `begin_start` began. One whose process dies is started anew: raises as `Restarts.begin`.
+        """Wait for what `begin_start` began. One whose process dies is restarted: raises as `Restarts.begin`.
 
         Raises UserError with the end of the log if an engine does not start.
         """
@@ -94,7 +94,7 @@ class EngineGroup(Engines):
             handle.started(version, worker_parts)
 
     def _wait_beginning(self, calls: Sequence[Call[None]]) -> None:
-        """Wait for calls of engines that start; those of one that dies are left, and it is started anew."""
+        """Wait for calls of engines that start; those of one that dies are left, and it is restarted."""
         while left := [call for call in calls if call.worker in self.processes.workers]:
             try:
                 wait(left)
@@ -104,7 +104,7 @@ class EngineGroup(Engines):
                     raise
 
     def bring_back_with(self, give_weights: Callable[[], object]) -> None:
-        """Let engines that were started anew have from `give_weights` all that refits bring, not from the folder."""
+        """Let engines that were restarted have from `give_weights` all that refits bring, not from the folder."""
         self._starter.leave_weights_to_refits()
         self._restarts.give_weights = give_weights
 

@@ -138,7 +138,7 @@ class EngineHandle:
         self._state, self.version = "serving" if version >= 0 else "starting", version
 
     def renew(self, processes: Sequence[Worker]) -> None:
-        """Go on with new processes in the place of those that died; `started` says that it is up again."""
+        """Go on with new processes in place of those that died; `started` says that it is up again."""
         self.worker, *self.parts = processes
         self._state, self.version = "restarting", -1
 

@@ -1,4 +1,4 @@
-"""The start of an engine: the first ones of a run, and those that come in the place of dead ones."""
+"""The start of an engine: the first ones of a run, and those that come in place of dead ones."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ class EngineStarter:
         self._model_path: Path
         self._arguments: Arguments
         self._reads_again = False
-        """Whether engines that are started anew read the weights, because refits bring an adapter alone."""
+        """Whether engines that are restarted read the weights, because refits bring an adapter alone."""
         self.memory: CountedMemory | None = None
         """Counts what new engines hold, where there is no GPU to do it."""
 

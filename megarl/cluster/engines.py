@@ -43,7 +43,7 @@ class SharedByEngines:
     number_format: NumberFormat | None = None
     """The one in which they hold the weights, if not as these are trained."""
     recomputed: list[int] = field(default_factory=list)
-    """Tokens in flight that one computed anew as its prefix cache was reset, in this step."""
+    """Tokens in flight that one recomputed as its prefix cache was reset, in this step."""
 
 
 class Engines:
@@ -82,7 +82,7 @@ class Engines:
             self._restarts.wait()
 
     def wait_for_all(self) -> None:
-        """Wait until all are up that were started anew. Raises as `Restarts.begin`."""
+        """Wait until all are up that were restarted. Raises as `Restarts.begin`."""
         while len(self.up) < len(self):
             self._restarts.wait()
 
@@ -97,7 +97,7 @@ class Engines:
         return self._shared.number_format
 
     def restart_dead(self) -> bool:
-        """Begin to start those anew that are down; whether there are any. Raises as `Restarts.begin`."""
+        """Begin to restart those that are down; whether there are any. Raises as `Restarts.begin`."""
         dead = [handle for handle in self.handles if handle.state == "down"]
         for handle in dead:
             self._restarts.begin(handle)
@@ -135,7 +135,7 @@ class Engines:
     def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
         """Each request's place and samples, as they are finished; all samples of a request are of one engine.
 
-        Requests that an engine leaves unanswered when it dies go to the others, or to one that was started anew.
+        Requests that an engine leaves unanswered when it dies go to the others, or to one that was restarted.
         """
         ended = SimpleQueue[tuple[int, Future[list[Turn]]]]()
         pending = self.begin_generate(requests)
@@ -160,7 +160,7 @@ class Engines:
     def generate_in_each(self, requests: Sequence[Request]) -> list[list[list[Turn]]]:
         """Samples of all requests from every engine that serves, however much else it is asked for.
 
-        One that dies meanwhile is left out and started anew.
+        One that dies meanwhile is left out and restarted.
         """
         serving = [handle for handle in self.handles if handle.state == "serving"]
         return self._answers(serving, Engine.generate, requests)
@@ -170,7 +170,7 @@ class Engines:
         return self._router.partial_turns(pending)
 
     def look_after(self) -> None:
-        """Give weights to engines that were started anew and are up: the trainer's ranks have those of the others."""
+        """Give weights to engines that were restarted and are up: the trainer's ranks have those of the others."""
         self._restarts.bring_back()
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
@@ -214,7 +214,7 @@ class Engines:
         wait([handle.begin_update(version, names) for handle in self.handles], timeout_s)
 
     def commit_update(self, version: int, timeout_s: float, kv: KeysAndValues = "recompute") -> int:
-        """Lift the fence: from here on all engines serve `version`. Returns the tokens that they compute anew."""
+        """Lift the fence: from here on all engines serve `version`. Returns the tokens that they recompute."""
         committing = [(handle, handle.begin(Engine.commit_update, version, kv)) for handle in self.handles]
         deadline, failures, recomputed = time.monotonic() + timeout_s, list[WorkerFailed](), 0
         for handle, call in committing:

@@ -33,7 +33,7 @@ def taken_out(result: Any) -> tuple[Rest, list[Array]]:
 
 
 def put_back(rest: Rest, references: Sequence[Any]) -> Any:
-    """The result, with a `Stored` in the place of each array that was taken out; others share memory with `rest`."""
+    """The result, with a `Stored` in place of each array that was taken out; others share memory with `rest`."""
     buffers = [rest.values[-(-start // _ALIGNMENT) * _ALIGNMENT : end] for start, end in pairwise([0, *rest.ends])]
     unpickler = _Unpickler(io.BytesIO(rest.pickled), buffers=buffers)
     unpickler.references = references

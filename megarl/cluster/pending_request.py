@@ -27,7 +27,7 @@ class PendingRequest:
     handle: EngineHandle | None = None
     """Who was asked; None while it waits for somebody who can be."""
     worker: Worker | None = None
-    """The process that was asked: an engine that is started anew has another."""
+    """The process that was asked: an engine that is restarted has another."""
     begun: dict[int, PartialSample] = field(default_factory=dict)
     """Samples of which engines that died, or cut them, have given some tokens."""
     ended: dict[int, Turn] = field(default_factory=dict)

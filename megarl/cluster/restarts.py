@@ -1,4 +1,4 @@
-"""Engines that died, started anew in the background: new processes in the old seats, then weights."""
+"""Engines that died, restarted in the background: new processes in the old seats, then weights."""
 
 import sys
 import time
@@ -87,11 +87,11 @@ class Restarts:
         return self._is_held_off
 
     def awaits(self, handle: EngineHandle) -> bool:
-        """Whether an engine is started anew and has no weights yet."""
+        """Whether an engine is restarted and has no weights yet."""
         return handle in self._under_way
 
     def begin(self, handle: EngineHandle) -> None:
-        """Begin to start an engine anew that is down. Raises its failure, or the run's first, if that is one too many.
+        """Begin to restart an engine that is down. Raises its failure, or the run's first, if that is one too many.
 
         One that somebody else has begun to start is left alone.
         """
@@ -136,7 +136,7 @@ class Restarts:
             self.go_on()
 
     def serves(self, handle: EngineHandle) -> None:
-        """Take note that an engine has its weights, if it is one that was started anew."""
+        """Take note that an engine has its weights, if it is one that was restarted."""
         with self.lock:
             if (restart := self._under_way.pop(handle, None)) is not None:
                 self._seconds.append(seconds := time.monotonic() - restart.died_s)

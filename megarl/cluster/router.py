@@ -166,7 +166,7 @@ class Router:
         among = [handle for handle in among if not handle.is_asleep]
         if serving := [handle for handle in among if handle.state == "serving"]:
             return serving
-        # Where none serves, requests wait for the end of an update, or else for an engine that is started anew.
+        # Where none serves, requests wait for the end of an update, or else for an engine that is restarted.
         restarting = [handle for handle in among if self._restarts.awaits(handle)]
         if (up := [handle for handle in among if handle.is_up and handle not in restarting]) or restarting:
             return up
@@ -328,7 +328,7 @@ class Router:
         self._look_after()
 
     def _look_after(self) -> None:
-        """Begin to start anew who has died, go on with who is started, and send what waits to who serves."""
+        """Begin to restart who has died, go on with who is started, and send what waits to who serves."""
         try:
             # Who holds it has to do with restarts, for as long as a refit takes: others have answers to be heard of.
             if self._restarts.lock.acquire(blocking=False):

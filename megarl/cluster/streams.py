@@ -99,7 +99,7 @@ def _next(stream: Stream) -> Any:
 
 def arrays_behind(stream: Stream, count: int) -> list[ray.ObjectRef] | Failed:
     """References to the arrays of the result that came last."""
-    # A failure comes as the last thing of a stream, in the place of any of them or of the None behind them.
+    # A failure comes as the last thing of a stream, in place of any of them or of the None behind them.
     *arrays, last = islice(stream.references, count + 1)
     answer = answer_of(Call[Any](stream.worker, last))
     return answer if isinstance(answer, Failed) else arrays

@@ -121,5 +121,5 @@ def _redirect_output(log: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # Runs that go on, and engines that are started anew on whatever machine, append to the same file.
+    # Runs that go on, and engines that are restarted on whatever machine, append to the same file.
     print(f"{time.strftime('%F %T')} {log.stem} is process {os.getpid()} on {socket.gethostname()}", flush=True)

@@ -215,6 +215,6 @@ def _forced(text: str) -> str:
 
 
 def chooses_file(override: Override) -> bool:
-    """Whether it chooses a file, as `algorithm=gspo` one of configs/algorithm/, in the place of giving a value."""
+    """Whether it chooses a file, as `algorithm=gspo` one of configs/algorithm/, in place of giving a value."""
     group = override.key_or_group
     return "/" in group or group in PRESETS or override.package is not None

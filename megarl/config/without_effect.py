@@ -25,7 +25,7 @@ def _in_algorithm(config: AlgorithmConfig) -> list[str]:
     """See `without_effect`.
 
     With one update per rollout the policy that is trained is the old one, so every ratio to it is 1. A loss of ratios
-    is then the plain policy gradient; that is no mistake in itself, only in the place of what was chosen. GRPO as the
+    is then the plain policy gradient; that is no mistake in itself, only in place of what was chosen. GRPO as the
     defaults make it says nothing of a clip, and is not warned of.
     """
     if config.updates_per_step > 1 or config.ratio_to != "old":

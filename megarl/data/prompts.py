@@ -67,9 +67,7 @@ def load_prompts(files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBas
     prompts: list[Prompt] = []
     for row, token_ids in zip(short, encode(tokenizer, [row.text for row in short]), strict=True):
         if not token_ids:
-            raise UserError(
-                f"{row.where}: the chat template makes no token of this prompt; write it anew, or take it out"
-            )
+            raise UserError(f"{row.where}: the chat template makes no token of this prompt; rewrite it, or take it out")
         if len(token_ids) > limit:
             if config.overlong_prompts == "refuse":
                 raise _too_long(row, f"{len(token_ids)} tokens", limit)

@@ -85,7 +85,7 @@ class DirectPath:
             return self
         new = engines.excluding(self._workers)
         if len(new) and self._trace(new) != self._spec.traces:
-            raise RuntimeError("an engine that was started anew keeps its weights elsewhere than before")
+            raise RuntimeError("an engine that was restarted keeps its weights elsewhere than before")
         path = copy(self)
         path._engines, path._workers, path._is_connected = engines, engines.workers(), False
         topology = topology_of(self._trainer_nodes, engines.worker_nodes())

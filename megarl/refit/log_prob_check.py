@@ -44,7 +44,7 @@ class LogProbCheck:
         gpus.switch_to(engines)
         answered = engines.generate_in_each([Request(prompt, sampling, _BEFORE_ALL) for prompt in prompts])
         gpus.switch_to(trainer)
-        if not answered:  # who comes in the place of one that died gets its weights first
+        if not answered:  # who comes in place of one that died gets its weights first
             return {}
         asked = [(prompt, given[0]) for of_engine in answered for prompt, given in zip(prompts, of_engine, strict=True)]
         # Each rank has some of them, also where an engine has died.

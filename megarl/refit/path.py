@@ -17,7 +17,7 @@ class Path(Protocol):
         """The path of the next weights, in a few words."""
 
     def to(self, engines: Engines) -> Self:
-        """The same path to other engines of the same kind: some, or with new ones in the place of those that died."""
+        """The same path to other engines of the same kind: some, or with new ones in place of those that died."""
 
     def send(self, version: int) -> TransferStats:
         """Give all weights to engines that have begun the update to `version`. How much was moved."""

@@ -17,7 +17,7 @@ class Refit:
 
     `path` is that of the first refit, after which it may hand over to another one. `names` are those of all HF tensors.
     Engines that have a version already, from the folder that they started with, do not get it again. One that dies is
-    left out, and gets the weights when it was started anew. Where trainer and engines share `gpus`, a refit has one of
+    left out, and gets the weights when it was restarted. Where trainer and engines share `gpus`, a refit has one of
     its own.
     """
 

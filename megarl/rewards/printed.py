@@ -29,7 +29,7 @@ class Printed:
         self._task = asyncio.create_task(self._pass_on())
 
     def allow_more(self) -> None:
-        """Begin to count anew, for the next sample."""
+        """Begin to count from zero, for the next sample."""
         self._left = LONGEST_PRINTED_BYTES
 
     async def end(self) -> None:

@@ -35,7 +35,7 @@ class Scorer:
     """Scores samples while others are still being generated; one per run, a context manager.
 
     At most `config.workers` samples are scored at a time. Plain functions run in processes of their own, which are
-    killed at the timeout and started anew, so that no response can hang or end the run; async ones in an event loop.
+    killed at the timeout and restarted, so that no response can hang or end the run; async ones in an event loop.
     The first process starts at once where a function is a user's, and loads it, so that a file which fails, hangs or
     exits does so there; the others start with the samples that need them.
 

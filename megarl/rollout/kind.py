@@ -38,7 +38,7 @@ class Ability(Enum):
     KEPT_KV = "let responses keep their keys and values when weights change, apart from those of new ones"
     """Keys and values carry a salt for each version, so that no prompt meets those of older weights."""
     PROGRESS = "tell of the tokens of a response before it ends"
-    """Where it cannot, a response begins anew after its engine was killed, or the run was."""
+    """Where it cannot, a response starts over after its engine was killed, or the run was."""
 
 
 class EngineSizes(NamedTuple):

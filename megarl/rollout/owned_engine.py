@@ -270,7 +270,7 @@ class OwnedEngine(ABC):
 
     @abstractmethod
     def _forget(self) -> None:
-        """Forget keys and values of earlier prompts, and compute anew those of what is served."""
+        """Forget keys and values of earlier prompts, and recompute those of what is served."""
 
     def _keep(self, version: int) -> None:
         """Let what is served go on with its keys and values; from now on nothing else meets them."""
@@ -373,7 +373,7 @@ class OwnedEngine(ABC):
         if self._update is None:
             raise UpdateError(f"{action} without begin_update")
         if self._update.failed:
-            raise UpdateError(f"{action} after update {self._update.version} failed: begin it anew")
+            raise UpdateError(f"{action} after update {self._update.version} failed: begin it again")
         return self._update
 
 

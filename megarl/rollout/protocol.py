@@ -23,13 +23,13 @@ TokenIds: TypeAlias = Sequence[int] | IntArray
 """Tokens; an array is one of int32."""
 PauseMode = Literal["keep", "abort"]
 KeysAndValues = Literal["recompute", "keep"]
-"""Keys and values of responses in flight when weights change: computed anew, or those of the weights of their time."""
+"""Keys and values of responses in flight when weights change: recomputed, or those of the weights of their time."""
 EngineMemory = Literal["weights", "kv_cache"]
 """Memory that an engine holds on its GPUs, apart from what a step needs for itself."""
 
 
 class EngineDiedError(RuntimeError):
-    """The engine failed while it served; its `__cause__` is what it failed with. It has to be made anew."""
+    """The engine failed while it served; its `__cause__` is what it failed with. It has to be made again."""
 
 
 class UpdateError(RuntimeError):
@@ -191,7 +191,7 @@ class Generator(Protocol):
         """The version of the weights that are served: 0 are those of the model's folder, -1 are none."""
 
     def reset_prefix_cache(self) -> int:
-        """Forget all cached keys and values. Returns the tokens of samples in flight that it computes anew."""
+        """Forget all cached keys and values. Returns the tokens of samples in flight that it recomputes."""
 
     def close(self) -> None:
         """Free everything; unfinished `generate` calls raise EngineDiedError."""
@@ -221,7 +221,7 @@ class WeightTarget(Protocol):
     def begin_update(self, version: int, names: Sequence[str]) -> None:
         """Begin to replace all weights by those of `version`, which consist of the HF tensors `names`.
 
-        An update to the same version begins anew: it may have failed on another engine. Raises UpdateError if `version`
+        An update to the same version starts over: it may have failed on another engine. Raises UpdateError if `version`
         is not above the current one or an update to another is under way.
         """
 
@@ -241,13 +241,13 @@ class WeightTarget(Protocol):
         """Let the `WeightReceiver` of every worker receive all weights of the update.
 
         Raises UpdateError as `write`, and TransferError if a rank is gone, silent or failed or sent wrong bytes; then
-        the transfer is to be connected anew.
+        the transfer is to be connected again.
         """
 
     def commit_update(self, version: int, kv: KeysAndValues = "recompute") -> int:
-        """Serve the new weights. Unfinished responses go on with them, their keys and values computed anew or kept.
+        """Serve the new weights. Unfinished responses go on with them, their keys and values recomputed or kept.
 
-        Returns the tokens that are to be computed anew, those of a prompt once; 0 where that is not known.
+        Returns the tokens that are to be recomputed, those of a prompt once; 0 where that is not known.
 
         Whatever has no token yet meets no keys and values of older weights, also where others keep theirs.
         Raises UpdateError if `version` is not the one begun, if a tensor is missing, and for "keep" where the engine

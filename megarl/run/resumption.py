@@ -71,7 +71,7 @@ class _Failures:
             often = f"the run failed more often than cluster.max_restarts={self._most} allows, the last time"
             self._give_up(failure, often, f"{failure.happened}; the first time: {happened}", details)
         self._restarts += 1
-        goes_on = f"goes on from the checkpoint of step {saved[0]}" if saved else "has no checkpoint and begins anew"
+        goes_on = f"goes on from the checkpoint of step {saved[0]}" if saved else "has no checkpoint and starts over"
         say(f"{failure.happened}; the run {goes_on} (restart {self._restarts} of {self._most})")
         print(failure.details, file=sys.stderr, flush=True)
 

@@ -267,7 +267,7 @@ class Rollouts:
 
     def _partials(self) -> Mapping[int, Sequence[SavedPartial]]:
         """The parts of groups that are not scored."""
-        # Responses of one version each: sampled anew, with the weights of then, they are the same number for number.
+        # Responses of one version each: sampled again, with the weights of then, they are the same number for number.
         return self._in_flight.partials(self._sampled if self._config.schedule.in_flight == "wait" else None)
 
     def _wait(self, reached: Callable[[], bool]) -> None:
@@ -307,7 +307,7 @@ class Rollouts:
 
     def _is_quiet(self) -> bool:
         """Whether nothing is in flight, nor will be before new weights come."""
-        # With dynamic sampling another draw may come in the place of each group that is not scored.
+        # With dynamic sampling another draw may come in place of each group that is not scored.
         with self._changed:
             done = self._unjudged if self._config.algorithm.dynamic_sampling else self._sampled
             return all(ordinal in done for ordinal in self._schedule.unfinished)

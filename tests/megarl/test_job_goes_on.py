@@ -40,7 +40,7 @@ def test_a_run_of_which_processes_are_killed_goes_on_by_itself_to_the_same_numbe
     writer_of(output / "logs/trainer_1.log", run).kill()
     _, errors = run.communicate(timeout=START_TIMEOUT_S)
     assert run.returncode == 0, errors
-    assert "the process of critic_0 died; the run has no checkpoint and begins anew (restart 1 of 10)" in errors
+    assert "the process of critic_0 died; the run has no checkpoint and starts over (restart 1 of 10)" in errors
     assert f"died; the run goes on from the checkpoint of step {CHECKPOINT} (restart 2 of 10)" in errors
     assert leftovers(run.pid) == []
     start([*command(undisturbed), f"loop.steps={LAST_STEP + 1}"], spawned).communicate(timeout=START_TIMEOUT_S)

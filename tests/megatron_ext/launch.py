@@ -56,7 +56,7 @@ def run_ranks(
 def run_in_turn(cases: Sequence[Case], timeout_s: float = 240.0) -> list[list[Any]]:
     """Call the functions of all `cases`, for one number of ranks, one after the other in one launch.
 
-    A case is `(function, sizes, *arguments)`, as for `run_ranks`; groups are made anew for each. Returns, for each
+    A case is `(function, sizes, *arguments)`, as for `run_ranks`; groups are made again for each. Returns, for each
     case, the results by rank.
     """
     by_rank = run_ranks(_in_turn, cases[0][1], cases, timeout_s=timeout_s)

@@ -122,7 +122,7 @@ def hf_log_probs(model: Any) -> list[Tensor]:
 
 
 def in_transformers(folder: Path, lora: Lora, factors: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Log-probs with W + s B A in the place of W; gradients of their negative sum, dA = s B' dW and dB = s dW A'."""
+    """Log-probs with W + s B A in place of W; gradients of their negative sum, dA = s B' dW and dB = s dW A'."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     pairs = {name: name.replace("lora_A", "lora_B") for name in factors if "lora_A" in name}
     with torch.no_grad():

@@ -44,7 +44,7 @@ MISTAKES = {
     "rotary scaling by 8": Mistake("llama", gpt_model={"rope_scaling_factor": 8.0}),
     "key and value bias swapped": Mistake("qwen2", swapped("k_proj.bias", "v_proj.bias")),
     "head norms swapped": Mistake("qwen3", swapped("q_norm", "k_norm")),
-    "one expert in the place of the next": Mistake(
+    "one expert in place of the next": Mistake(
         "qwen3_moe", {f"experts.{number}": f"experts.{(number + 1) % 4}" for number in range(4)}
     ),
     "gate and up of experts swapped": Mistake("mixtral", swapped("w1", "w3")),

@@ -1,4 +1,4 @@
-"""Unpickling that runs no code of the file: known classes only, and inert records in the place of all others.
+"""Unpickling that runs no code of the file: known classes only, and inert records in place of all others.
 
 `pickle` calls whatever a file names. Here a name is looked up in a list; for others the file gets `Inert`, a class
 that keeps nothing and does nothing, so that what other programs stored beside the weights does no harm.

@@ -81,7 +81,7 @@ def gated(
 ) -> TokenLoss:
     """-A (4 / tau) sigmoid(tau (r - 1)), tau one of two by the sign of A: SAPO (arXiv:2511.20347).
 
-    The gate closes smoothly in the place of a clip. verl always aggregates it as seq_mean_token_mean; here that is the
+    The gate closes smoothly in place of a clip. verl always aggregates it as seq_mean_token_mean; here that is the
     configuration's to say.
     """
     temperature = torch.full_like(advantages, temperature_negative)

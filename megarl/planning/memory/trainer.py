@@ -44,7 +44,7 @@ class TrainingOptions:
     expert_load: float = 1.0
     """Tokens that go to the experts of the busiest rank, of the mean."""
     lora: Lora | None = None
-    """The adapter that is trained in the place of the weights."""
+    """The adapter that is trained in place of the weights."""
     keeps_reference: bool = False
     """A copy of the weights is kept for the KL; an adapter needs none."""
 

@@ -82,7 +82,7 @@ def apply_changes(changes: Tensor, memory: Tensor) -> None:
         except isal_zlib.error as error:  # type: ignore[misc]  # the stub makes an object of the class
             raise ValueError(f"changes that cannot be read: {error}") from error
         if len(difference) != chunk.nbytes:
-            raise ValueError(f"changes of {len(difference)} bytes in the place of {chunk.nbytes}")
+            raise ValueError(f"changes of {len(difference)} bytes in place of {chunk.nbytes}")
         chunk ^= _bytes(difference).view(chunk.dtype).to(chunk.device)
 
 

@@ -58,7 +58,7 @@ class Link:
         """The next message, of this kind. Raises TransferError if none comes, with the peer's reason if it failed."""
         message = self._kept.pop(0) if self._kept else self._next()
         if not isinstance(message, kind):
-            raise TransferError(f"{self.peer} said {message} in the place of {kind.__name__}")
+            raise TransferError(f"{self.peer} said {message} in place of {kind.__name__}")
         return message
 
     def check(self) -> None:

@@ -27,7 +27,7 @@ class TransferSpec:
     `traces` are those of the workers of one engine. `bucket_bytes` is half of what a rank may have in buckets.
 
     Example: from 512 trainer ranks to `replicas=8` engines of 32 workers: 32 `traces`, and a `topology` of 512 and 256
-    ranks, in the place of a plan of millions of transfers.
+    ranks, in place of a plan of millions of transfers.
     """
 
     architecture: Architecture

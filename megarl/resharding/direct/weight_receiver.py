@@ -25,7 +25,7 @@ class ReceivingModel(Protocol):
         """The parameters that the engine's loader fills, by the names that its trace has for them."""
 
     def after_direct_write(self) -> None:
-        """Compute anew what the engine derives from weights, after these were written past its loader."""
+        """Recompute what the engine derives from weights, after these were written past its loader."""
 
 
 class WeightReceiver:

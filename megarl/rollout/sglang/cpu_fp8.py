@@ -70,7 +70,7 @@ def decode_keys_and_values_of_heads(
 ) -> None:
     """Decode the matrices that latent attention multiplies by, which SGLang makes of kv_b_proj, as it does on CUDA.
 
-    On a CPU it quantises them anew, with one scale for all of them. `weight_names` are those that were loaded.
+    On a CPU it quantises them again, with one scale for all of them. `weight_names` are those that were loaded.
     """
     loaded = None if weight_names is None else {name.rpartition(".kv_b_proj.")[0] for name in weight_names}
     for i, layer in enumerate(model.model.layers):

@@ -62,7 +62,7 @@ class _Batch:
         return bool(self.rows and self.rows[0].token_ids)
 
     def forget(self) -> None:
-        """Drop the keys and values: the next step computes them anew."""
+        """Drop the keys and values: the next step recomputes them."""
         self._cache = None
 
     def step(self, model: SamplingModel, version: int) -> None:

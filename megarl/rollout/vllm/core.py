@@ -48,7 +48,7 @@ class Core(Protocol):
         """Go on computing."""
 
     def forget(self) -> bool:
-        """Drop all keys and values, of samples in flight too: these are computed anew. Whether that was possible."""
+        """Drop all keys and values, of samples in flight too: these are recomputed. Whether that was possible."""
 
     def sleep(self) -> None:
         """Give the memory of weights and keys and values back; nothing is in flight."""

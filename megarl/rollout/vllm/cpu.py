@@ -80,7 +80,7 @@ def expand_drafted_requests_in_torch() -> None:
 def continue_random_streams() -> None:
     """Have a request whose `extra_args` say how many tokens of its response were `DRAWN` before go on drawing there.
 
-    The sampler of vLLM 0.32.0 on a CPU draws one number for each token from a generator that a request begins anew; on
+    The sampler of vLLM 0.32.0 on a CPU draws one number for each token from a generator that a request starts over; on
     a GPU what it draws follows from the seed and the token's place. Drafted tokens draw more numbers: with these, the
     rest of a response is another sample of the same distribution.
     """

@@ -18,7 +18,7 @@ from megarl.rollout.vllm.kind import FP8_KEYS_AND_VALUES
 
 _LARGEST = 448.0
 _READING_BUFFERS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-"""Attention backends that read scales anew in every step; FlashInfer's goes on with those of its first."""
+"""Attention backends that read scales again in every step; FlashInfer's goes on with those of its first."""
 _ROWS_AT_ONCE = 512
 
 

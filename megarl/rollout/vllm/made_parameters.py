@@ -14,9 +14,9 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 def as_made(model: nn.Module) -> Iterator[set[nn.Module]]:
     """Have the parameters that a model was made with in place, for its loaders; yields modules that have others there.
 
-    Kernels of vLLM 0.32 put parameters of their own in the place of those that they process: plain ones, even if the
+    Kernels of vLLM 0.32 put parameters of their own in place of those that they process: plain ones, even if the
     bytes are the same, which loaders of quantised layers refuse. Here such a parameter has its class and attributes
-    back for a while. In the place of one that has become another, or is gone, there is one without memory. vLLM's own
+    back for a while. In place of one that has become another, or is gone, there is one without memory. vLLM's own
     reload has noted how all of them were made.
     """
     others: set[nn.Module] = set()

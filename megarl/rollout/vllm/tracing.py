@@ -210,7 +210,7 @@ def _loadable(
 
 
 def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
-    """Compute anew what vLLM derives from weights, after they were written straight into the parameters."""
+    """Recompute what vLLM derives from weights, after they were written straight into the parameters."""
     with torch.no_grad():
         for module in model.modules():
             if type(getattr(module, "quant_method", None)) in _SCALES_OF_EXPERTS:

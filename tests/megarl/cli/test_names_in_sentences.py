@@ -1,4 +1,4 @@
-"""Sentences name what was typed: options where a command has them, in the place of the keys that they set."""
+"""Sentences name what was typed: options where a command has them, in place of the keys that they set."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Engines that die and are started anew: the engines echo, and die where a script says so."""
+"""Engines that die and are restarted: the engines echo, and die where a script says so."""
 
 import os
 import re

@@ -62,7 +62,7 @@ def test_engines_that_die_start_in_their_turn_and_join_with_the_next_refit(open_
 
 
 def died(engines, count):
-    """Whether so many have died so far, and all of them are started anew or will be."""
+    """Whether so many have died so far, and all of them are restarted or will be."""
     return engines._restarts.count == count and all(handle.state != "down" for handle in engines.handles)
 
 

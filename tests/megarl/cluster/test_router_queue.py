@@ -246,7 +246,7 @@ def test_others_are_asked_while_a_refit_has_to_do_with_restarts() -> None:
     holder, looking = threading.Thread(target=refit), threading.Thread(target=played.router._look_after)
     holder.start()
     assert refitting.wait(30)
-    # One dies meanwhile, and is started anew by whoever has the lock, or when it is free.
+    # One dies meanwhile, and is restarted by whoever has the lock, or when it is free.
     dead = played.asked[0].handle
     dead.worker.failure = WorkerGone("it was killed", "nothing", dead.worker.log)
     looking.start()

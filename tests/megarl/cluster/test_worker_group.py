@@ -218,7 +218,7 @@ def test_long_arrays_of_a_stream_stay_with_the_worker_until_they_are_read(make_g
             assert here(floats)[1] == (1 + number) / 0.1
         with pytest.raises(ValuesGone) as caught:
             wait([second.begin("lose")])
-        # A failure in the place of an array, and of what follows the last one.
+        # A failure in place of an array, and of what follows the last one.
         for count, arrays in ((3, 1), (1, 1)):
             references = iter([*(ray.put(np.arange(3)) for _ in range(arrays)), first.begin("fail").reference])
             assert "a fault of the program" in arrays_behind(Stream(first, references), count).failure.reason

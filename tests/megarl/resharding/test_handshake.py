@@ -140,7 +140,7 @@ def test_what_a_caller_holds_is_free_after_the_error(listen):
     closed.close()
 
     class Memory:
-        """In the place of a bucket."""
+        """In place of a bucket."""
 
     def call():
         memory = Memory()

@@ -183,7 +183,7 @@ def test_an_update_that_failed_is_begun_anew(served):
     served.write(weights, weights.buckets[0])
     with pytest.raises(UpdateError, match="tensors were not written"):
         served.engine.commit_update(new)
-    with pytest.raises(UpdateError, match="begin it anew"):
+    with pytest.raises(UpdateError, match="begin it again"):
         served.engine.commit_update(new)
     served.update(weights, new)
     assert_of(weights, PROMPTS[0], served.greedy(PROMPTS[0]))

@@ -29,7 +29,7 @@ JOINED = "model.layers.1.self_attn.qkv_proj.weight"
         ("qwen3", True, {"load_format": "dummy"}),
         ("qwen3_moe", False, {"load_format": "dummy", "enable_return_routed_experts": True}),
         ("qwen3_moe", False, {"tp_size": 2, "ep_size": 2}),
-        # One worker has a key-value head, the other zeros in the place of one.
+        # One worker has a key-value head, the other zeros in place of one.
         ("qwen2", True, {"tp_size": 2}),
         ("gemma2", True, {}),
         ("deepseek_v3", False, {"load_format": "dummy", "enable_return_routed_experts": True}),
@@ -119,7 +119,7 @@ def test_a_transfer_that_fails_leaves_the_engine_fenced(served, folders, make_tr
     trainer.begin_send(new)
     with pytest.raises(TransferError, match="is gone"):
         served.engine.receive(new)
-    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it anew"):
+    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it again"):
         served.engine.commit_update(new)
     served.update(served.first, new)
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))

@@ -101,7 +101,7 @@ def test_no_weights_are_read_where_an_update_brings_them(transformers_engines, f
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_the_experts_of_every_token_are_those_of_a_plain_forward(model_folder, check_experts, name):
-    """Whatever is sampled together, and though the keys and values are computed anew in between."""
+    """Whatever is sampled together, and though the keys and values are recomputed in between."""
     folder = model_folder(name, 0)
     model = SamplingModel(folder, TransformersArguments(enable_return_routed_experts=True))
     batches = Batches(model, max_samples=4)

@@ -62,9 +62,9 @@ def test_a_transfer_that_fails_leaves_the_engine_fenced(
     trainer.begin_send(new)
     with pytest.raises(TransferError, match=message):
         served.engine.receive(new)
-    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it anew"):
+    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it again"):
         served.engine.commit_update(new)
-    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it anew"):
+    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it again"):
         served.engine.receive(new)
     time.sleep(0.3)
     assert not generating.done()

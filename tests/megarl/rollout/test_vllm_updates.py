@@ -100,7 +100,7 @@ def test_a_broken_update_is_refused_and_can_be_repeated(served, model_folder, po
     served.write(weights, half)
     with pytest.raises(error, match=message):
         break_it(served, new, half)
-    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it anew"):
+    with pytest.raises(UpdateError, match=f"after update {new} failed: begin it again"):
         served.engine.commit_update(new)
     generating = pool.submit(served.greedy, PROMPTS[0])
     served.update(weights, new)

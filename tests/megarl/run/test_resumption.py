@@ -62,7 +62,7 @@ def test_a_run_goes_on_from_its_last_checkpoint_and_is_told_so(config, tmp_path,
     assert program.resumes == ["never", "auto", "auto", "auto"]
     said = [line[9:] for line in capsys.readouterr().err.splitlines()]
     log = tmp_path / "trainer_1.log"
-    assert said[0] == "the process of trainer_0 died; the run has no checkpoint and begins anew (restart 1 of 4)"
+    assert said[0] == "the process of trainer_0 died; the run has no checkpoint and starts over (restart 1 of 4)"
     assert said[3].startswith(
         "Ray's processes were not up after its 30 seconds; the run goes on from the checkpoint of"
     )
