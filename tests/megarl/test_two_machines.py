@@ -176,8 +176,8 @@ def test_what_the_machines_do_not_hold_is_refused_before_anything_starts(config,
     with pytest.raises(UserError, match=r"^cluster\.pools\.rollout asks for 2 machines, and 1 that no other pool has"):
         start(config)
     config.cluster.pools = {}
-    config.rollout.engine_args |= {"nnodes": 3, "tensor_parallel_size": 3}
-    with pytest.raises(UserError, match=r"^an engine over 3 machines needs 1 CPU on each; of 1 machine of 2 CPUs, 1 "):
+    config.rollout.engine_args |= {"nnodes": 4, "tensor_parallel_size": 4}
+    with pytest.raises(UserError, match=r"^an engine over 4 machines needs 1 CPU on each; of 1 machine of 2 CPUs, 1 "):
         start(config)
     assert not list((tmp_path / "run").glob("logs/*"))
 

@@ -174,7 +174,9 @@ class Sampled(NamedTuple):
 
 def sampled_numbers(job) -> list[Sampled]:
     schedule = Schedule(job.config.loop.prompts_per_step, version=job.state.step)
-    groups = Rollouts(job.config, job.data.prompts, job.state.sampler, schedule, job.rollouts._by).take(Clock()).groups
+    groups = (
+        Rollouts(job.config, job.data.prompts, job.state.sampler, schedule, job.rollouts._workers).take(Clock()).groups
+    )
     return [
         Sampled(
             ordinal=group.ordinal,
