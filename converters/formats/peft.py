@@ -20,9 +20,9 @@ from converters.layout import Shape
 
 ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
-_PLAIN_BEGINNINGS = ("gaussian", "orthogonal", "eva")
+_PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
 """Values of init_lora_weights, beside true and false, that choose A and B and leave the model's weights as they are."""
-_SAYS_NOTHING = frozenset(
+_METADATA = frozenset(
     (
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
         *("r", "lora_alpha", "lora_dropout", "target_modules", "runtime_config", "megatron_config", "megatron_core"),
@@ -104,20 +104,20 @@ def _check_plain(path: Path, config: Mapping[str, Any]) -> None:
     """Raise UserError unless the fields are those of plain LoRA: what PEFT adds to them later is more than that."""
     for name, value in config.items():
         if name == "init_lora_weights":
-            _check_beginning(path, value)
+            _check_initialisation(path, value)
         elif name in _PLAIN:
             if value != _PLAIN[name]:
                 raise UserError(f"{path} has {name}={value!r}, and only {_PLAIN[name]!r} is supported: {_MERGE}")
-        elif value and name not in _SAYS_NOTHING:
+        elif value and name not in _METADATA:
             raise UserError(f"{path} has {name}={value!r}, which plain LoRA has not: {_MERGE}")
 
 
-def _check_beginning(path: Path, begun: Any) -> None:
+def _check_initialisation(path: Path, method: Any) -> None:
     """Raise UserError for an adapter that PEFT began by taking its first values from the model's weights."""
-    if isinstance(begun, str) and begun.lower() not in _PLAIN_BEGINNINGS:
+    if isinstance(method, str) and method.lower() not in _PLAIN_INITIALISATIONS:
         raise UserError(
-            f"{path} has init_lora_weights={begun!r}, and such an adapter may belong to weights other than the model's:"
-            " save it as plain LoRA with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            f"{path} has init_lora_weights={method!r}, and such an adapter may belong to weights other than the"
+            " model's: save it as plain LoRA with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
 
 

@@ -38,7 +38,7 @@ def register() -> None:
     HookRegistry.register(f"{_LOADER}._get_all_weights", quantise_what_is_read, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
     HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
-    HookRegistry.register(f"{_SAMPLER_OF_BATCHES}._build_sampling_mask_output", tell_of_one_kept, HookType.AFTER)
+    HookRegistry.register(f"{_SAMPLER_OF_BATCHES}._build_sampling_mask_output", keep_one_mask_column, HookType.AFTER)
     for block in _ROUTED:
         HookRegistry.register(f"{block}.__init__", keep_logits_in_float32, HookType.AFTER)
     for name in _NAMES_OF_SEGMENTS:
@@ -121,14 +121,14 @@ def cut_by_top_k_first(original: Callable[..., Any], probs: Tensor, top_ks: Tens
     return original(kept / kept.sum(-1, keepdim=True), top_ks, *rest, **named)
 
 
-def tell_of_one_kept(told: Any, *_: Any, **__: Any) -> None:
-    """Have one of the tokens that `top_p` and `top_k` keep be told of with each token: nobody asks which they are.
+def keep_one_mask_column(mask: Any, *_: Any, **__: Any) -> None:
+    """Keep one of the tokens that `top_p` and `top_k` leave over: nobody asks which they are.
 
-    SGLang 0.5.23 copies as many for each as `sampling_mask_max_tokens` to the host in every step: the whole vocabulary.
-    The log-probs that come with them are made by then.
+    SGLang 0.5.23 copies `sampling_mask_max_tokens` of them to the host for each sample in every step: the whole
+    vocabulary. Log-probs of the sampled tokens are made by then.
     """
-    told.token_ids = told.token_ids[:, :1].contiguous()
-    told.lengths = told.lengths.clamp(max=1)
+    mask.token_ids = mask.token_ids[:, :1].contiguous()
+    mask.lengths = mask.lengths.clamp(max=1)
 
 
 def keep_logits_in_float32(_made: None, block: Any, *_: Any, **__: Any) -> None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megarl.rollout.sglang.hooks import cut_by_top_k_first, keep_logits_in_float32, tell_of_one_kept
+from megarl.rollout.sglang.hooks import cut_by_top_k_first, keep_logits_in_float32, keep_one_mask_column
 
 
 def sglang_cut(probs, top_ks, top_ps):
@@ -40,7 +40,7 @@ def test_of_the_tokens_that_are_kept_one_is_told_of_and_log_probs_stay():
         lengths=torch.tensor([3, 0], dtype=torch.int32),
         selected_logprobs=torch.tensor([-0.5, -0.25]),
     )
-    tell_of_one_kept(told, object())
+    keep_one_mask_column(told, object())
     assert told.token_ids.tolist() == [[0], [3]]
     assert told.token_ids.untyped_storage().nbytes() == 8
     assert told.lengths.tolist() == [1, 0]
