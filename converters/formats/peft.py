@@ -117,7 +117,8 @@ def _check_initialisation(path: Path, method: Any) -> None:
     if isinstance(method, str) and method.lower() not in _PLAIN_INITIALISATIONS:
         raise UserError(
             f"{path} has init_lora_weights={method!r}, and such an adapter may belong to weights other than the"
-            " model's: save it as plain LoRA with PEFT's save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            " model's: save it as plain LoRA with PEFT's"
+            " save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
 
 
