@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from megarl.config.compose import compose
-    from megarl.config.places import check_places
+    from megarl.config.input_paths import check_input_paths
 
     if not 0 <= options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature} must be a number of at least 0")
@@ -75,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
         raise UserError(f"--max-tokens {options.max_tokens} is too small: it must be at least 1")
     refuse_checkpoint(Path(options.model))
     config = compose("chat", overrides_of(options))
-    check_places(config, "chat")
+    check_input_paths(config, "chat")
     from megarl.config.validate import validate
 
     validate(config, "chat")

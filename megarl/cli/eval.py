@@ -72,13 +72,13 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     from megarl.config.compose import compose
-    from megarl.config.places import check_places
+    from megarl.config.input_paths import check_input_paths
 
     _check(options)
     refuse_checkpoint(Path(options.model))
     with phase("reading the configuration"):
         config = compose("eval", overrides_of(options))
-        check_places(config, "eval")
+        check_input_paths(config, "eval")
         from megarl.config.validate import validate
 
         validate(config, "eval")

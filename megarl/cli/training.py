@@ -70,9 +70,9 @@ class TrainingCommand:
                 from megarl.quickstart.scale import family_of, write_inputs
 
                 write_inputs(config, family_of(base_of(options)))
-            from megarl.config.places import check_places
+            from megarl.config.input_paths import check_input_paths
 
-            check_places(config, self.name)
+            check_input_paths(config, self.name)
             from megarl.config.validate import validate
 
             validate(config, self.name)

@@ -12,9 +12,9 @@ from megarl.algorithms import PreferenceObjective
 from megarl.algorithms.compatibility import check_each_part
 from megarl.config.abilities import check_abilities
 from megarl.config.composition import check_composition
+from megarl.config.input_paths import check_input_paths
 from megarl.config.lora import check_lora, refuse_lora
 from megarl.config.megatron import megatron_options
-from megarl.config.places import check_places
 from megarl.config.pools import check_pools, refuse_turns
 from megarl.config.renamed_keys import EARLIER_VALUES
 from megarl.config.schedule import check_schedule
@@ -136,7 +136,7 @@ def validate(config: MegarlConfig, command: str) -> None:
     """Raise UserError for the first value with which `megarl COMMAND` could not work."""
     check_single_values(config)
     _check_job(config)
-    check_places(config, command)
+    check_input_paths(config, command)
     for check in COMMANDS[command].checks:
         check(config)
 

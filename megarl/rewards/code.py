@@ -2,7 +2,7 @@
 
 import math
 import time
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 from converters.errors import UserError
@@ -13,6 +13,8 @@ from megarl.sandbox.run import Finished, Limits, SandboxUnavailable, run
 _LANGUAGES = ("python", "python3", "py")
 _LONGEST_PROGRAM_BYTES = 1024**2
 _MIB = 1024**2
+_REMEMBERED_TRUTHS = 1024
+"""Ground truths, each of kilobytes, of which a process remembers whether they test anything: a data set has many."""
 
 
 def code(
@@ -34,9 +36,9 @@ def code(
     The ground truth is {"inputs": [...], "outputs": [...]}, texts for stdin and expected on stdout (white space at
     the ends of lines and of the output does not count), or a list of {"input": ..., "output": ...}, or either as JSON;
     or test code that is run behind the program, such as asserts. Beside "fn_name" the inputs are arguments of that
-    function, and the outputs its results. With `partial` the score is the share of tests
-    passed, without, the first failed test is the last that is run. Parts: "passed", the share of the tests, and
-    "timed_out", how many of them took longer than `timeout_s` seconds. A response without a program scores 0.0.
+    function, and the outputs its results. With `partial` the score is the share of tests passed, without, the first
+    failed test is the last that is run. Parts: "passed", the share of the tests, and "timed_out", how many of them took
+    longer than `timeout_s` seconds. A response without a program scores 0.0.
 
     Each test is run on its own, with the limits that the options give; see `megarl.sandbox`. Raises `ValueError` for
     a ground truth of another form and for test code that a program which does nothing passes, `SandboxUnavailable`
@@ -130,7 +132,7 @@ def _passes(test: Test, finished: Finished) -> bool:
     return (finished.end, finished.code) == ("exited", 0) and test.is_right(finished.output.decode(errors="replace"))
 
 
-@cache
+@lru_cache(_REMEMBERED_TRUTHS)
 def _tests_nothing(truth: TestCode, limits: Limits, isolation: str) -> bool:
     """Whether a program that does nothing passes."""
     return all(_passes(test, run(test.program, test.stdin.encode(), limits, isolation)) for test in truth.tests(""))

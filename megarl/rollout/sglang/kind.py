@@ -18,6 +18,7 @@ from megarl.rollout.kind import (
     OwnEnvironment,
     quantisation,
 )
+from megarl.rollout.refusal_reasons import DRAFT, MOVED_EXPERTS, OTHER_DISTRIBUTION, OUTLIVES_WEIGHTS, SET_BY_MEGARL
 from megarl.rollout.sglang.installation import SET_UP, installed_version
 from megarl.rollout.slot_limits import SlotLimits
 from megatron_ext.supported_options import Refusal
@@ -41,16 +42,11 @@ MAX_RUNNING_REQUESTS = 512
 """Samples that an engine on a GPU computes at once, unless `max_running_requests` says otherwise.
 
 SGLang's own choice, 2,048 or more by the memory that it finds, is known to its server alone."""
-_DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
 _SERVER = "the server is of this run alone, and listens where the run finds it"
 _WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
-_MOVED = "experts would move to other workers, and refits write to where they lay at the start"
 _OTHER_MODEL = "the engine would sample from another model than is trained, and no check of weights sees it"
-_OUTLIVE = "keys and values kept there outlive the weights that they were computed with"
 _ELSEWHERE = "weights lie elsewhere while it serves, and refits write to where they lay at the start"
 _TOKENS = "requests are token ids, which have no text"
-
-_SET = "it is set by megarl, because the rollout relies on it"
 
 REQUIRED: Mapping[str, Any] = {
     "host": "127.0.0.1",
@@ -67,10 +63,11 @@ REQUIRED: Mapping[str, Any] = {
 """Arguments that every server is given, beside those that follow from the model and the machine."""
 
 _REFUSED: Mapping[str, Refusal] = {
-    "model_path": Refusal(_SET, ()),
-    **{name: Refusal(_SET, (value,)) for name, value in REQUIRED.items()},
-    "speculative_algorithm": Refusal(_DRAFT),
-    "speculative_draft_model_path": Refusal(_DRAFT),
+    "model_path": Refusal(SET_BY_MEGARL, ()),
+    # The address of the server has a reason of its own.
+    **{name: Refusal(SET_BY_MEGARL, (value,)) for name, value in REQUIRED.items() if name != "host"},
+    "speculative_algorithm": Refusal(DRAFT),
+    "speculative_draft_model_path": Refusal(DRAFT),
     "host": Refusal(_SERVER),
     "port": Refusal(_SERVER),
     "api_key": Refusal(_SERVER),
@@ -83,9 +80,9 @@ _REFUSED: Mapping[str, Refusal] = {
     "node_rank": Refusal(_WHOLE),
     "dist_init_addr": Refusal(_WHOLE),
     "disaggregation_mode": Refusal(_WHOLE, (None, "null")),
-    "enable_eplb": Refusal(_MOVED),
-    "hicache_storage_backend": Refusal(_OUTLIVE),
-    "enable_lmcache": Refusal(_OUTLIVE, (None, False)),
+    "enable_eplb": Refusal(MOVED_EXPERTS),
+    "hicache_storage_backend": Refusal(OUTLIVES_WEIGHTS),
+    "enable_lmcache": Refusal(OUTLIVES_WEIGHTS, (None, False)),
     "cpu_offload_gb": Refusal(_ELSEWHERE, (None, 0)),
     "offload_group_size": Refusal(_ELSEWHERE, (None, -1)),
     "kv_cache_dtype": Refusal(
@@ -98,9 +95,7 @@ _REFUSED: Mapping[str, Refusal] = {
     ),
     ADAPTER_SLOT: Refusal("the slot of the adapter that is trained comes with lora.merge=false"),
     "lora_paths": Refusal("refits alone fill the slot of the adapter that is trained"),
-    "enable_custom_logit_processor": Refusal(
-        "it changes the distribution that is sampled from, of which the trainer knows nothing"
-    ),
+    "enable_custom_logit_processor": Refusal(OTHER_DISTRIBUTION),
     "schedule_policy": Refusal("requests of the lowest priority, the oldest draws, go first", (None, "fcfs", "lof")),
     "max_queued_requests": Refusal("the server would give up samples that are asked of it, and they would be lost"),
     "weight_version": Refusal("refits number the weights"),

@@ -16,6 +16,7 @@ from megarl.rollout.kind import (
     EngineSizes,
     quantisation,
 )
+from megarl.rollout.refusal_reasons import DRAFT, MOVED_EXPERTS, OTHER_DISTRIBUTION, OUTLIVES_WEIGHTS, SET_BY_MEGARL
 from megarl.rollout.slot_limits import SlotLimits
 from megatron_ext.supported_options import Refusal
 
@@ -23,15 +24,10 @@ if TYPE_CHECKING:
     from converters.architectures import Architecture, Lora
     from converters.number_formats import NumberFormat
 
-_DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
 _DATA_PARALLEL = "all ranks of an engine start with it, on its machine, and its requests are spread over them there"
 _NUMBERED = "machines are numbered, and an address is found, when the engine starts; give nnodes alone"
-_MOVED = "experts would move to other workers, and refits write to where they lay at the start"
 _FETCHED = "layers are fetched from a copy on the host, which no refit writes"
-_OUTLIVE = "keys and values kept there outlive the weights that they were computed with"
-_OTHER_DISTRIBUTION = "it changes the distribution that is sampled from, of which the trainer knows nothing"
 
-_SET = "it is set by megarl, because the rollout relies on it"
 _SAMPLING = "each request says how it is sampled, and the engine's defaults of that count for none"
 
 REQUIRED: Mapping[str, Any] = {
@@ -54,16 +50,16 @@ BOUNDED_KV = "megarl_bounded_kv"
 """Field of that, true where scales of keys and values follow from the weights."""
 
 _REFUSED: Mapping[str, Refusal] = {
-    **{name: Refusal(_SET, ()) for name in ("model", "weight_transfer_config", *REQUIRED)},
+    **{name: Refusal(SET_BY_MEGARL, ()) for name in ("model", "weight_transfer_config", *REQUIRED)},
     "generation_config": Refusal(
         "responses would end at the tokens of another folder's generation_config.json; rollout.stop_token_ids adds"
         " tokens to those of the model",
         ("auto", "vllm"),
     ),
     "override_generation_config": Refusal(_SAMPLING),
-    "spec_method": Refusal(_DRAFT),
-    "spec_model": Refusal(_DRAFT),
-    "spec_tokens": Refusal(_DRAFT),
+    "spec_method": Refusal(DRAFT),
+    "spec_model": Refusal(DRAFT),
+    "spec_tokens": Refusal(DRAFT),
     "kv_cache_dtype": Refusal(
         "keys and values in any other type have not been compared with the trainer's",
         (None, "auto", "bfloat16", "float16", *FP8_KEYS_AND_VALUES),
@@ -89,17 +85,17 @@ _REFUSED: Mapping[str, Refusal] = {
     "node_rank": Refusal(_NUMBERED),
     "master_addr": Refusal(_NUMBERED),
     "master_port": Refusal(_NUMBERED),
-    "enable_eplb": Refusal(_MOVED),
-    "enable_elastic_ep": Refusal(_MOVED),
-    "kv_transfer_config": Refusal(_OUTLIVE),
-    "kv_offloading_size": Refusal(_OUTLIVE),
+    "enable_eplb": Refusal(MOVED_EXPERTS),
+    "enable_elastic_ep": Refusal(MOVED_EXPERTS),
+    "kv_transfer_config": Refusal(OUTLIVES_WEIGHTS),
+    "kv_offloading_size": Refusal(OUTLIVES_WEIGHTS),
     "offload_backend": Refusal(_FETCHED, (None, "auto", "uva")),
     "offload_group_size": Refusal(_FETCHED, (None, 0)),
     "enable_dbo": Refusal(
         "its runner begins the random numbers of a sample anew where that goes on in another engine", (None, False)
     ),
-    "logits_processors": Refusal(_OTHER_DISTRIBUTION),
-    "watermark_config": Refusal(_OTHER_DISTRIBUTION),
+    "logits_processors": Refusal(OTHER_DISTRIBUTION),
+    "watermark_config": Refusal(OTHER_DISTRIBUTION),
     ADAPTER_SLOT: Refusal("the slot of the adapter that is trained comes with lora.merge=false"),
     "trust_remote_code": Refusal(
         "it runs Python code from the model's folder with the rights of this run, and the trainer takes only"
@@ -189,7 +185,7 @@ def _drafts(arguments: Arguments) -> bool:
         return False
     if draft.get("method") != "mtp" or not draft.keys() <= _DRAFTING:
         raise UserError(
-            f"rollout.engine_args.speculative_config={draft} is not supported: {_DRAFT}, but for the policy's own"
+            f"rollout.engine_args.speculative_config={draft} is not supported: {DRAFT}, but for the policy's own"
             " layers for multi-token prediction; give method=mtp and num_speculative_tokens, or leave it out"
         )
     if arguments.get("enable_return_routed_experts"):

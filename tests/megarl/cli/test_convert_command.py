@@ -8,9 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import files_in, write_model
 
+from converters.boxes import Box
+from converters.errors import UserError
+from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.fp8.dequantise import dequantise
 from megarl.cli.main import main
+from megarl.models.policy import check_not_in_fp8
 
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -110,6 +116,28 @@ def test_an_export_leaves_multi_token_prediction_out_where_asked(
     assert main(["export", *words, "--prediction-layers", "0"]) == 0
     assert "1 layer left out, and the config.json written says" in capsys.readouterr().out
     assert json.loads((tmp_path / "back/config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_a_model_that_was_released_in_fp8_becomes_a_policy(tmp_path: Path) -> None:
+    source = write_model(tmp_path / "deepseek", **{**DEEPSEEK, "num_nextn_predict_layers": 1})
+    released, policy = tmp_path / "released", tmp_path / "policy"
+    assert main(["convert", "--hf", str(source), "--out", str(tmp_path / "megatron")]) == 0
+    assert main(["export", "--megatron", str(tmp_path / "megatron"), "--fp8", "--out", str(released)]) == 0
+    with pytest.raises(UserError, match="is in FP8"):
+        check_not_in_fp8(released)
+    assert main(["convert", "--hf", str(released), "--out", str(tmp_path / "of_released")]) == 0
+    words = ["--megatron", str(tmp_path / "of_released"), "--out", str(policy)]
+    assert main(["export", *words, "--prediction-layers", "0"]) == 0
+    check_not_in_fp8(policy)
+    before, after = HuggingFaceCheckpoint(released), HuggingFaceCheckpoint(policy)
+    assert json.loads((policy / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert {name for name in before.shapes if not name.endswith("_scale_inv")} > set(after.shapes)
+    for name, shape in after.shapes.items():
+        whole = Box.whole(shape)
+        value = before.read(name, whole)
+        if (scales := f"{name}_scale_inv") in before.shapes:
+            value = dequantise(value, before.read(scales, Box.whole(before.shapes[scales])), after.dtypes[name])
+        assert torch.equal(after.read(name, whole), value), name
 
 
 def test_json_is_the_last_line_and_the_only_output(

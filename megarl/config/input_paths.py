@@ -21,7 +21,7 @@ _FILES: Mapping[str, Sequence[str]] = {
 """Command -> lists of files that it reads; the first one may not be empty."""
 
 
-def check_places(config: MegarlConfig, command: str) -> None:
+def check_input_paths(config: MegarlConfig, command: str) -> None:
     """Raise UserError for a model or data that are not where a command reads them, and for a name that none can have.
 
     Needs a moment: a typo in a path is not to cost the seconds in which torch is loaded.
