@@ -28,9 +28,10 @@ import torch  # noqa: E402
 from converters.architectures import read_architecture  # noqa: E402
 from converters.layouts.megatron import ParallelSizes  # noqa: E402
 from megarl.process.ports import free_port  # noqa: E402
-from megatron_ext import checkpoint, compat, parallel  # noqa: E402
+from megatron_ext import compat, parallel  # noqa: E402
+from megatron_ext.checkpoint import checkpoint  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
-from megatron_ext.options import MegatronOptions  # noqa: E402
+from megatron_ext.options.options import MegatronOptions  # noqa: E402
 
 CONFIG = {
     "model_type": "llama",

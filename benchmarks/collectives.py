@@ -175,8 +175,8 @@ def _rank(
     from megarl.algorithms import SftObjective
     from megatron_ext import parallel
     from megatron_ext.megatron_model import MegatronModel
-    from megatron_ext.options import MegatronOptions
-    from megatron_ext.packing import RaggedBatch
+    from megatron_ext.options.options import MegatronOptions
+    from megatron_ext.packing.packing import RaggedBatch
 
     torch.set_num_threads(1)
     cut: dict[str, Any] = {CASES[name].field: ranks}

@@ -20,12 +20,12 @@ from machine import at_least_one, describe
 from scripted_engine import ScriptedEngine
 
 import megarl.rollout
-from megarl.cluster.calls import wait
 from megarl.cluster.colocation import OwnGpus
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.reservation import reserve
-from megarl.cluster.roles import ENGINE, engine_role
-from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.placement.reservation import reserve
+from megarl.cluster.placement.roles import ENGINE, engine_role
+from megarl.cluster.ray.runtime import ray_cluster
+from megarl.cluster.workers.calls import wait
 from megarl.data import Prompt, PromptSampler
 from megarl.process.garbage import what_there_is_left_alone
 from megarl.quickstart.tiny_models import make_tokenizer

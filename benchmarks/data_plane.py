@@ -21,14 +21,14 @@ from machine import at_least_one, describe
 
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import PolicyObjective
-from megarl.cluster.calls import wait
-from megarl.cluster.placement import Role
-from megarl.cluster.reservation import Seats, reserve
-from megarl.cluster.roles import ENGINE, POLICY, engine_role, trainer_role
-from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.streams import Stream, results_of
-from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker import Worker
+from megarl.cluster.placement.placement import Role
+from megarl.cluster.placement.reservation import Seats, reserve
+from megarl.cluster.placement.roles import ENGINE, POLICY, engine_role, trainer_role
+from megarl.cluster.ray.runtime import ray_cluster
+from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.streams import Stream, results_of
+from megarl.cluster.workers.worker import Worker
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.models.auxiliary import AuxiliaryModels
 from megarl.rewards import Score
@@ -38,7 +38,7 @@ from megarl.stages.batch import mini_batches, to_batch
 from megarl.stages.metrics import step_metrics
 from megarl.stages.model_outputs import with_model_outputs
 from megarl.stages.update import update_policy
-from megatron_ext.options import MegatronOptions
+from megatron_ext.options.options import MegatronOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLES = 16

@@ -12,12 +12,12 @@ import ray
 import torch
 
 from megarl.algorithms import Metrics
-from megarl.cluster.trainer_worker import TrainerWorker
+from megarl.cluster.trainer.trainer_worker import TrainerWorker
 from megarl.data import Turn
 from megarl.data.packed_stretches import Packed
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import StepResult
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch
 
 
 class Engine:

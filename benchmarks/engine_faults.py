@@ -20,10 +20,10 @@ from threading import Thread
 import ray
 from machine import at_least_one, describe, give_out
 
-from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.engines import Engines
-from megarl.cluster.heartbeat import INTERVAL_S
-from megarl.cluster.pending_request import PendingRequest
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.engines import Engines
+from megarl.cluster.engines.pending_request import PendingRequest
+from megarl.cluster.workers.heartbeat import INTERVAL_S
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model

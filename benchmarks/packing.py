@@ -18,7 +18,7 @@ from machine import at_least_one, describe
 
 from converters.cost.compute import forward_flops
 from megarl.planning.refit import read_model
-from megatron_ext.balance import Cut, assign
+from megatron_ext.packing.balance import Cut, assign
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -31,11 +31,11 @@ from converters.layouts.parallel_sizes import ParallelSizes  # noqa: E402
 from megarl.algorithms import SftObjective  # noqa: E402
 from megarl.planning.memory.activations import PLAIN  # noqa: E402
 from megarl.planning.memory.trainer import TrainingOptions, trainer_memory  # noqa: E402
-from megatron_ext.fully_sharded import FullySharded, own_rows  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
-from megatron_ext.options import MegatronOptions  # noqa: E402
-from megatron_ext.packing import RaggedBatch  # noqa: E402
-from megatron_ext.storages import nbytes_of, storages_of  # noqa: E402
+from megatron_ext.memory.storages import nbytes_of, storages_of  # noqa: E402
+from megatron_ext.optimizer.fully_sharded import FullySharded, own_rows  # noqa: E402
+from megatron_ext.options.options import MegatronOptions  # noqa: E402
+from megatron_ext.packing.packing import RaggedBatch  # noqa: E402
 
 WITHIN = 0.1
 """Aim: a count is at most so far from what was measured."""

@@ -37,9 +37,9 @@ from megarl.rollout.protocol import Request, SamplingParameters  # noqa: E402
 from megarl.rollout.transformers.engine import TransformersEngine  # noqa: E402
 from megatron_ext import parallel  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
-from megatron_ext.options import MegatronOptions  # noqa: E402
-from megatron_ext.packing import RaggedBatch  # noqa: E402
-from megatron_ext.routed_experts import Routing  # noqa: E402
+from megatron_ext.options.options import MegatronOptions  # noqa: E402
+from megatron_ext.packing.packing import RaggedBatch  # noqa: E402
+from megatron_ext.routing.routed_experts import Routing  # noqa: E402
 
 MODEL = {"num_hidden_layers": 6, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True}
 ROUTING = Routing(layers=6, topk=4, experts=32)

@@ -46,11 +46,11 @@ from converters.layouts.megatron import ParallelSizes  # noqa: E402
 from megarl.algorithms.supervised import SftObjective  # noqa: E402
 from megarl.process.ports import free_port  # noqa: E402
 from megatron_ext import parallel  # noqa: E402
-from megatron_ext.balance import assign  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
-from megatron_ext.options import MegatronOptions  # noqa: E402
-from megatron_ext.packing import RaggedBatch  # noqa: E402
-from megatron_ext.prefix_tree import Prefixes  # noqa: E402
+from megatron_ext.options.options import MegatronOptions  # noqa: E402
+from megatron_ext.packing.balance import assign  # noqa: E402
+from megatron_ext.packing.packing import RaggedBatch  # noqa: E402
+from megatron_ext.packing.prefix_tree import Prefixes  # noqa: E402
 
 VOCABULARY = 50
 LEARNING_RATE = 1e-5

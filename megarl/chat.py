@@ -7,7 +7,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from converters.errors import UserError
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.data.chat import encode, render
 from megarl.data.detokenizer import Detokenizer
 from megarl.models.context import known_context

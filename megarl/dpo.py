@@ -4,14 +4,14 @@ from dataclasses import fields
 from functools import partial
 
 from megarl.algorithms import PreferenceObjective
-from megarl.cluster.batch import Batch, opened_values
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
 from megarl.run.supervised import HeldOut, Training, open_training
 from megarl.schema import MegarlConfig
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 
 def dpo(config: MegarlConfig) -> None:

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from converters.errors import UserError
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.data import Prompt, PromptGroup, Turn, load_prompts
 from megarl.models.context import check_context
 from megarl.models.policy import Model, check_cut, read_model

@@ -4,13 +4,13 @@ from functools import partial
 
 from megarl.algorithms import RewardModelObjective
 from megarl.algorithms.ragged import Ragged
-from megarl.cluster.batch import Batch
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer.batch import Batch
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs
 from megarl.run.supervised import HeldOut, open_training
 from megarl.schema import MegarlConfig
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch
 
 
 def train_reward_model(config: MegarlConfig) -> None:

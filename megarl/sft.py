@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from converters.errors import UserError
 from megarl.algorithms import SftObjective, exact_matches
-from megarl.cluster.batch import Batch, opened_values
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import Conversation, PromptSampler, load_conversations
 from megarl.run.batches import StepBatch
 from megarl.run.opening import RunSetup

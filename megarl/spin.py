@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective
-from megarl.cluster.batch import Batch, opened_values
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.trainer.batch import Batch, opened_values
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
 from megarl.data.stretches import here
 from megarl.models.context import check_context
@@ -28,7 +28,7 @@ from megarl.run.supervised import HeldOut, Training, open_training
 from megarl.schema import MegarlConfig
 from megarl.sft import exact_match_share
 from megarl.stages.rollout import sampling_parameters
-from megatron_ext.prefix_tree import SHORTEST_PREFIX
+from megatron_ext.packing.prefix_tree import SHORTEST_PREFIX
 
 
 class Exchange(NamedTuple):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from megarl.cluster.batch import Batch
+from megarl.cluster.trainer.batch import Batch
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
 from megarl.run.job import Job, open_job

@@ -37,10 +37,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from converters.errors import UserError
 from converters.formats.torch_dist import load_metadata
-from megatron_ext import device, hybrid_optimizer, versions
-from megatron_ext.hybrid_optimizer import offload_beside_a_cpu
-from megatron_ext.rotary import PackedSequences
-from megatron_ext.token_dispatch import RaggedAllGather
+from megatron_ext import device, versions
+from megatron_ext.attention.rotary import PackedSequences
+from megatron_ext.optimizer import hybrid_optimizer
+from megatron_ext.optimizer.hybrid_optimizer import offload_beside_a_cpu
+from megatron_ext.routing.token_dispatch import RaggedAllGather
 
 _CUT_IN = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 """Kind of module -> the dimension in which its weight is cut."""

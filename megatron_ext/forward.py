@@ -13,19 +13,19 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron_ext.backbone import LanguageModel, ValueModel
-from megatron_ext.fully_sharded import free_gathered
+from megatron_ext.attention.prefix_attention import SharedSequences
+from megatron_ext.attention.rotary import PackedSequences, table_rows
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.multi_token_prediction import WithPredictionLayers, look_ahead
+from megatron_ext.model.backbone import LanguageModel, ValueModel
+from megatron_ext.model.multi_token_prediction import WithPredictionLayers, look_ahead
 from megatron_ext.objective import Objective
-from megatron_ext.optimizer import Wrapped
-from megatron_ext.overlap import overlapping
-from megatron_ext.packing import MicroBatch, Part, RaggedBatch
-from megatron_ext.prefix_attention import SharedSequences
-from megatron_ext.rotary import PackedSequences, table_rows
-from megatron_ext.router_balance import watch
-from megatron_ext.router_replay import aim, replaying
-from megatron_ext.shared_prefixes import SharedPart
+from megatron_ext.optimizer.fully_sharded import free_gathered
+from megatron_ext.optimizer.optimizer import Wrapped
+from megatron_ext.optimizer.overlap import overlapping
+from megatron_ext.packing.packing import MicroBatch, Part, RaggedBatch
+from megatron_ext.packing.shared_prefixes import SharedPart
+from megatron_ext.routing.router_balance import watch
+from megatron_ext.routing.router_replay import aim, replaying
 
 Predict: TypeAlias = Callable[[Any, Any, Part], Any]
 """Called on the last stage with the model, its output (hidden states) and the tokens that these are of."""

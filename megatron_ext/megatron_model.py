@@ -15,11 +15,8 @@ from torch import Tensor
 from converters.architectures import Architecture, Head, with_head
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from megatron_ext import compat, device
-from megatron_ext.adapters import Adapters
-from megatron_ext.context_parallel import cut
-from megatron_ext.device_memory import StatePart
-from megatron_ext.distributed_weights import load_distributed
-from megatron_ext.expert_load import ExpertLoad
+from megatron_ext.attention.context_parallel import cut
+from megatron_ext.checkpoint.distributed_weights import load_distributed
 from megatron_ext.forward import (
     forward,
     forward_backward,
@@ -28,23 +25,26 @@ from megatron_ext.forward import (
     predict_nothing,
     predict_values,
 )
-from megatron_ext.fully_sharded import all_finite, own_rows
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.model import build_model, local_tensors
-from megatron_ext.multi_token_prediction import prepare_layers
+from megatron_ext.lora.adapters import Adapters
+from megatron_ext.memory.device_memory import StatePart
+from megatron_ext.memory.offload import OffloadableState, optimizer_tensors
+from megatron_ext.model.model import build_model, local_tensors
+from megatron_ext.model.multi_token_prediction import prepare_layers
 from megatron_ext.objective import Objective, StepResult
-from megatron_ext.offload import OffloadableState, optimizer_tensors
-from megatron_ext.optimizer import Wrapped, build_optimizer, build_scheduler, wrap_distributed
-from megatron_ext.options import MegatronOptions
-from megatron_ext.overlap import gather_weights, gathers_in_forward
-from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens, pack, unpack
+from megatron_ext.optimizer.fully_sharded import all_finite, own_rows
+from megatron_ext.optimizer.optimizer import Wrapped, build_optimizer, build_scheduler, wrap_distributed
+from megatron_ext.optimizer.overlap import gather_weights, gathers_in_forward
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch, last_tokens, pack, unpack
+from megatron_ext.packing.shared_prefixes import share
 from megatron_ext.parallel import patient_barrier
 from megatron_ext.reference import ReferenceWeights
-from megatron_ext.router import freeze_routers
-from megatron_ext.router_balance import RouterBalance, routed_tokens
-from megatron_ext.router_loss_options import RouterLosses
-from megatron_ext.router_replay import routing_of, take_counts
-from megatron_ext.shared_prefixes import share
+from megatron_ext.routing.expert_load import ExpertLoad
+from megatron_ext.routing.router import freeze_routers
+from megatron_ext.routing.router_balance import RouterBalance, routed_tokens
+from megatron_ext.routing.router_loss_options import RouterLosses
+from megatron_ext.routing.router_replay import routing_of, take_counts
 from megatron_ext.weights import export_huggingface, load_huggingface
 
 

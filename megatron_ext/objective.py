@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megatron_ext.packing import MicroBatch
+from megatron_ext.packing.packing import MicroBatch
 
 
 class Objective(Protocol):

@@ -18,8 +18,8 @@ from converters.formats.safetensors import (
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
-from megatron_ext.model import local_tensors
-from megatron_ext.specs import module_names
+from megatron_ext.model.model import local_tensors
+from megatron_ext.model.specs import module_names
 
 _SHARD_SIZE_BYTES = 5 * 10**9
 

@@ -125,10 +125,10 @@ run_on_cluster() {
   trap end_cluster EXIT
   trap on_cancel TERM
   step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
-    "$programs/python" -m megarl.cluster.slurm node "$address" --head "$SLURMD_NODENAME" ${SOCKET_IFNAME:+"--interface=$SOCKET_IFNAME"}
+    "$programs/python" -m megarl.cluster.ray.slurm node "$address" --head "$SLURMD_NODENAME" ${SOCKET_IFNAME:+"--interface=$SOCKET_IFNAME"}
   ray_step="$!"
   step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
-    "$programs/python" -m megarl.cluster.slurm run "$address" --nodes "${nodes[@]}" --timeout "${START_TIMEOUT_S:-300}" -- "$@"
+    "$programs/python" -m megarl.cluster.ray.slurm run "$address" --nodes "${nodes[@]}" --timeout "${START_TIMEOUT_S:-300}" -- "$@"
   run_step="$!"
   # `wait` comes back for a signal, too.
   while kill -0 "$run_step" 2>/dev/null; do

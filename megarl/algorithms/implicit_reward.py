@@ -9,7 +9,7 @@ from converters.errors import UserError
 from megarl.algorithms.metrics import Metrics
 from megarl.algorithms.sequences import Sequences, halves
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.packing import MicroBatch
+from megatron_ext.packing.packing import MicroBatch
 
 
 def implicit_process_rewards(log_probs: Tensor, reference_log_probs: Tensor, beta: float) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias, TypeVar, get_args, get_origin
 
 from converters.errors import UserError, did_you_mean
-from megatron_ext.dataclass_fields import FieldType
+from megatron_ext.options.dataclass_fields import FieldType
 
 Part = TypeVar("Part")
 

@@ -18,7 +18,7 @@ from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.trained_tokens import check_tokens_finite, trained_tokens
 from megarl.schema import AlgorithmConfig
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.packing import MicroBatch, RaggedBatch
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch
 
 
 @dataclass(frozen=True)

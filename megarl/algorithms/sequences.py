@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.ragged import Ragged
-from megatron_ext.packing import MicroBatch, last_tokens
+from megatron_ext.packing.packing import MicroBatch, last_tokens
 
 
 class Sequences:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megarl.algorithms.metrics import Metrics
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.packing import MicroBatch
+from megatron_ext.packing.packing import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms.ragged import Ragged
-from megatron_ext.packing import MicroBatch
+from megatron_ext.packing.packing import MicroBatch
 
 
 def trained_tokens(micro_batch: MicroBatch) -> tuple[Tensor, Ragged, dict[str, Tensor]]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megarl.algorithms.metrics import Mean, Metrics
 from megarl.algorithms.trained_tokens import check_tokens_finite, trained_tokens
-from megatron_ext.packing import MicroBatch
+from megatron_ext.packing.packing import MicroBatch
 
 
 @dataclass(frozen=True)

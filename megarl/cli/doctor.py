@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
 def _check_cluster(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
-    from megarl.cluster.runtime import ray_cluster
+    from megarl.cluster.ray.runtime import ray_cluster
     from megarl.doctor.cluster_check import check_cluster
     from megarl.doctor.cluster_report import print_cluster
     from megarl.schema import ClusterConfig

@@ -166,7 +166,7 @@ def _search(options: argparse.Namespace) -> int:
 def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
     """Read the refit to plan from the options. Raises UserError for a refit that is not possible."""
     from megarl.planning.refit import PlannedRefit, engine_sizes, read_model
-    from megatron_ext.supported_options import ADAPTER_IN_ROWS
+    from megatron_ext.options.supported_options import ADAPTER_IN_ROWS
 
     if options.use_torch_fsdp2 and options.lora:
         raise UserError(ADAPTER_IN_ROWS)

@@ -105,7 +105,7 @@ def _scale(base: "MegarlConfig") -> "list[Assignment]":
 
 def _words(options: argparse.Namespace) -> "list[Assignment]":
     from megarl.config.keys import flag_hints
-    from megatron_ext.arguments import parse_flags
+    from megatron_ext.options.arguments import parse_flags
 
     flags, overrides = parse_flags(options.overrides, flag_hints())
     overrides = [text for text in overrides if not text.lstrip("+").startswith("scale=")]

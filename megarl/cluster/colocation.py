@@ -9,10 +9,10 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple, Protocol, TypeAlias, get_args
 
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.rollout.protocol import EngineMemory
-from megatron_ext.device_memory import ALL_PARTS, CountedMemory, StatePart
+from megatron_ext.memory.device_memory import ALL_PARTS, CountedMemory, StatePart
 
 Group: TypeAlias = TrainerGroup | EngineGroup
 Phase: TypeAlias = Literal["engines", "trainers", "refit"]

@@ -24,7 +24,7 @@ from megarl.config.renamed_keys import ELSEWHERE, OWNED
 from megarl.config.schedule import with_correction
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
-from megatron_ext.arguments import check_options
+from megatron_ext.options.arguments import check_options
 
 PRESETS = ("algorithm",)
 """Groups of the configuration that have a folder of ready-made choices."""

@@ -19,7 +19,7 @@ from megarl.config.renamed_keys import (
 )
 from megarl.rollout import ENGINES
 from megarl.schema import MegarlConfig
-from megatron_ext.arguments import megatron_fields
+from megatron_ext.options.arguments import megatron_fields
 
 
 def schema_keys(group: type = MegarlConfig, prefix: str = "") -> Iterator[str]:

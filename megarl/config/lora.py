@@ -6,7 +6,7 @@ from converters.architectures import Lora
 from converters.errors import UserError
 from converters.formats.peft import read_adapter_config, read_dropout
 from megarl.schema import LoraConfig, MegarlConfig
-from megatron_ext.options import AdapterOptions
+from megatron_ext.options.options import AdapterOptions
 
 
 def adapter_options(config: LoraConfig, seed: int) -> AdapterOptions | None:

@@ -9,9 +9,9 @@ from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.config.lora import adapter_options
 from megarl.schema import MegarlConfig
-from megatron_ext.arguments import PARALLEL_FIELDS, split_options
-from megatron_ext.options import MegatronOptions, MtpTraining
-from megatron_ext.supported_options import check_supported
+from megatron_ext.options.arguments import PARALLEL_FIELDS, split_options
+from megatron_ext.options.options import MegatronOptions, MtpTraining
+from megatron_ext.options.supported_options import check_supported
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Values of `model.dtype`."""

@@ -7,14 +7,14 @@ from pathlib import Path
 from megarl.config.renamed_keys import OWNED
 from megarl.rollout import ENGINES
 from megarl.rollout.kind import EngineKind
-from megatron_ext import model_fields, supported_options
-from megatron_ext.arguments import fields_of_groups
-from megatron_ext.supported_options import FULLY_SHARDED, NEEDS, Refusal
+from megatron_ext.options import model_fields, supported_options
+from megatron_ext.options.arguments import fields_of_groups
+from megatron_ext.options.supported_options import FULLY_SHARDED, NEEDS, Refusal
 
 _HEADER = """# Options of Megatron and of the engine
 
-Made from `megatron_ext/supported_options.py`, `megatron_ext/model_fields.py` and the tables of each engine
-(`megarl/rollout/ENGINE/kind.py`) by `make docs`; change them.
+Made from `megatron_ext/options/supported_options.py`, `megatron_ext/options/model_fields.py` and the tables of each
+engine (`megarl/rollout/ENGINE/kind.py`) by `make docs`; change them.
 
 Every option of megatron-core and of an engine can be given by its own name (`megatron.NAME`, or Megatron's flag
 `--name`; `rollout.engine_args.NAME`). It is in one of these groups:

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from converters.errors import UserError, did_you_mean
-from megarl.cluster.roles import ENGINE, POLICY
+from megarl.cluster.placement.roles import ENGINE, POLICY
 from megarl.schema import MegarlConfig
 
 _FP8 = ("fp8", "uint8")

@@ -27,7 +27,7 @@ from megarl.rollout.kv_scales import KV_SCALES, with_kv_scales
 from megarl.rollout.sampling import COLDEST
 from megarl.schema import MegarlConfig
 from megarl.tracking import LOGGERS, check_loggers
-from megatron_ext.options import MtpTraining
+from megatron_ext.options.options import MtpTraining
 
 _CHOICES: Mapping[str, Collection[str]] = {
     "model.dtype": ("bf16", "fp32"),

@@ -11,8 +11,8 @@ from megarl.data.chat import Message, check_messages
 from megarl.data.conversations import Chat, Conversation, tokenise
 from megarl.data.parquet import read_rows
 from megarl.schema import PreferenceConfig
-from megatron_ext.prefix_families import Counter
-from megatron_ext.prefix_tree import Prefixes
+from megatron_ext.packing.prefix_families import Counter
+from megatron_ext.packing.prefix_tree import Prefixes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,8 @@ from typing import Any
 import ray
 from ray._private.state import available_resources_per_node
 
-from megarl.cluster.joining import machines
-from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.ray.joining import machines
+from megarl.cluster.ray.runtime import ray_cluster
 from megarl.doctor.cluster_faults import Fault, find_faults
 from megarl.doctor.node_probe import Link, Node
 from megarl.doctor.probes import Probes

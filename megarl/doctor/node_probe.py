@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cluster.network_environment import RdmaPort, look_at
+from megarl.cluster.ray.network_environment import RdmaPort, look_at
 from megarl.doctor.inventory import PACKAGES, installed_version
 from megarl.doctor.limits import Limits, limits_here
 

@@ -9,13 +9,13 @@ from converters.copying import check_copies
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from megarl.algorithms import ADVANTAGES, Source
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.config.megatron import ModelGroup, megatron_options
 from megarl.data import Prompt
 from megarl.models.policy import Model, check_layout, check_not_in_fp8, read_tokenizer
 from megarl.output.places import TRAINED_AUXILIARY
 from megarl.schema import MegarlConfig
-from megatron_ext.options import MegatronOptions
+from megatron_ext.options.options import MegatronOptions
 
 VALUE_MODELS = ("critic", "reward_model")
 """The names of those that give a value for each token, and no log-probs."""

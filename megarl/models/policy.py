@@ -22,8 +22,8 @@ from megarl.rollout import engine_kind
 from megarl.rollout.argument_values import PREFIX
 from megarl.rollout.number_format import in_number_format
 from megarl.schema import AlgorithmConfig, ModelConfig, RolloutConfig
-from megatron_ext.model_fields import without_model_fields
-from megatron_ext.options import AdapterOptions, MegatronOptions
+from megatron_ext.options.model_fields import without_model_fields
+from megatron_ext.options.options import AdapterOptions, MegatronOptions
 
 _SIZES = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.cluster.roles import POLICY
+from megarl.cluster.placement.roles import POLICY
 from megarl.config.megatron import megatron_options
 from megarl.data import Turn
 from megarl.refit.log_prob_check import log_prob_differences

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from converters.errors import UserError
 from converters.number_formats import AS_TRAINED, number_format
-from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.ray.runtime import ray_cluster
 from megarl.config.compose import compose
 from megarl.config.validate import validate
 from megarl.evaluate import fresh_engines
@@ -36,7 +36,7 @@ from megarl.tracking import read_history
 from megarl.tracking.report import report_table, write_report
 from megarl.train import train
 from megatron_ext import device
-from megatron_ext.checkpoint_folder import complete_iterations, iteration_folder
+from megatron_ext.checkpoint.checkpoint_folder import complete_iterations, iteration_folder
 
 _MARKER = ".megarl-quickstart"
 # Paths stay whole, also where the output is no terminal.

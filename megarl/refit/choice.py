@@ -2,8 +2,8 @@
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from megarl.cluster.engines import Engines
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.engines.engines import Engines
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.refit.direct import DirectPath, NoDirectPathError
 from megarl.refit.loader import LoaderPath
 from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT

@@ -14,10 +14,10 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace, PackedTrace, untraced
 from converters.topology import Topology
-from megarl.cluster.calls import wait, wait_together
-from megarl.cluster.engines import Engines
-from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker import Call, WorkerFailed
+from megarl.cluster.engines.engines import Engines
+from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.cluster.workers.calls import wait, wait_together
+from megarl.cluster.workers.worker import Call, WorkerFailed
 from megarl.resharding.direct.abort import abort_rendezvous
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation

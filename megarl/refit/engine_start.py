@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from converters.architectures import Architecture, adapter_architecture
 from converters.errors import UserError
 from megarl.cluster.colocation import GpuSharing, OwnGpus
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker import WorkerFailed
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.cluster.workers.worker import WorkerFailed
 from megarl.models.policy import Model, check_loadable
 from megarl.refit.choice import adapter_path, check_machines, direct_path, loader_path
 from megarl.refit.log_prob_check import LogProbCheck

@@ -4,10 +4,10 @@ from copy import copy
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from megarl.cluster.calls import wait
-from megarl.cluster.engines import Engines
-from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker import Call, WorkerFailed
+from megarl.cluster.engines.engines import Engines
+from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.worker import Call, WorkerFailed
 from megarl.refit.direct import DirectPath, NoDirectPathError
 from megarl.refit.path import Path
 from megarl.resharding.loader.buckets import Quantised, cut_into_buckets

@@ -8,14 +8,14 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from megarl.cluster.batch import Batch, opened_values
 from megarl.cluster.colocation import GpuSharing
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import Turn
 from megarl.data.stretches import here
 from megarl.rollout.protocol import Request, SamplingParameters
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch
 
 _PROMPTS_PER_ENGINE = 2
 _BEFORE_ALL = -1

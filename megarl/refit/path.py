@@ -2,8 +2,8 @@
 
 from typing import Protocol, Self
 
-from megarl.cluster.engines import Engines
-from megarl.cluster.worker import WorkerFailed
+from megarl.cluster.engines.engines import Engines
+from megarl.cluster.workers.worker import WorkerFailed
 from megarl.resharding.transfer_stats import TransferStats
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from megarl.cluster.colocation import GpuSharing, OwnGpus
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker import WorkerFailed
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.cluster.workers.worker import WorkerFailed
 from megarl.refit.log_prob_check import LogProbCheck
 from megarl.refit.path import Path
 from megarl.resharding.transfer_stats import TransferStats

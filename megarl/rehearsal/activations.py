@@ -16,10 +16,10 @@ from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.rehearsal.alive import Alive
 from megatron_ext.forward import packed_sequences, predict_ahead, predict_labels, predict_values
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.multi_token_prediction import look_ahead
-from megatron_ext.packing import MicroBatch, Part, RaggedBatch
-from megatron_ext.router_balance import watch
-from megatron_ext.router_replay import aim
+from megatron_ext.model.multi_token_prediction import look_ahead
+from megatron_ext.packing.packing import MicroBatch, Part, RaggedBatch
+from megatron_ext.routing.router_balance import watch
+from megatron_ext.routing.router_replay import aim
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from converters.formats.safetensors import CONFIG, read_json, unquantised
 from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
-from megarl.cluster.roles import ENGINE, POLICY
+from megarl.cluster.placement.roles import ENGINE, POLICY
 from megarl.config.folder import recipes_folder
 from megarl.config.megatron import megatron_options
 from megarl.models.auxiliary import VALUE_MODELS, wanted_auxiliary
@@ -31,7 +31,7 @@ from megarl.rollout.number_format import in_number_format
 from megarl.schema import MegarlConfig
 
 if TYPE_CHECKING:
-    from megarl.cluster.placement import NodesByRole
+    from megarl.cluster.placement.placement import NodesByRole
     from megarl.rehearsal.activations import MicroBatchSize
     from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from converters.errors import UserError
-from megarl.cluster.placement import Node, NodesByRole
-from megarl.cluster.pools import place_in_pools
-from megarl.cluster.roles import engine_role, trainer_role
+from megarl.cluster.placement.placement import Node, NodesByRole
+from megarl.cluster.placement.pools import place_in_pools
+from megarl.cluster.placement.roles import engine_role, trainer_role
 from megarl.schema import MegarlConfig
 
 if TYPE_CHECKING:

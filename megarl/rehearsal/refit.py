@@ -16,7 +16,7 @@ from megarl.resharding.direct.transports.endpoint import BUCKETS
 from megarl.schema import MegarlConfig
 
 if TYPE_CHECKING:
-    from megarl.cluster.placement import NodesByRole
+    from megarl.cluster.placement.placement import NodesByRole
     from megarl.rehearsal.trainer_rank import TrainedModel
 
 

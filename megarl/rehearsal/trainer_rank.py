@@ -18,11 +18,11 @@ from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.rehearsal.activations import ActivationBytes, MicroBatchSize, rehearse_micro_batch
 from megarl.rehearsal.alive import Alive
 from megatron_ext import compat
-from megatron_ext.fully_sharded import own_rows
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.offload import optimizer_tensors
-from megatron_ext.options import MegatronOptions
-from megatron_ext.specs import module_names
+from megatron_ext.memory.offload import optimizer_tensors
+from megatron_ext.model.specs import module_names
+from megatron_ext.optimizer.fully_sharded import own_rows
+from megatron_ext.options.options import MegatronOptions
 
 
 @dataclass(frozen=True)

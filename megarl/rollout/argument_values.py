@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from converters.errors import UserError, did_you_mean
-from megatron_ext.dataclass_fields import FieldType
+from megatron_ext.options.dataclass_fields import FieldType
 
 PREFIX = "rollout.engine_args."
 

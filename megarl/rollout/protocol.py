@@ -15,7 +15,7 @@ from megarl.data.trajectory import FloatArray, IntArray
 from megarl.process.profiler import TimelineEvent
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.resharding.loader.buckets import Bucket
-from megatron_ext.device_memory import CountedMemory
+from megatron_ext.memory.device_memory import CountedMemory
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, read_json
 from megarl.data.stretches import Values
-from megatron_ext.routed_experts import Routing, layers_with_experts
+from megatron_ext.routing.routed_experts import Routing, layers_with_experts
 
 
 class ReturnedExperts(NamedTuple):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megarl.rollout.protocol import EngineMemory
-from megatron_ext.device_memory import CountedMemory
-from megatron_ext.storages import HostCopy, free, nbytes_of, storages_of
+from megatron_ext.memory.device_memory import CountedMemory
+from megatron_ext.memory.storages import HostCopy, free, nbytes_of, storages_of
 
 _WEIGHTS: EngineMemory = "weights"
 _KV_CACHE: EngineMemory = "kv_cache"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file, save_file
 
 from megarl.data import PromptSampler
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch
 
 _FILE = "batches.safetensors"
 _FIELD = "field."

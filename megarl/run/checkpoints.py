@@ -10,13 +10,13 @@ from typing import Any, Self
 
 from converters.errors import UserError
 from converters.formats.peft import ADAPTER_CONFIG, read_adapter_config
-from megarl.cluster.trainer_group import TrainerGroup
-from megarl.cluster.worker import WorkerFailed
+from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.cluster.workers.worker import WorkerFailed
 from megarl.output.places import CHECKPOINTS
 from megarl.process.errors import RunFailed
 from megarl.schema import MegarlConfig
-from megatron_ext import checkpoint_folder
-from megatron_ext.options import AdapterOptions
+from megatron_ext.checkpoint import checkpoint_folder
+from megatron_ext.options.options import AdapterOptions
 
 
 @dataclass(frozen=True)

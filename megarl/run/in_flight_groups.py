@@ -5,8 +5,8 @@ from concurrent.futures import Future
 from functools import partial
 from itertools import count
 
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.pending_request import PartialTurns, PendingRequest
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
 from megarl.data import PromptGroup
 from megarl.rollout.protocol import Request
 from megarl.run.saved_partials import SavedPartial

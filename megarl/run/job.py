@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from megarl.algorithms import AdaptiveKl, PolicyObjective
 from megarl.cluster.colocation import GpuSharing
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.heartbeat import Ranks
-from megarl.cluster.roles import POLICY
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.placement.roles import POLICY
+from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.cluster.workers.heartbeat import Ranks
 from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.data.sampler import digest_of

@@ -12,12 +12,12 @@ import ray
 
 from converters.gc_pause import gc_frozen
 from megarl.cluster.colocation import GpuSharing, OwnGpus, SharedGpus
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.placement import table
-from megarl.cluster.reservation import Seats, reserve
-from megarl.cluster.roles import ENGINE, POLICY, engine_role, trainer_role
-from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.placement.placement import table
+from megarl.cluster.placement.reservation import Seats, reserve
+from megarl.cluster.placement.roles import ENGINE, POLICY, engine_role, trainer_role
+from megarl.cluster.ray.runtime import ray_cluster
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.config.lora import without_dropout
 from megarl.config.megatron import megatron_options
 from megarl.config.validate import COMMANDS
@@ -45,8 +45,8 @@ from megarl.run.checkpoints import Checkpoint, check_trained_alike, latest_check
 from megarl.run.throughput import Throughput
 from megarl.schema import MegarlConfig
 from megarl.tracking import Run, Tracker, open_tracker
-from megatron_ext.device_memory import CountedMemory
-from megatron_ext.options import MegatronOptions
+from megatron_ext.memory.device_memory import CountedMemory
+from megatron_ext.options.options import MegatronOptions
 
 _WITH_ENGINES = ("train", "spin")
 """The commands whose policy is refitted into engines."""

@@ -12,7 +12,7 @@ from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.opening import RunSetup
 from megarl.run.supervised import conversation_batch
 from megatron_ext.objective import Objective
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 
 def read_pairs(setup: RunSetup) -> tuple[list[PreferencePair], list[PreferencePair]]:

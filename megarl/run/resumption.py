@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from megarl.cluster.restarts import say
+from megarl.cluster.engines.restarts import say
 from megarl.process.errors import Resumable, RunFailed
 from megarl.run.checkpoints import checkpoints_folder
 from megarl.schema import MegarlConfig
-from megatron_ext.checkpoint_folder import complete_iterations
+from megatron_ext.checkpoint.checkpoint_folder import complete_iterations
 
 MOST_IN_VAIN = 3
 """Failures in a row, without a checkpoint between them, after which a run is given up: it comes no further."""

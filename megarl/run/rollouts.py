@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms import ADVANTAGES, Source
 from megarl.cluster.colocation import GpuSharing
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.heartbeat import INTERVAL_S, Ranks
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.cluster.workers.heartbeat import INTERVAL_S, Ranks
 from megarl.data import Prompt, PromptGroup, PromptSampler
 from megarl.rewards import PendingScores, Scorer
 from megarl.run.ages import (

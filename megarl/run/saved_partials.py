@@ -8,7 +8,7 @@ from zlib import crc32
 
 import numpy as np
 
-from megarl.cluster.pending_request import PartialTurns
+from megarl.cluster.engines.pending_request import PartialTurns
 from megarl.rollout.protocol import Request
 from megarl.run.saved_turns import SavedTurns, described, save_turns
 

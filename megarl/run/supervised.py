@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from megarl.algorithms import AGGREGATIONS
-from megarl.cluster.batch import Batch
-from megarl.cluster.roles import POLICY
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.placement.roles import POLICY
+from megarl.cluster.trainer.batch import Batch
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import Conversation
 from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
@@ -25,7 +25,7 @@ from megarl.tracking import MetricValue, Tracker
 from megarl.tracking.clock import Clock
 from megarl.tracking.histogram import numbers
 from megatron_ext.objective import Objective
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from converters.cost.devices import peak_bf16_flops
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.tracking import MetricValue
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from converters.durable import complete
-from megarl.cluster.calls import wait
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.worker import Worker
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.worker import Worker
 from megarl.output.places import PROFILES
 from megarl.process.profiler import Profiler, TimelineEvent
 from megarl.rewards.scorer import Scorer

@@ -13,7 +13,7 @@ from megarl.algorithms.corrections import correction_factor
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.parts import call
 from megarl.algorithms.ragged import Ragged
-from megarl.cluster.batch import Batch
+from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Trajectory
 from megarl.data.stretches import not_finite
 from megarl.rewards import OVERLONG

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.algorithms import AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
-from megarl.cluster.batch import Batch
+from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Trajectory
 from megarl.data.stretches import Array, Runs, Values, here, length_of, shortened
 from megarl.schema import AlgorithmConfig, MegarlConfig

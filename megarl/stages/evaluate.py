@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megarl.cluster.engines import Engines
+from megarl.cluster.engines.engines import Engines
 from megarl.data import Prompt, PromptGroup
 from megarl.diagnostics.answers import answer_of
 from megarl.diagnostics.pass_at_k import Answers, accuracy_by_source, by_source

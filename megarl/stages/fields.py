@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from megarl.cluster.batch import Batch
+from megarl.cluster.trainer.batch import Batch
 from megarl.data.stretches import Values, dtype_of
 
 Loss = Literal["policy", "value", "prime"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megarl.cluster.batch import Batch
+from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup
 from megarl.diagnostics import (
     advantage_metrics,

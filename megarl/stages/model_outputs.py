@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from megarl.algorithms import ADVANTAGES, PolicyObjective, Source, implicit_process_rewards
-from megarl.cluster.batch import Batch, opened_values, sequences_of
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer.batch import Batch, opened_values, sequences_of
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import PromptGroup
 from megarl.data.stretches import Values
 from megarl.models.auxiliary import AuxiliaryModels

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from converters.errors import UserError
 from megarl.algorithms.finite import check_finite
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import Prompt, PromptGroup, Trajectory
 from megarl.rewards import OVERLONG, Outcome, PendingScores, RewardLost, RewardTimedOut, Score, reward_arguments
 from megarl.schema import RewardConfig

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from megarl.cluster.batch import Batch, opened_values
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 
 _RESPONSES = 32
 """Responses of a step that are looked at: each costs two more forward passes."""

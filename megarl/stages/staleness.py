@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megarl.cluster.batch import Batch
+from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Turn
 from megarl.data.stretches import Array, Runs, Stretch, Values, here
 from megarl.schema import MegarlConfig

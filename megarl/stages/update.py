@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
-from megarl.cluster.batch import Batch, opened_values, sequences_of
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer.batch import Batch, opened_values, sequences_of
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.diagnostics import expert_metrics, replay_metrics
 from megarl.schema import MegarlConfig
 from megarl.stages.batch import weighted

@@ -31,8 +31,8 @@ from megarl.rollout.vllm.engine import VllmEngine
 from megatron_ext import parallel
 from megatron_ext.loopback import open_store
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.specs import module_names
+from megatron_ext.model.specs import module_names
+from megatron_ext.options.options import MegatronOptions
 
 pytestmark = [pytest.mark.cuda, needs_gpus(1), needs_package("vllm")]
 LOOPBACK = "127.0.0.1"

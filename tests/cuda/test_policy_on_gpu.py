@@ -20,9 +20,9 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import device
 from megatron_ext.forward import forward_backward, predict_labels
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch
-from megatron_ext.specs import module_names
+from megatron_ext.model.specs import module_names
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import RaggedBatch
 
 pytestmark = [pytest.mark.cuda, needs_gpus(1)]
 TEMPERATURE = 0.8

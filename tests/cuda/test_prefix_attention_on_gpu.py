@@ -4,11 +4,11 @@ import pytest
 import torch
 from gpus import needs_gpus
 
-from megatron_ext.attention import packed_causal_attention
-from megatron_ext.packing import RaggedBatch, pack
-from megatron_ext.prefix_attention import SharedSequences, prefix_attention
-from megatron_ext.shared_prefixes import share
-from megatron_ext.varlen_kernels import CudaKernel, kernel_for
+from megatron_ext.attention.attention import packed_causal_attention
+from megatron_ext.attention.prefix_attention import SharedSequences, prefix_attention
+from megatron_ext.attention.varlen_kernels import CudaKernel, kernel_for
+from megatron_ext.packing.packing import RaggedBatch, pack
+from megatron_ext.packing.shared_prefixes import share
 
 pytestmark = [pytest.mark.cuda, needs_gpus(1)]
 

@@ -7,7 +7,7 @@ from test_engine_on_gpu import ARGUMENTS, greedy, running_engine
 
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import device
-from megatron_ext.storages import HostCopy, storages_of
+from megatron_ext.memory.storages import HostCopy, storages_of
 
 pytestmark = [pytest.mark.cuda, needs_gpus(1)]
 SLACK_BYTES = 2**26

@@ -10,7 +10,7 @@ import pytest
 import ray
 from whole_runs import kill_tree
 
-from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.ray.runtime import ray_cluster
 from megarl.rewards import Scorer
 from megarl.schema import ClusterConfig, RewardConfig
 

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import torch
 
-from megarl.cluster.batch import opened_values
 from megarl.cluster.colocation import OwnGpus
-from megarl.cluster.pending_request import PartialTurns
+from megarl.cluster.engines.pending_request import PartialTurns
+from megarl.cluster.trainer.batch import opened_values
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rollout.protocol import Request

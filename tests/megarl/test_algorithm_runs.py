@@ -20,7 +20,7 @@ from megarl.run.checkpoints import checkpoints_folder
 from megarl.schema import MegarlConfig
 from megarl.tracking import read_history
 from megarl.train import train
-from megatron_ext.checkpoint_folder import complete_iterations, iteration_folder
+from megatron_ext.checkpoint.checkpoint_folder import complete_iterations, iteration_folder
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_colocation import STEPS, exported, small, without_times
 
-from megarl.cluster.router import Router
-from megarl.cluster.streams import Stream
+from megarl.cluster.engines.router import Router
+from megarl.cluster.workers.streams import Stream
 from megarl.data import PromptGroup, Turn
 from megarl.rollout.protocol import Event, Progress
 from megarl.run.job import Job, open_job

@@ -11,11 +11,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from megarl.cli.main import main
-from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.ray.runtime import ray_cluster
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import ClusterConfig
-from megatron_ext import checkpoint_folder
+from megatron_ext.checkpoint import checkpoint_folder
 
 
 @pytest.fixture(scope="module")

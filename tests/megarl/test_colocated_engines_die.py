@@ -14,7 +14,7 @@ import ray
 import torch
 from test_colocation import DEVICE_BYTES, MIB, SHARED, STEPS, exported, small, without_times
 
-from megarl.cluster.engine_group import EngineGroup
+from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.run.job import Job, open_job

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from test_main_job import make_config
 
-from megarl.cluster.calls import wait
-from megarl.cluster.worker import WorkerFailed
+from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.worker import WorkerFailed
 from megarl.output.places import EXPORT
 from megarl.rollout.protocol import Engine
 from megarl.run.job import Job, open_job
@@ -18,7 +18,7 @@ from megarl.run.opening import RunSetup
 from megarl.schema import MegarlConfig, PoolConfig
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
-from megatron_ext.device_memory import DeviceFullError
+from megatron_ext.memory.device_memory import DeviceFullError
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
 

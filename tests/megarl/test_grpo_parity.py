@@ -16,8 +16,8 @@ from converters.plan import plan
 from megarl.algorithms import AGGREGATIONS, Metrics, PolicyObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import AlgorithmConfig
-from megatron_ext.balance import assign
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing.balance import assign
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 KL_COEFFICIENT = 0.1
 TEMPERATURE = 0.8
@@ -101,7 +101,7 @@ def rank_loss_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch
 
     from megatron_ext.forward import forward_backward, predict_labels
     from megatron_ext.megatron_model import MegatronModel
-    from megatron_ext.options import MegatronOptions
+    from megatron_ext.options.options import MegatronOptions
 
     checkpoint = HuggingFaceCheckpoint(folder)
     architecture = read_architecture(checkpoint.config)

@@ -19,7 +19,7 @@ from whole_runs import (
     wait_until,
 )
 
-from megatron_ext.checkpoint_folder import complete_iterations
+from megatron_ext.checkpoint.checkpoint_folder import complete_iterations
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from whole_runs import CHECKPOINT, LAST_STEP, job, kill_tree, leftovers, lines, numbers, start, wait_for_line
 
-from megatron_ext.checkpoint_folder import complete_iterations
+from megatron_ext.checkpoint.checkpoint_folder import complete_iterations
 
 
 @pytest.mark.timeout(900)

@@ -13,8 +13,8 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import AGGREGATIONS, POLICY_LOSSES, Metrics, PolicyObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import AlgorithmConfig, CorrectionConfig
-from megatron_ext.balance import assign
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing.balance import assign
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 # Share of the largest gradient: what the order of sums in fp32 leaves.
 TOLERANCE = 1e-6 if torch.cpu._is_avx512_supported() else 2e-6
@@ -77,7 +77,7 @@ def losses_and_gradients(rank: int, sizes: ParallelSizes, folder: Path, batch: R
 
     from megatron_ext.forward import forward_backward, predict_labels
     from megatron_ext.megatron_model import MegatronModel
-    from megatron_ext.options import MegatronOptions
+    from megatron_ext.options.options import MegatronOptions
 
     checkpoint = HuggingFaceCheckpoint(folder)
     options = MegatronOptions(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from megarl.algorithms import Metrics
-from megarl.cluster.batch import sequences_of
+from megarl.cluster.trainer.batch import sequences_of
 from megarl.data import Conversation, Turn
 from megarl.run.batches import StepBatch
 from megarl.run.checkpoints import Checkpoints, latest_checkpoint
@@ -22,7 +22,7 @@ from megarl.run.timeline import Timeline
 from megarl.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
 from megarl.spin import Exchange, check_lengths, draw_iteration, last_exchange, pairs_against
 from megatron_ext.objective import StepResult
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch
 
 ANSWERS = {1: [5, 2], 2: [6, 2], 3: [7, 2]}
 """The replies in the data to prompts of one token; 2 ends them."""

@@ -10,7 +10,7 @@ from echo_task import EchoFiles, write_echo
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.cli.main import main
-from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.ray.runtime import ray_cluster
 from megarl.data import load_pairs
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import ClusterConfig, PreferenceConfig

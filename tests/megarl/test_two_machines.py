@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from converters.errors import UserError
 from converters.hf_to_megatron import HUGGINGFACE, convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
-from megarl.cluster import runtime
+from megarl.cluster.ray import runtime
 from megarl.models.policy import check_loadable
 from megarl.output.places import EXPORT
 from megarl.quickstart.tiny_models import write_tiny_model

@@ -20,10 +20,10 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
-from megatron_ext.backbone import LanguageModel
-from megatron_ext.model import build_model, local_tensors
-from megatron_ext.optimizer import wrap_distributed
-from megatron_ext.packing import MicroBatch, RaggedBatch, pack
+from megatron_ext.model.backbone import LanguageModel
+from megatron_ext.model.model import build_model, local_tensors
+from megatron_ext.optimizer.optimizer import wrap_distributed
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch, pack
 from megatron_ext.weights import load_huggingface
 
 # Micro-batches of different lengths, with sequences of one token and two of the same length.

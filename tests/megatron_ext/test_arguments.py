@@ -9,8 +9,15 @@ import torch
 
 from converters.errors import UserError
 from megatron_ext import device
-from megatron_ext.arguments import CLASSES, SCHEDULER_FIELDS, check_options, megatron_fields, parse_flags, split_options
-from megatron_ext.dataclass_fields import read_fields
+from megatron_ext.options.arguments import (
+    CLASSES,
+    SCHEDULER_FIELDS,
+    check_options,
+    megatron_fields,
+    parse_flags,
+    split_options,
+)
+from megatron_ext.options.dataclass_fields import read_fields
 
 device.install()
 
@@ -42,7 +49,7 @@ def test_a_run_that_is_shorter_than_its_warm_up_ends_within_it() -> None:
 
 def rates(values: dict[str, Any], total_steps: int) -> list[float]:
     """The learning rates of five steps, of which the highest is 1."""
-    from megatron_ext.optimizer import build_scheduler
+    from megatron_ext.optimizer.optimizer import build_scheduler
 
     weight = torch.nn.Parameter(torch.zeros(1))
     # Megatron's scheduler asks its optimizer for nothing but the parameter groups.

@@ -11,7 +11,7 @@ from parity import VOCABULARY, loaded_model
 from torch import Tensor
 
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 ASKED = torch.tensor([False, True, True, False, True, False])
 

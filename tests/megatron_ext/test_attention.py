@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_ext import device
 
 device.install()
-from megatron_ext.attention import packed_causal_attention  # noqa: E402 (after the device layer)
+from megatron_ext.attention.attention import packed_causal_attention  # noqa: E402 (after the device layer)
 
 SCALE = 0.37
 

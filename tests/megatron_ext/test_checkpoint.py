@@ -21,8 +21,8 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext.balance import assign
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.balance import assign
+from megatron_ext.packing.packing import RaggedBatch
 
 STEPS = 4
 SAVED_AFTER = 2
@@ -185,7 +185,7 @@ def make_model(
     layers: int | None = None,
 ):
     from megatron_ext.megatron_model import MegatronModel
-    from megatron_ext.options import MegatronOptions
+    from megatron_ext.options.options import MegatronOptions
 
     checkpoint = HuggingFaceCheckpoint(folder)
     options = MegatronOptions(
@@ -253,7 +253,7 @@ def outcome(model, steps: dict) -> dict:
 
 def train_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options: Any = None) -> dict:
     """A run that is not interrupted: what it saves is written when all its tensors are others."""
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     model = make_model(rank, sizes, folder, **(options or {}))
     first = train(model, range(SAVED_AFTER))
@@ -271,7 +271,7 @@ def train_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path, 
 @contextmanager
 def slow_copies() -> Iterator[None]:
     """Inside, the copies of a save are begun late."""
-    from megatron_ext.host_copies import HostCopies
+    from megatron_ext.memory.host_copies import HostCopies
 
     copy = HostCopies.of
 
@@ -286,7 +286,7 @@ def slow_copies() -> Iterator[None]:
 @contextmanager
 def held_back_writes() -> Iterator[threading.Event]:
     """Inside, nothing is written to files before the event is set."""
-    from megatron_ext.checkpoint_writer import _Writer
+    from megatron_ext.checkpoint.checkpoint_writer import _Writer
 
     write, may_write = _Writer.write, threading.Event()
 
@@ -299,7 +299,7 @@ def held_back_writes() -> Iterator[threading.Event]:
 
 
 def load_and_train(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options: Any = None) -> dict:
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     model = make_model(rank, sizes, folder, **(options or {}))
     checkpoint.load(model, target)

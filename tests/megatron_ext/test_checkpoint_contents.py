@@ -158,7 +158,7 @@ def test_learning_rate_of_a_continued_run_is_that_of_its_configuration(alone):
 
 
 def refresh_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path, refresh: bool = True) -> dict:
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     model = make_model(rank, sizes, folder, reference=True)
     train(model, range(1))
@@ -172,7 +172,7 @@ def refresh_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path
 
 def save_again(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> list[int]:
     """How often each of three saves was planned; each holds the values of its own time."""
-    from megatron_ext import checkpoint, checkpoint_writer
+    from megatron_ext.checkpoint import checkpoint, checkpoint_writer
 
     model = make_model(rank, sizes, folder, reference=True)
     saving, planned, saved = checkpoint.Saving(model), [], []
@@ -201,7 +201,7 @@ def test_the_generator_of_a_gpu_goes_on_from_where_it_was_saved():
 
 
 def random_numbers_of_a_gpu(rank: int, sizes: ParallelSizes) -> None:
-    from megatron_ext.checkpoint_state import set_rng_state, sharded_rng_state
+    from megatron_ext.checkpoint.checkpoint_state import set_rng_state, sharded_rng_state
 
     of_cpu = sharded_rng_state().data
     assert of_cpu.keys() == {"python", "numpy", "torch", "tracker"}
@@ -219,7 +219,7 @@ def random_numbers_of_a_gpu(rank: int, sizes: ParallelSizes) -> None:
 
 
 def load_with_reference(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict:
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     model = make_model(rank, sizes, folder, reference=True)
     read = metadata.safe_load
@@ -246,7 +246,7 @@ def squared_error(values, micro_batch):
 
 
 def train_critic_and_save(rank: int, sizes: ParallelSizes, folder: Path, target: Path, dtype: torch.dtype) -> dict:
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     model = make_model(rank, sizes, folder, head="value", dtype=dtype)
     train(model, range(1), squared_error)
@@ -256,7 +256,7 @@ def train_critic_and_save(rank: int, sizes: ParallelSizes, folder: Path, target:
 
 
 def load_and_train_critic(rank: int, sizes: ParallelSizes, folder: Path, target: Path, dtype: torch.dtype) -> dict:
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     model = make_model(rank, sizes, folder, head="value", dtype=dtype)
     checkpoint.load(model, target)
@@ -267,7 +267,7 @@ def moved_while_saving(rank: int, sizes: ParallelSizes, folder: Path, target: Pa
     """Bytes of numbers in collectives: as a checkpoint is saved, and as megatron-core lists the optimizer's state."""
     from megatron.core import parallel_state
 
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     model = make_model(rank, sizes, folder)
     train(model, range(1))
@@ -295,7 +295,7 @@ def different_in_megatron_core(model, target: Path, metadata: Mapping[str, Any])
     """How many tensors of this rank's optimizer are others in what megatron-core's own optimizer reads."""
     from megatron.core import dist_checkpointing
 
-    from megatron_ext.optimizer_shards import main_states
+    from megatron_ext.optimizer.optimizer_shards import main_states
 
     weights = model.chunks[0].module.sharded_state_dict(metadata=metadata)
     wanted = model.optimizer.sharded_state_dict({"model": weights}, is_loading=True, metadata=metadata)

@@ -24,9 +24,10 @@ from converters.hf_to_megatron import convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from converters.manifest import MANIFEST, read_manifest, write_manifest
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext import checkpoint, checkpoint_folder, versions
+from megatron_ext import versions
+from megatron_ext.checkpoint import checkpoint, checkpoint_folder
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
+from megatron_ext.options.options import MegatronOptions
 
 EP2 = ParallelSizes(world_size=2, expert_model_parallel_size=2)
 

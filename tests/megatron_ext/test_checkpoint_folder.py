@@ -8,7 +8,7 @@ from isal.isal_zlib import crc32
 
 from converters.errors import UserError
 from converters.stream.targets import Written
-from megatron_ext import checkpoint_folder
+from megatron_ext.checkpoint import checkpoint_folder
 
 
 def write(root, iteration, keep=2, keep_every=0):

@@ -104,7 +104,7 @@ def test_full_disk_is_said_before_a_byte_is_written(folder, small_disk):
 
 
 def save_on_a_full_disk(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> str:
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     model = make_model(rank, sizes, folder)
     train(model, range(1))
@@ -114,7 +114,7 @@ def save_on_a_full_disk(rank: int, sizes: ParallelSizes, folder: Path, target: P
 
 
 def refused(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options: Mapping[str, Any]) -> str:
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     model = make_model(rank, sizes, folder, **options)
     before = outcome(model, {})["weights"]
@@ -127,7 +127,7 @@ def refused(rank: int, sizes: ParallelSizes, folder: Path, target: Path, options
 
 def refused_with_remainders(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> str:
     """The refusal where the optimizer keeps main parameters as Transformer Engine's does beside weights in bf16."""
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     def states_with_remainders(optimizer: Any) -> list[Any]:
         found = main_states(optimizer)
@@ -145,7 +145,7 @@ def wait_until_written(saving) -> None:
 
 def save_beyond_a_limit(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> list[str]:
     """Sentences in which a run hears that a file could not become as large as it had to: as it asks, and at the end."""
-    from megatron_ext import checkpoint
+    from megatron_ext.checkpoint import checkpoint
 
     model = make_model(rank, sizes, folder)
     target.mkdir(exist_ok=True)

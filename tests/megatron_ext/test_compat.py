@@ -24,7 +24,7 @@ from torch import Tensor
 
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext import compat, device
-from megatron_ext.optimizer import build_optimizer, wrap_distributed
+from megatron_ext.optimizer.optimizer import build_optimizer, wrap_distributed
 
 pytestmark = pytest.mark.skipif(device.has_transformer_engine(), reason="needed without Transformer Engine only")
 

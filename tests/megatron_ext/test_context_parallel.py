@@ -19,12 +19,12 @@ from torch import Tensor
 from converters.architectures import read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.context_parallel import cut
+from megatron_ext.attention.context_parallel import cut
 from megatron_ext.forward import forward_backward, predict_labels, predict_values
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import MicroBatch, RaggedBatch, pack
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch, pack
 
 ONE = ParallelSizes()
 CP2 = ParallelSizes(world_size=2, context_parallel_size=2)

@@ -24,8 +24,8 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.hf_to_megatron import convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.quickstart.tiny_models import add_prediction_layers
-from megatron_ext.distributed_weights import load_distributed
-from megatron_ext.model import build_model, local_tensors
+from megatron_ext.checkpoint.distributed_weights import load_distributed
+from megatron_ext.model.model import build_model, local_tensors
 
 DENSE_TOLERANCE, MOE_TOLERANCE = 1e-5, 1e-4
 

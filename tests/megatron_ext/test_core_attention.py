@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext import core_attention as choosing
-from megatron_ext import specs
-from megatron_ext.core_attention import core_attention, needs_preflight, why_not, with_padded_values
-from megatron_ext.model import transformer_config
-from megatron_ext.packed_attention import PackedAttention
+from megatron_ext.attention import core_attention as choosing
+from megatron_ext.attention.core_attention import core_attention, needs_preflight, why_not, with_padded_values
+from megatron_ext.attention.packed_attention import PackedAttention
+from megatron_ext.model import specs
+from megatron_ext.model.model import transformer_config
 
 ONE = ParallelSizes()
 

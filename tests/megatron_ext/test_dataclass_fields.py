@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.dataclass_fields import FieldType, read_fields
+from megatron_ext.options.dataclass_fields import FieldType, read_fields
 
 SOURCE = """
 from dataclasses import dataclass, field

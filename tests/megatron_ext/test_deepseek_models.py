@@ -20,8 +20,8 @@ from converters.architectures import Architecture, read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.quickstart.tiny_models import add_prediction_layers
-from megatron_ext.multi_token_prediction import look_ahead
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.model.multi_token_prediction import look_ahead
+from megatron_ext.packing.packing import RaggedBatch, pack
 from megatron_ext.weights import export_huggingface
 
 TOLERANCE = 1e-4

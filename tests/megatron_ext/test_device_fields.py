@@ -12,8 +12,8 @@ from small_configs import make_config
 from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.device_fields import default_fields, required_fields
-from megatron_ext.model import transformer_config
+from megatron_ext.model.model import transformer_config
+from megatron_ext.options.device_fields import default_fields, required_fields
 
 _TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 KERNELS = (

@@ -25,11 +25,12 @@ from converters.layouts.megatron import ModuleNames, ParallelSizes
 from converters.layouts.torch_dist import has_uniform_layers
 from converters.megatron_to_hf import export_checkpoint
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext import checkpoint, compat
-from megatron_ext.distributed_weights import load_distributed, sharded, transformer_engine_keys
+from megatron_ext import compat
+from megatron_ext.checkpoint import checkpoint
+from megatron_ext.checkpoint.distributed_weights import load_distributed, sharded, transformer_engine_keys
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.model import build_model, local_tensors
-from megatron_ext.options import MegatronOptions
+from megatron_ext.model.model import build_model, local_tensors
+from megatron_ext.options.options import MegatronOptions
 
 SIZES = {
     "one": ParallelSizes(),

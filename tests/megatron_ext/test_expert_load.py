@@ -18,8 +18,8 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import RaggedBatch
 
 LENGTHS = (23, 20, 11, 5)
 """Odd, so that tensor and context parallelism fill up micro-batches."""

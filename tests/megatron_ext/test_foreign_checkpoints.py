@@ -20,7 +20,7 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.formats.torch_dist import TorchDistCheckpoint, read_metadata
 from converters.layouts.megatron import ParallelSizes
 from converters.megatron_to_hf import export_checkpoint
-from megatron_ext.model import local_tensors
+from megatron_ext.model.model import local_tensors
 
 TP2 = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
 UNEVEN = ParallelSizes(world_size=2, pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1)

@@ -25,14 +25,15 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.resharding.loader.buckets import cut_into_buckets, views
 from megarl.resharding.loader.source import WeightSource
 from megarl.resharding.shared_memory import Segment
-from megatron_ext import checkpoint, device
-from megatron_ext.fully_sharded import own_rows
+from megatron_ext import device
+from megatron_ext.checkpoint import checkpoint
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.offload import optimizer_tensors
-from megatron_ext.options import AdapterOptions, MegatronOptions
-from megatron_ext.packing import RaggedBatch
-from megatron_ext.storages import nbytes_of, storages_of
-from megatron_ext.supported_options import check_supported
+from megatron_ext.memory.offload import optimizer_tensors
+from megatron_ext.memory.storages import nbytes_of, storages_of
+from megatron_ext.optimizer.fully_sharded import own_rows
+from megatron_ext.options.options import AdapterOptions, MegatronOptions
+from megatron_ext.options.supported_options import check_supported
+from megatron_ext.packing.packing import RaggedBatch
 
 LAYOUTS = {
     "DP2": ParallelSizes(world_size=2, use_torch_fsdp2=True),

@@ -16,8 +16,8 @@ from converters.architectures.extensions import Extensions
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.attention import packed_causal_attention
-from megatron_ext.extensions import check_transformer_engine_suffices
+from megatron_ext.attention.attention import packed_causal_attention
+from megatron_ext.model.extensions import check_transformer_engine_suffices
 
 ONE = ParallelSizes()
 SIZES = {

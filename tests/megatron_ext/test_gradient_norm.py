@@ -18,8 +18,8 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import RaggedBatch
 
 ONE = ParallelSizes()
 TP2 = {"world_size": 2, "tensor_model_parallel_size": 2}

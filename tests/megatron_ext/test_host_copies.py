@@ -16,7 +16,7 @@ from torch import Tensor
 
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext import device
-from megatron_ext.host_copies import HostCopies, HostTensor, on_host
+from megatron_ext.memory.host_copies import HostCopies, HostTensor, on_host
 
 ALIGNMENT_BYTES = 64
 BUCKET_BYTES = 2**12
@@ -104,7 +104,7 @@ def test_copies_are_of_what_tensors_show_whatever_their_types_and_strides() -> N
 
 def saved_in_the_background(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> list[tuple[int, int, int]]:
     """After each of three saves: bytes that were held at most, those that were written, and in how many tensors."""
-    from megatron_ext import checkpoint, checkpoint_writer
+    from megatron_ext.checkpoint import checkpoint, checkpoint_writer
 
     model = make_model(rank, sizes, folder, reference=True, dtype=torch.bfloat16)
     found = []

@@ -16,12 +16,13 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext import checkpoint, compat
+from megatron_ext import compat
+from megatron_ext.checkpoint import checkpoint
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.optimizer import build_optimizer
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch
-from megatron_ext.supported_options import check_supported
+from megatron_ext.optimizer.optimizer import build_optimizer
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.options.supported_options import check_supported
+from megatron_ext.packing.packing import RaggedBatch
 
 EP2 = ParallelSizes(world_size=2, expert_model_parallel_size=2)
 OFFLOADED = {"optimizer_cpu_offload": True}

@@ -35,10 +35,11 @@ from converters.plan import plan
 from megarl.algorithms import SftObjective
 from megarl.config.lora import without_dropout
 from megarl.schema import LoraConfig
-from megatron_ext import checkpoint, device
+from megatron_ext import device
+from megatron_ext.checkpoint import checkpoint
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import AdapterOptions, MegatronOptions
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.options.options import AdapterOptions, MegatronOptions
+from megatron_ext.packing.packing import RaggedBatch
 
 MIXTURES = ("qwen3_moe", "deepseek_v3")
 SIZES = {

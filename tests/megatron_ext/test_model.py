@@ -16,7 +16,7 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.model import build_model, transformer_config
+from megatron_ext.model.model import build_model, transformer_config
 
 ONE = ParallelSizes()
 TP2 = ParallelSizes(world_size=2, tensor_model_parallel_size=2)

@@ -24,8 +24,8 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.models.policy import check_prediction_layers
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions, MtpTraining
-from megatron_ext.packing import MicroBatch, RaggedBatch
+from megatron_ext.options.options import MegatronOptions, MtpTraining
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch
 
 LAYERS, FACTOR, TEMPERATURE = 2, 0.3, 0.7
 LENGTHS = (9, 2, 17, 1, 12)

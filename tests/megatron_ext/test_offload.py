@@ -17,12 +17,12 @@ from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
-from megatron_ext.device_memory import ALL_PARTS, CountedMemory, DeviceFullError
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.offload import OffloadableState, optimizer_tensors
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch
-from megatron_ext.storages import HostCopy, nbytes_of, storages_of
+from megatron_ext.memory.device_memory import ALL_PARTS, CountedMemory, DeviceFullError
+from megatron_ext.memory.offload import OffloadableState, optimizer_tensors
+from megatron_ext.memory.storages import HostCopy, nbytes_of, storages_of
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import RaggedBatch
 
 STEPS = 2
 FP32 = MegatronOptions(ParallelSizes(), torch.float32, optimizer={"lr": 1e-2})

@@ -17,15 +17,15 @@ from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
-from megarl.cluster.trainer_worker import TrainerWorker
+from megarl.cluster.trainer.trainer_worker import TrainerWorker
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.resharding.loader.buckets import cut_into_buckets, views
 from megarl.resharding.loader.source import WeightSource
 from megarl.resharding.shared_memory import Segment
-from megatron_ext import checkpoint
+from megatron_ext.checkpoint import checkpoint
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import RaggedBatch
 
 OFF: Mapping[str, Any] = {}
 REDUCE = {"overlap_grad_reduce": True, "bucket_size": 20_000}

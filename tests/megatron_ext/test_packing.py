@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
-from megarl.cluster.batch import Batch, opened_values
-from megarl.cluster.trainer_group import cut_batch, in_order, share_of
-from megatron_ext.balance import assign
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch, pack, unpack
+from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.trainer_group import cut_batch, in_order, share_of
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.balance import assign
+from megatron_ext.packing.packing import RaggedBatch, pack, unpack
 
 
 def ragged(lengths: list[int]) -> RaggedBatch:

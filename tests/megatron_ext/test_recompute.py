@@ -16,7 +16,7 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.model import transformer_config
+from megatron_ext.model.model import transformer_config
 
 Options = dict[str, Any]
 

@@ -17,10 +17,10 @@ from converters.architectures.hf_config import HuggingFaceConfig
 from converters.architectures.rotary import rotary_embedding
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
+from megatron_ext.attention.rotary import table_rows
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch
-from megatron_ext.rotary import table_rows
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import RaggedBatch
 
 
 @pytest.mark.parametrize(("factor", "head_dim"), [(8.0, 128), (32.0, 64), (32.0, 128)])

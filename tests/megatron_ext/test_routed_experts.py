@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_ext.packing import RaggedBatch, pack
-from megatron_ext.routed_experts import Routing
+from megatron_ext.packing.packing import RaggedBatch, pack
+from megatron_ext.routing.routed_experts import Routing
 
 DEEPSEEK_V3 = Routing(layers=58, topk=8, experts=256)
 

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from converters.errors import UserError
-from megatron_ext.router import build_router
+from megatron_ext.routing.router import build_router
 
 TOKENS, EXPERTS, GROUPS, CHOSEN, TOPK = 50, 16, 4, 2, 5
 SOFTMAX = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}

@@ -25,10 +25,10 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import megatron_model
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import MicroBatch, RaggedBatch, pack
-from megatron_ext.router_balance import routed_tokens
-from megatron_ext.router_loss_options import RouterLosses
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch, pack
+from megatron_ext.routing.router_balance import routed_tokens
+from megatron_ext.routing.router_loss_options import RouterLosses
 
 COEFFICIENTS = {"z_loss": 0.5, "seq_aux_loss": 3.0, "global_aux_loss": 2.0}
 OPTIONS = {

@@ -19,10 +19,10 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch
-from megatron_ext.routed_experts import Routing
-from megatron_ext.router_replay import RecordedChoice, replaying, take_counts
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import RaggedBatch
+from megatron_ext.routing.routed_experts import Routing
+from megatron_ext.routing.router_replay import RecordedChoice, replaying, take_counts
 
 LENGTHS = (8, 4, 12, 6)
 ROUTING = Routing(layers=3, topk=2, experts=8)

@@ -25,18 +25,18 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext import prefix_attention as prefix_attention_module
-from megatron_ext.attention import packed_causal_attention
-from megatron_ext.balance import Cut, assign, computed
+from megatron_ext.attention import prefix_attention as prefix_attention_module
+from megatron_ext.attention.attention import packed_causal_attention
+from megatron_ext.attention.prefix_attention import SharedSequences, _own, prefix_attention
+from megatron_ext.attention.rotary import rotate_by_position
+from megatron_ext.attention.varlen_kernels import CpuKernel, CudaKernel, Merged, Stretches
 from megatron_ext.forward import forward_backward, packed_sequences, predict_labels
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch, pack
-from megatron_ext.prefix_attention import SharedSequences, _own, prefix_attention
-from megatron_ext.prefix_tree import SHORTEST_PREFIX, Prefixes
-from megatron_ext.rotary import rotate_by_position
-from megatron_ext.shared_prefixes import SharedPart, share
-from megatron_ext.varlen_kernels import CpuKernel, CudaKernel, Merged, Stretches
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.balance import Cut, assign, computed
+from megatron_ext.packing.packing import RaggedBatch, pack
+from megatron_ext.packing.prefix_tree import SHORTEST_PREFIX, Prefixes
+from megatron_ext.packing.shared_prefixes import SharedPart, share
 
 SIZES = {
     "one": ParallelSizes(),

@@ -14,11 +14,11 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.arguments import CLASSES, megatron_fields
-from megatron_ext.model import transformer_config
-from megatron_ext.model_fields import LATENT_ATTENTION_FIELDS, MODEL_CHOICES, MODEL_FIELDS, without_model_fields
-from megatron_ext.options import MegatronOptions
-from megatron_ext.supported_options import NEEDS, REFUSED, REFUSED_IN_SOME_VERSIONS, TESTED, check_supported
+from megatron_ext.model.model import transformer_config
+from megatron_ext.options.arguments import CLASSES, megatron_fields
+from megatron_ext.options.model_fields import LATENT_ATTENTION_FIELDS, MODEL_CHOICES, MODEL_FIELDS, without_model_fields
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.options.supported_options import NEEDS, REFUSED, REFUSED_IN_SOME_VERSIONS, TESTED, check_supported
 
 TESTS = Path(__file__).resolve().parents[1]
 

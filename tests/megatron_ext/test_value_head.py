@@ -18,10 +18,10 @@ from converters.architectures import read_architecture, with_value_head
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.distributed_weights import load_distributed
+from megatron_ext.checkpoint.distributed_weights import load_distributed
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import MicroBatch, RaggedBatch, last_tokens
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch, last_tokens
 
 SIZES = {
     "one": ParallelSizes(),

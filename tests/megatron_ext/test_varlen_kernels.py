@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_ext import varlen_kernels
-from megatron_ext.varlen_kernels import CpuKernel, Merged, Stretches
+from megatron_ext.attention import varlen_kernels
+from megatron_ext.attention.varlen_kernels import CpuKernel, Merged, Stretches
 
 SCALE = 0.3
 CAUSAL = Stretches((3, 70, 5, 1, 64, 4), (3, 70, 5, 1, 64, 4), True, SCALE)

@@ -17,7 +17,7 @@ from converters.copying import check_checkpoint
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.model import local_tensors
+from megatron_ext.model.model import local_tensors
 from megatron_ext.weights import export_huggingface
 
 SIZES = {

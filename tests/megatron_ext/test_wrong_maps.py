@@ -15,7 +15,7 @@ from converters.architectures import read_architecture
 from converters.copying import read_into
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes, megatron_layout
-from megatron_ext.model import build_model, local_tensors
+from megatron_ext.model.model import build_model, local_tensors
 
 LARGEST_TOLERANCE = 1e-4
 

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import AGGREGATIONS
-from megatron_ext.balance import Cut, assign, computed
-from megatron_ext.packing import RaggedBatch
-from megatron_ext.prefix_tree import SHORTEST_PREFIX, Prefixes
+from megatron_ext.packing.balance import Cut, assign, computed
+from megatron_ext.packing.packing import RaggedBatch
+from megatron_ext.packing.prefix_tree import SHORTEST_PREFIX, Prefixes
 
 LENGTHS = (5, 12, 1, 33, 12, 7, 2, 18, 24, 9, 3, 16, 21, 6, 11, 30, 4, 15, 8, 27)
 """Tokens of each sequence, two or more for each of eight data-parallel ranks."""

@@ -17,7 +17,7 @@ from megarl.quickstart.tiny_models import add_prediction_layers
 from megarl.schema import AlgorithmConfig, CorrectionConfig
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
+from megatron_ext.options.options import MegatronOptions
 
 TEMPERATURE = 0.8
 SEED = 5

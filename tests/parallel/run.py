@@ -22,7 +22,7 @@ from megarl.algorithms import Metrics, PolicyObjective
 from megatron_ext import parallel
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.packing import MicroBatch, RaggedBatch, unpack
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch, unpack
 
 WHOLE = ("dense", "MoE, alltoall")
 """Kinds that are also run forward alone, and without the distributed optimizer: neither sees how attention or the

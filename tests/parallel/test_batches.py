@@ -4,8 +4,8 @@ import torch
 from batches import bare_batch, deal, prefixes_of
 from combinations import KINDS, layouts
 
-from megatron_ext.balance import computed
-from megatron_ext.options import MegatronOptions
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.balance import computed
 
 
 def test_every_rank_of_a_layout_that_shares_prefixes_computes_some_tokens_once() -> None:

@@ -192,7 +192,7 @@ def test_the_first_node_says_where_the_others_reach_it(submit, tmp_path, environ
     assert done.returncode == 0, done.stderr
     interface = " --interface=ib0" if "SOCKET_IFNAME" in environment else ""
     steps = (tmp_path / "steps").read_text()
-    assert f" -m megarl.cluster.slurm node {address}:6379 --head n1{interface}\n" in steps
+    assert f" -m megarl.cluster.ray.slurm node {address}:6379 --head n1{interface}\n" in steps
     assert f"-- megarl sft cluster.address={address}:6379 " in steps
 
 

@@ -10,7 +10,7 @@ from megarl.config.foreign.engine_arguments import EXPERT_PARALLEL, OF_VERL, TEN
 from megarl.config.foreign.recipe import OPEN, TranslatedRecipe
 from megarl.config.foreign.verl_settings import Unknown, read_settings
 from megarl.rollout import ENGINES
-from megatron_ext.arguments import megatron_fields
+from megatron_ext.options.arguments import megatron_fields
 
 _ACTOR, _ROLLOUT, _ALGORITHM = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm."
 

@@ -10,8 +10,8 @@ from converters.errors import UserError, did_you_mean
 from megarl.config.assignment import Assignment, override
 from megarl.config.foreign.arguments import Argument, read_arguments
 from megarl.config.foreign.megatron_flags import KEYS, LEFT_OUT, MODEL, NEGATIVE, REFUSED, RENAMED, SWITCHES, left_out
-from megatron_ext.arguments import megatron_fields, parse_flags
-from megatron_ext.model_fields import LATENT_ATTENTION_FIELDS, MODEL_FIELDS
+from megatron_ext.options.arguments import megatron_fields, parse_flags
+from megatron_ext.options.model_fields import LATENT_ATTENTION_FIELDS, MODEL_FIELDS
 
 if TYPE_CHECKING:
     from converters.architectures import Architecture

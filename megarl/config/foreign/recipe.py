@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megarl.config.origins import OPEN, compose_open
-from megatron_ext.supported_options import REFUSED
+from megatron_ext.options.supported_options import REFUSED
 
 __all__ = ["OPEN", "TranslatedRecipe", "check"]
 

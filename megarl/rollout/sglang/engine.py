@@ -32,7 +32,7 @@ from megarl.rollout.sglang.process import Server
 from megarl.rollout.sglang.samples import ADAPTER, Limits
 from megarl.rollout.worker_memory import require
 from megatron_ext import device
-from megatron_ext.device_memory import CountedMemory
+from megatron_ext.memory.device_memory import CountedMemory
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")

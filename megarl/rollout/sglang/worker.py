@@ -18,7 +18,7 @@ from megarl.rollout.sglang import cpu, tracing
 from megarl.rollout.sglang.adapter_slot import AdapterSlot
 from megarl.rollout.sglang.calls import CallFolder
 from megarl.rollout.sglang.loaded_together import LoadedTogether
-from megatron_ext.device_memory import CountedMemory
+from megatron_ext.memory.device_memory import CountedMemory
 
 
 class _Model:

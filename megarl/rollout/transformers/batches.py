@@ -24,7 +24,7 @@ from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleIn
 from megarl.rollout.sampling import check_begun, check_sampling
 from megarl.rollout.transformers.model import SamplingModel
 from megarl.rollout.transformers.sampling import kept_log_probs, tokens_at
-from megatron_ext.routed_experts import Routing
+from megatron_ext.routing.routed_experts import Routing
 
 
 @dataclass(eq=False, kw_only=True)

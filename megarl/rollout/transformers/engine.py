@@ -20,7 +20,7 @@ from megarl.rollout.request_in_flight import Listener, SampleInFlight
 from megarl.rollout.transformers.arguments import read_arguments
 from megarl.rollout.worker_memory import WorkerMemory, require
 from megatron_ext import device
-from megatron_ext.device_memory import CountedMemory
+from megatron_ext.memory.device_memory import CountedMemory
 
 if TYPE_CHECKING:
     from megarl.rollout.transformers.batches import Batches

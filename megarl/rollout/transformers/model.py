@@ -19,7 +19,7 @@ from converters.errors import UserError
 from megarl.rollout.cpu_linear import LinearInAnyBatch
 from megarl.rollout.transformers.arguments import TransformersArguments
 from megatron_ext import device
-from megatron_ext.routed_experts import Routing
+from megatron_ext.routing.routed_experts import Routing
 
 
 class Computed(NamedTuple):

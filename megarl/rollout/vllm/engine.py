@@ -27,7 +27,7 @@ from megarl.rollout.vllm.kind import ADAPTER_SLOT
 from megarl.rollout.vllm.sequences import SequencesInFlight
 from megarl.rollout.worker_memory import require
 from megatron_ext import device
-from megatron_ext.device_memory import CountedMemory
+from megatron_ext.memory.device_memory import CountedMemory
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")

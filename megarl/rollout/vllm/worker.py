@@ -34,7 +34,7 @@ from megarl.rollout.vllm import (
 )
 from megarl.rollout.vllm.draft import WithDraft
 from megarl.rollout.vllm.kind import BOUNDED_KV, LORA_ALPHA
-from megatron_ext.device_memory import CountedMemory
+from megatron_ext.memory.device_memory import CountedMemory
 
 weight_transfer.register()
 adapter_slot.register()

@@ -9,7 +9,7 @@ from torch import Tensor
 from megarl.algorithms import Metrics, PolicyObjective
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.packing import MicroBatch, RaggedBatch, pack
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch, pack
 
 # Each sequence's cut: the prompt's length, and which tokens after it are trained on.
 sequences = st.lists(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megarl.algorithms import Metrics
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.packing import MicroBatch, RaggedBatch, pack
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch, pack
 
 # Prompt and reply lengths; some are long.
 sequence_shapes = st.tuples(st.integers(1, 4), st.one_of(st.integers(1, 9), st.just(1000)))

@@ -11,7 +11,7 @@ from policy_batches import random_batch, run, sequences
 from megarl.algorithms import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES, PolicyObjective
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.schema import AlgorithmConfig, CorrectionConfig
-from megatron_ext.balance import assign
+from megatron_ext.packing.balance import assign
 
 
 def corrections(names: list[str]) -> list[CorrectionConfig]:

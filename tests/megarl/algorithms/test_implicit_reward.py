@@ -17,7 +17,7 @@ from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms import ImplicitRewardObjective, implicit_process_rewards
-from megatron_ext.packing import MicroBatch, RaggedBatch
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch
 
 OBJECTIVE = ImplicitRewardObjective(beta=0.2)
 

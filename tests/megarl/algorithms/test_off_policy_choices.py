@@ -15,7 +15,7 @@ from megarl.algorithms.corrections import near_or_rewarded
 from megarl.algorithms.kl import UNBIASED, importance_weighted
 from megarl.algorithms.ragged import Ragged
 from megarl.schema import AlgorithmConfig, CorrectionConfig
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch
 
 LIMIT = 0.05
 

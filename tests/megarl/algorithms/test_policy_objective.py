@@ -10,7 +10,7 @@ from torch import Tensor
 from megarl.algorithms import POLICY_LOSSES, Metrics, PolicyObjective
 from megarl.schema import AlgorithmConfig, CorrectionConfig
 from megatron_ext.log_probs import linear_log_probs
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 OBJECTIVE = PolicyObjective(
     AlgorithmConfig(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective, RewardModelObjective
-from megatron_ext.packing import MicroBatch, RaggedBatch
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch
 
 OBJECTIVE = PreferenceObjective(beta=0.3, label_smoothing=0.1)
 

@@ -16,7 +16,7 @@ from megarl.algorithms import Metrics, PolicyObjective
 from megarl.quickstart.tiny_models import TINY_MODELS, write_tiny_model
 from megarl.schema import AlgorithmConfig
 from megatron_ext.log_probs import linear_log_probs
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 TEMPERATURE, CLIP_LOW, CLIP_HIGH, KL_COEFFICIENT = 0.9, 0.1, 0.15, 0.3
 PROMPT_AND_RESPONSE = ((3, 4), (5, 1), (1, 6))

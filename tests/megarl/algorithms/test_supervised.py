@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms import Metrics, SftObjective, exact_matches
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 
 def test_the_loss_is_the_weighted_negative_log_likelihood() -> None:

@@ -6,7 +6,7 @@ import torch
 from converters.errors import UserError
 from megarl.algorithms import PolicyObjective, ValueObjective
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.packing import MicroBatch, RaggedBatch, pack
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch, pack
 
 OBJECTIVES = {
     "policy": (PolicyObjective(), lambda values: LogProbs(values, torch.zeros_like(values), values > 0)),

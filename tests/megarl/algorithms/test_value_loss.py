@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.algorithms import Metrics, ValueObjective
 from megarl.algorithms.aggregation import AGGREGATIONS
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 
 def run(objective: ValueObjective, batch: RaggedBatch, values: Tensor, cut) -> tuple[Tensor, Tensor, Metrics]:

@@ -10,9 +10,9 @@ from echo_engine import SCRIPT
 from echo_kind import ECHO
 
 import megarl.rollout
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.reservation import reserve
-from megarl.cluster.roles import ENGINE, engine_role
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.placement.reservation import reserve
+from megarl.cluster.placement.roles import ENGINE, engine_role
 from megarl.refit.refit import Refit
 from megarl.resharding.transfer_stats import TransferStats
 from megarl.schema import ClusterConfig, RolloutConfig

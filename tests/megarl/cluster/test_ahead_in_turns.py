@@ -14,9 +14,9 @@ from test_restarts_in_turns import Trainer, died
 
 import megarl.rollout
 from megarl.cluster.colocation import SharedGpus
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.reservation import reserve
-from megarl.cluster.roles import ENGINE, POLICY, engine_role
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.placement.reservation import reserve
+from megarl.cluster.placement.roles import ENGINE, POLICY, engine_role
 from megarl.data import PromptSampler
 from megarl.data.stretches import here
 from megarl.quickstart.tiny_models import make_tokenizer

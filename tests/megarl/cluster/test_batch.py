@@ -8,14 +8,14 @@ import pytest
 import ray
 import torch
 
-from megarl.cluster.batch import Batch, opened_values, sequences_of
-from megarl.cluster.long_arrays import put_back, taken_out
+from megarl.cluster.trainer.batch import Batch, opened_values, sequences_of
+from megarl.cluster.workers.long_arrays import put_back, taken_out
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.data.stretches import Runs, Stored, Values, ValuesGone, is_finite, joined, shortened, stored_together
 from megarl.schema import AlgorithmConfig
 from megarl.stages.batch import to_batch
-from megatron_ext.packing import RaggedBatch
-from megatron_ext.routed_experts import Routing
+from megatron_ext.packing.packing import RaggedBatch
+from megatron_ext.routing.routed_experts import Routing
 
 NAN, OTHER_NAN = np.array([0x7FC00000, 0x7FC00001], dtype=np.uint32).view(np.float32)
 

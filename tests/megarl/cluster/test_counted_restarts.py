@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster.restarts import Restarts, StartStages
-from megarl.cluster.worker import Call, WorkerFailed, WorkerGone
+from megarl.cluster.engines.restarts import Restarts, StartStages
+from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
 
 
 @dataclass(eq=False)

@@ -14,13 +14,13 @@ from eventually import eventually, has_ended
 
 import megarl.rollout
 from converters.errors import UserError
-from megarl.cluster import router
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.reachability import check_that_all_meet, listen
-from megarl.cluster.reservation import reserve
-from megarl.cluster.roles import ENGINE, engine_role
-from megarl.cluster.worker import WorkerGone
+from megarl.cluster.engines import router
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.placement.reachability import check_that_all_meet, listen
+from megarl.cluster.placement.reservation import reserve
+from megarl.cluster.placement.roles import ENGINE, engine_role
+from megarl.cluster.workers.worker import WorkerGone
 from megarl.process.ports import free_port
 from megarl.schema import ClusterConfig, RolloutConfig
 

@@ -12,9 +12,9 @@ from patient_engine import PROMPTS, TOLD, log_prob, response
 
 import megarl.rollout
 from megarl.cluster.colocation import OwnGpus
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.reservation import reserve
-from megarl.cluster.roles import ENGINE, engine_role
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.placement.reservation import reserve
+from megarl.cluster.placement.roles import ENGINE, engine_role
 from megarl.data import Prompt, PromptSampler
 from megarl.data.stretches import here
 from megarl.quickstart.tiny_models import make_tokenizer

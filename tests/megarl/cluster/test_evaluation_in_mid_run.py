@@ -9,9 +9,9 @@ from patient_engine import FORGOTTEN, PROMPTS, TOLD
 from test_engines_go_on import PATIENT, REWARD, SAMPLES, STALENESS, STEPS, heard, rollouts_of
 
 import megarl.rollout
-from megarl.cluster.engine_group import EngineGroup
-from megarl.cluster.reservation import reserve
-from megarl.cluster.roles import ENGINE, engine_role
+from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.placement.reservation import reserve
+from megarl.cluster.placement.roles import ENGINE, engine_role
 from megarl.data import Prompt, PromptSampler
 from megarl.data.stretches import here
 from megarl.quickstart.tiny_models import make_tokenizer

@@ -9,9 +9,9 @@ import pytest
 import ray
 
 from converters.errors import UserError
-from megarl.cluster import ray_head
-from megarl.cluster.joining import join, machines
-from megarl.cluster.ray_head import is_head
+from megarl.cluster.ray import ray_head
+from megarl.cluster.ray.joining import join, machines
+from megarl.cluster.ray.ray_head import is_head
 
 
 def node(address, *, alive=True, **resources):

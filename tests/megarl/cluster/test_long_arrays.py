@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.cluster.long_arrays import put_back, taken_out
+from megarl.cluster.workers.long_arrays import put_back, taken_out
 from megarl.data import Turn
 from megarl.data.stretches import Stored, here
 

@@ -9,9 +9,9 @@ from converters.architectures import Lora, read_architecture, with_head
 from converters.cost.compute import forward_flops, update_flops
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.megatron import ParallelSizes
-from megarl.cluster.model_work import ModelWork
+from megarl.cluster.trainer.model_work import ModelWork
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext.options import AdapterOptions, MegatronOptions
+from megatron_ext.options.options import AdapterOptions, MegatronOptions
 
 PLAIN = MegatronOptions(ParallelSizes(), torch.float32)
 LORA = Lora(4, 8.0)

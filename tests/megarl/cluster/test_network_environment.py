@@ -7,7 +7,14 @@ import psutil
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster.network_environment import DEFAULTS, Network, RdmaPort, address_of, look_at, network_environment
+from megarl.cluster.ray.network_environment import (
+    DEFAULTS,
+    Network,
+    RdmaPort,
+    address_of,
+    look_at,
+    network_environment,
+)
 
 
 def values(network):

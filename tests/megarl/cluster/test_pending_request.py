@@ -2,7 +2,7 @@
 
 import json
 
-from megarl.cluster.pending_request import PendingRequest
+from megarl.cluster.engines.pending_request import PendingRequest
 from megarl.data import Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from converters.errors import UserError
-from megarl.cluster.placement import Node, Role, find_place, place, table
+from megarl.cluster.placement.placement import Node, Role, find_place, place, table
 
 
 def machines(*gpus, cpus=64.0):

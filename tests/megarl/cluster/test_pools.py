@@ -3,8 +3,8 @@
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster.placement import Node, Role, table
-from megarl.cluster.pools import place_in_pools
+from megarl.cluster.placement.placement import Node, Role, table
+from megarl.cluster.placement.pools import place_in_pools
 from megarl.schema import ClusterConfig, PoolConfig
 
 NODES = [Node(f"id-{place}", f"10.0.0.{place}", cpus=64, gpus=gpus) for place, gpus in enumerate([0, 8, 8, 8])]

@@ -4,14 +4,14 @@ import numpy as np
 import torch
 
 from converters.layouts.megatron import ParallelSizes
-from megarl.cluster.batch import Batch
-from megarl.cluster.prefixes import prefixes_of
-from megarl.cluster.trainer_group import cut_batch
+from megarl.cluster.trainer.batch import Batch
+from megarl.cluster.trainer.prefixes import prefixes_of
+from megarl.cluster.trainer.trainer_group import cut_batch
 from megarl.data.stretches import Stored
-from megatron_ext.balance import computed
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch, pack
-from megatron_ext.shared_prefixes import share
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.balance import computed
+from megatron_ext.packing.packing import RaggedBatch, pack
+from megatron_ext.packing.shared_prefixes import share
 
 
 def array(*tokens: int) -> np.ndarray:

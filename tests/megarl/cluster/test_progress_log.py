@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cluster.progress_log import NOTHING, PartialSample, ProgressLog
+from megarl.cluster.engines.progress_log import NOTHING, PartialSample, ProgressLog
 from megarl.data import Turn
 from megarl.rollout.protocol import Progress
 

@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray._private import node
 
-from megarl.cluster.runtime import _TIMED_OUT, LONGEST_SOCKET, RayNotStarted, ray_cluster
+from megarl.cluster.ray.runtime import _TIMED_OUT, LONGEST_SOCKET, RayNotStarted, ray_cluster
 from megarl.schema import ClusterConfig
 
 OF_RAY = "The current node timed out during startup. This could happen because the raylet failed to startup"
@@ -32,7 +32,7 @@ def test_the_words_are_those_of_ray():
 
 
 _START = """
-from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.ray.runtime import ray_cluster
 from megarl.schema import ClusterConfig
 from ray._private import worker
 with ray_cluster(ClusterConfig()):

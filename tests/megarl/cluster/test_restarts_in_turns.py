@@ -6,8 +6,8 @@ from eventually import eventually
 from test_restarts import EXPECTED, answered, states
 
 from megarl.cluster.colocation import SharedGpus
-from megarl.cluster.roles import ENGINE, POLICY
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.placement.roles import ENGINE, POLICY
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 
 pytestmark = [pytest.mark.usefixtures("shared_cluster"), pytest.mark.long]
 

@@ -7,7 +7,7 @@ import ray
 
 from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
-from megarl.cluster.roles import engine_role, engine_threads, trainer_role
+from megarl.cluster.placement.roles import engine_role, engine_threads, trainer_role
 from megarl.schema import ClusterConfig, RolloutConfig
 
 pytestmark = pytest.mark.usefixtures("folder_of_ray")

@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from megarl.cluster.restarts import Restarts, StartStages
-from megarl.cluster.router import Router
+from megarl.cluster.engines.restarts import Restarts, StartStages
+from megarl.cluster.engines.router import Router
 from megarl.rollout.protocol import Request, SamplingParameters
 
 

@@ -13,10 +13,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.cluster import router
-from megarl.cluster.engine_handle import EngineHandle
-from megarl.cluster.router import Router
-from megarl.cluster.worker import WorkerGone
+from megarl.cluster.engines import router
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.router import Router
+from megarl.cluster.workers.worker import WorkerGone
 from megarl.data import Turn
 from megarl.data.stretches import here
 from megarl.rollout.protocol import Event, Progress, Request, SamplingParameters

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster import signs_of_life
-from megarl.cluster.signs_of_life import SignsOfLife
+from megarl.cluster.workers import signs_of_life
+from megarl.cluster.workers.signs_of_life import SignsOfLife
 
 
 class PendingRequest:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster.slurm import _end_of, _environment_of_node, wait_for_nodes
+from megarl.cluster.ray.slurm import _end_of, _environment_of_node, wait_for_nodes
 from megarl.process.ports import free_port
 
 # Writes down what it hears, and ends with code 143 as a run that has saved.
@@ -27,7 +27,7 @@ time.sleep(60)
 """
 _TASK = """
 import os, sys
-from megarl.cluster.slurm import _COMMAND_HEARS, Supervised
+from megarl.cluster.ray.slurm import _COMMAND_HEARS, Supervised
 sys.exit(Supervised(sys.argv[1:], _COMMAND_HEARS, os.environ).wait())
 """
 
@@ -81,7 +81,17 @@ def test_nodes_that_never_arrive_are_named():
 
 @pytest.mark.parametrize(("restarts", "code"), [("0", 2), ("1", 1)])
 def test_a_job_that_had_all_of_its_nodes_before_is_not_ended_by_one_that_does_not_come(restarts, code):
-    task = ("-m", "megarl.cluster.slurm", "run", f"127.0.0.1:{free_port()}", "--nodes", "n1", "--timeout", "0.1", "--")
+    task = (
+        "-m",
+        "megarl.cluster.ray.slurm",
+        "run",
+        f"127.0.0.1:{free_port()}",
+        "--nodes",
+        "n1",
+        "--timeout",
+        "0.1",
+        "--",
+    )
     environment = {**os.environ, "SLURM_RESTART_COUNT": restarts}
     done = subprocess.run([sys.executable, *task, "true"], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == code
@@ -89,7 +99,7 @@ def test_a_job_that_had_all_of_its_nodes_before_is_not_ended_by_one_that_does_no
 
 
 def test_an_interface_that_a_node_does_not_have_is_one_sentence():
-    task = ("-m", "megarl.cluster.slurm", "node", "192.0.2.1:6379", "--head", "n1", "--interface=absent0")
+    task = ("-m", "megarl.cluster.ray.slurm", "node", "192.0.2.1:6379", "--head", "n1", "--interface=absent0")
     environment = {**os.environ, "SLURMD_NODENAME": "n2", "SLURM_CPUS_ON_NODE": "1"}
     done = subprocess.run([sys.executable, *task], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
@@ -99,7 +109,7 @@ def test_an_interface_that_a_node_does_not_have_is_one_sentence():
 
 _NODE_WITHOUT_RAY = """
 import sys
-from megarl.cluster import slurm
+from megarl.cluster.ray import slurm
 slurm._ray_start = lambda *_: ["sh", "-c", "echo no room for Ray; exit 3"]
 sys.exit(slurm.main(["node", "192.0.2.1:6379", "--head", "n1"]))
 """
@@ -118,7 +128,7 @@ def test_nobody_waits_for_a_node_whose_ray_has_ended(tmp_path, restarts, code):
     assert (node.returncode, node.stderr) == (3, "n2: Ray ended by itself with exit code 3:\nno room for Ray\n")
     waits = ("run", f"127.0.0.1:{free_port()}", "--nodes", "n1", "n2", "--timeout", "1000", "--", "true")
     run = subprocess.run(
-        [sys.executable, "-m", "megarl.cluster.slurm", *waits],
+        [sys.executable, "-m", "megarl.cluster.ray.slurm", *waits],
         env=environment,
         capture_output=True,
         text=True,

@@ -21,20 +21,21 @@ from converters.formats.safetensors import read_json
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.algorithms.value_loss import ValueObjective
-from megarl.cluster import calls, trainer_group
-from megarl.cluster.batch import Batch, opened_values
-from megarl.cluster.reservation import reserve
-from megarl.cluster.roles import trainer_role
-from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.trainer_group import TrainerGroup, share_of
-from megarl.cluster.worker import WorkerGone
+from megarl.cluster.placement.reservation import reserve
+from megarl.cluster.placement.roles import trainer_role
+from megarl.cluster.ray.runtime import ray_cluster
+from megarl.cluster.trainer import trainer_group
+from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.trainer_group import TrainerGroup, share_of
+from megarl.cluster.workers import calls
+from megarl.cluster.workers.worker import WorkerGone
 from megarl.data import stretches
 from megarl.data.stretches import Stored, joined
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.run.throughput import Throughput
 from megarl.schema import ClusterConfig
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import RaggedBatch
 
 DP2 = ParallelSizes(world_size=2)
 

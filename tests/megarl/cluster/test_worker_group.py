@@ -21,16 +21,16 @@ from ray.experimental import get_object_locations
 
 from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
-from megarl.cluster import calls, heartbeat
-from megarl.cluster.calls import wait, wait_together
-from megarl.cluster.heartbeat import Ranks
-from megarl.cluster.placement import Role
-from megarl.cluster.reservation import reserve
-from megarl.cluster.roles import engine_role, trainer_role
-from megarl.cluster.runtime import ray_cluster
-from megarl.cluster.streams import Stream, arrays_behind, results_of
-from megarl.cluster.worker import Call, WorkerFailed, WorkerGone
-from megarl.cluster.worker_group import WorkerGroup, in_order_of_gpus
+from megarl.cluster.placement.placement import Role
+from megarl.cluster.placement.reservation import reserve
+from megarl.cluster.placement.roles import engine_role, trainer_role
+from megarl.cluster.ray.runtime import ray_cluster
+from megarl.cluster.workers import calls, heartbeat
+from megarl.cluster.workers.calls import wait, wait_together
+from megarl.cluster.workers.heartbeat import Ranks
+from megarl.cluster.workers.streams import Stream, arrays_behind, results_of
+from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
+from megarl.cluster.workers.worker_group import WorkerGroup, in_order_of_gpus
 from megarl.data.stretches import Stored, ValuesGone, here
 from megarl.process.errors import MachinesUnfit
 from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig

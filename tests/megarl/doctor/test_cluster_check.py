@@ -16,7 +16,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from megarl.cli.main import main
-from megarl.cluster import runtime
+from megarl.cluster.ray import runtime
 from megarl.doctor import cluster_check, probes
 from megarl.doctor.cluster_check import ClusterReport, require_sound_nodes
 from megarl.doctor.cluster_faults import Fault

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cluster.network_environment import RdmaPort
+from megarl.cluster.ray.network_environment import RdmaPort
 from megarl.doctor.cluster_check import rounds
 from megarl.doctor.cluster_faults import find_faults
 from megarl.doctor.limits import Limits

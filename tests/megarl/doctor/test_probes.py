@@ -7,7 +7,7 @@ import threading
 import pytest
 import ray
 
-from megarl.cluster.joining import machines
+from megarl.cluster.ray.joining import machines
 from megarl.doctor import cluster_check, probes
 from megarl.doctor.cluster_check import check_cluster
 from megarl.doctor.node_probe import NodeProbe

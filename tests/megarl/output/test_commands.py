@@ -10,7 +10,7 @@ from megarl.output.export import write_export
 from megarl.output.lock import sole_writer
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext import checkpoint_folder
+from megatron_ext.checkpoint import checkpoint_folder
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster.trainer_group import TrainerGroup
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.process import file_system
 
 

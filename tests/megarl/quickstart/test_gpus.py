@@ -4,7 +4,7 @@ import pytest
 import ray
 
 from converters.layouts.parallel_sizes import ParallelSizes
-from megarl.cluster.roles import engine_role, trainer_role
+from megarl.cluster.placement.roles import engine_role, trainer_role
 from megarl.config.compose import compose
 from megarl.quickstart.gpus import overrides_for
 from megarl.quickstart.models import MODELS

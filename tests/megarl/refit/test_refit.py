@@ -21,8 +21,8 @@ from converters.cost import formats, traffic
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.number_formats import FP8_BLOCK
-from megarl.cluster.calls import wait
-from megarl.cluster.worker import WorkerFailed
+from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.worker import WorkerFailed
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model

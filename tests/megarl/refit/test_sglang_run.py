@@ -7,7 +7,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from megarl.cluster.runtime import ray_cluster
+from megarl.cluster.ray.runtime import ray_cluster
 from megarl.config.compose import compose
 from megarl.output.places import ADAPTER, EXPORT
 from megarl.quickstart.arithmetic import write_arithmetic

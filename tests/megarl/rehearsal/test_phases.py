@@ -18,7 +18,7 @@ from megarl.rehearsal.phases import beside_ranks, cache_bytes, engine_needs, mod
 from megarl.rehearsal.refit import RehearsedRefit
 from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel
 from megarl.schema import ClusterConfig, MegarlConfig, PoolConfig
-from megatron_ext.options import MegatronOptions
+from megatron_ext.options.options import MegatronOptions
 
 GPU = Gpu(100, kept_free=10)
 TRAINED = TrainedModel("trainer", {}, MegatronOptions(ParallelSizes(2), torch.bfloat16))

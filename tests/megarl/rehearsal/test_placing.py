@@ -8,7 +8,7 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.config.compose import compose
 from megarl.rehearsal.placing import place_job, say_placement
 from megarl.rehearsal.trainer_rank import TrainedModel
-from megatron_ext.options import MegatronOptions
+from megatron_ext.options.options import MegatronOptions
 
 TRAINED = TrainedModel("trainer", {}, MegatronOptions(ParallelSizes(256, 8, 8, None, 1, 32, 1), torch.bfloat16))
 

@@ -21,8 +21,8 @@ from megarl.rehearsal.job import model_config
 from megarl.rehearsal.own_process import call_apart
 from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel, check_layout, state_bytes
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options import MegatronOptions
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.packing import RaggedBatch
 
 SIZES = ParallelSizes(
     4,

@@ -8,7 +8,7 @@ import pytest
 from engine_host import PROMPTS
 
 from converters.errors import UserError
-from megarl.cluster.progress_log import ProgressLog
+from megarl.cluster.engines.progress_log import ProgressLog
 from megarl.rollout.protocol import Event, Request, SamplingParameters
 
 pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])

@@ -2,7 +2,7 @@
 
 from concurrent.futures import Future
 
-from megarl.cluster.progress_log import ProgressLog
+from megarl.cluster.engines.progress_log import ProgressLog
 from megarl.data.stretches import is_long
 from megarl.rollout import progress_reporter
 from megarl.rollout.progress_reporter import ProgressReporter

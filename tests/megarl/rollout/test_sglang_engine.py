@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from sglang_rules import RULES, stopped_scheduler
 
 from converters.errors import UserError
-from megarl.cluster.progress_log import ProgressLog
+from megarl.cluster.engines.progress_log import ProgressLog
 from megarl.data.stretches import here, joined
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
 from megarl.rollout.returned_experts import ReturnedExperts

@@ -17,7 +17,7 @@ from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request, Samp
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.kind import SGLANG
-from megatron_ext.device_memory import CountedMemory
+from megatron_ext.memory.device_memory import CountedMemory
 
 pytestmark = [pytest.mark.sglang, pytest.mark.parametrize("kind", ["sglang"])]
 JOINED = "model.layers.1.self_attn.qkv_proj.weight"

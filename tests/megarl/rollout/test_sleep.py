@@ -6,7 +6,7 @@ import psutil
 import pytest
 from engine_host import PROMPTS, Served
 
-from megatron_ext.device_memory import CountedMemory, DeviceFullError
+from megatron_ext.memory.device_memory import CountedMemory, DeviceFullError
 
 pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
 KV_CACHE_BYTES = 2**27

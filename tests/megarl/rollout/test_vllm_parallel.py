@@ -24,7 +24,7 @@ from megarl.data.stretches import here
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.kind import VLLM
-from megatron_ext.device_memory import CountedMemory
+from megatron_ext.memory.device_memory import CountedMemory
 
 KV_CACHE_BYTES = 2**27
 """Memory for keys and values, of each rank."""

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster.worker import WorkerFailed
+from megarl.cluster.workers.worker import WorkerFailed
 from megarl.run.checkpoints import CheckpointFailed, Checkpoints, checkpoints_folder
 from megarl.run.resumption import run_with_restarts
 from megarl.schema import MegarlConfig
-from megatron_ext import checkpoint_folder
+from megatron_ext.checkpoint import checkpoint_folder
 
 
 @pytest.fixture

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
-from megarl.cluster.runtime import RayNotStarted
-from megarl.cluster.worker import WorkerFailed, WorkerGone
+from megarl.cluster.ray.runtime import RayNotStarted
+from megarl.cluster.workers.worker import WorkerFailed, WorkerGone
 from megarl.data.stretches import ValuesGone
 from megarl.process.signals import asked_to_stop, interruption
 from megarl.run.checkpoints import checkpoints_folder
 from megarl.run.resumption import MOST_IN_VAIN, TooManyFailures, run_with_restarts
 from megarl.schema import MegarlConfig
-from megatron_ext import checkpoint_folder
+from megatron_ext.checkpoint import checkpoint_folder
 
 
 @pytest.fixture

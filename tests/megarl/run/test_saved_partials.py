@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.cluster.progress_log import PartialSample
+from megarl.cluster.engines.progress_log import PartialSample
 from megarl.data import Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.saved_partials import SavedPartial, read_partials, save_partials

@@ -13,7 +13,7 @@ from trajectories import SHORT_RUN, group, group_of_scores, with_baseline
 
 from converters.errors import UserError
 from megarl.algorithms import PolicyObjective
-from megarl.cluster.batch import Batch, sequences_of
+from megarl.cluster.trainer.batch import Batch, sequences_of
 from megarl.data import PromptGroup, Trajectory, Turn
 from megarl.data.stretches import Runs
 from megarl.rewards import OVERLONG, Score
@@ -28,7 +28,7 @@ from megarl.stages.batch import (
     trained_responses,
 )
 from megarl.stages.filtering import without_small_groups
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch
 
 FIRST = group(0, [9, 8], ([1, 2], 1.0), ([3], 0.0))
 SECOND = group(1, [7], ([4, 5, 6], 0.0), ([1, 1], 2.0))

@@ -16,7 +16,7 @@ from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.advantage import with_advantages
 from megarl.stages.batch import mini_batches, to_batch
 from megarl.stages.filtering import without_small_groups
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch
 
 Branch = tuple[int, float]
 """Tokens and reward."""

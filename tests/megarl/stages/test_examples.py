@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages.estimator import Input
-from megarl.cluster.batch import Batch
+from megarl.cluster.trainer.batch import Batch
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.data.stretches import Runs, Stored
 from megarl.rewards import Score
 from megarl.rollout.protocol import Request
 from megarl.stages.fields import Field
-from megatron_ext.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch
 
 CARRIERS = (
     *(Prompt, Request, Turn, Trajectory, PromptGroup, Score, RaggedBatch, Field),

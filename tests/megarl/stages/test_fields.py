@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
-from megarl.cluster.batch import Batch
+from megarl.cluster.trainer.batch import Batch
 from megarl.schema import AlgorithmConfig
 from megarl.stages.fields import FIELDS, Loss, for_loss, table, with_fields
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
-from megatron_ext.packing import RaggedBatch, pack
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 ROOT = Path(__file__).parents[3]
 SOURCES = [

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megarl.cluster.batch import Batch, sequences_of
+from megarl.cluster.trainer.batch import Batch, sequences_of
 from megarl.stages.fields import with_fields
 from megarl.stages.router_replay import replay_gaps
 

@@ -10,7 +10,7 @@ from megarl.schema import AlgorithmConfig, MegarlConfig, ScheduleConfig
 from megarl.stages.batch import to_batch
 from megarl.stages.staleness import with_staleness
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.packing import pack
+from megatron_ext.packing.packing import pack
 
 
 def turn(*versions: int) -> Turn:

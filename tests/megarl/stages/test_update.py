@@ -8,7 +8,7 @@ import torch
 
 from megarl.algorithms import Metrics, PolicyObjective
 from megarl.algorithms.metrics import Mean
-from megarl.cluster.batch import Batch
+from megarl.cluster.trainer.batch import Batch
 from megarl.stages.update import update, update_policy
 from megatron_ext.objective import StepResult
 

@@ -1,0 +1,51 @@
+"""Metrics of the load that engines tell."""
+
+from collections.abc import Sequence
+
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.workers.calls import answer_of, unfinished
+from megarl.cluster.workers.worker import Failed
+from megarl.rollout.protocol import Engine, Load
+
+_WAIT_S = 1.0
+"""How long an engine that computes a step has to say what it had to do."""
+
+
+def load_metrics(handles: Sequence[EngineHandle]) -> dict[str, float]:
+    """Metrics of the load since they were made last; an engine that has no time to say it is left out."""
+    said = _said(handles)
+    if not said:
+        return {}
+    used = [each.kv_used for each in said if each.kv_used is not None]
+    return {
+        "engines/running": sum(each.running for each in said) / len(said),
+        "engines/waiting": max(each.waiting for each in said),
+        "engines/tokens_preempted": float(sum(each.preempted for each in said)),
+        **({"engines/kv_used": max(used)} if used else {}),
+    }
+
+
+def work_metrics(handles: Sequence[EngineHandle], recomputed: list[int], seconds: float) -> dict[str, float]:
+    """How busy engines were in the last `seconds`, and the tokens that are `recomputed`: it is empty then."""
+    idle_s = [handle.take_idle_s() for handle in handles]
+    tokens = sum(recomputed)
+    recomputed.clear()
+    return {
+        "throughput/engines_idle": sum(idle_s) / len(idle_s) / seconds,
+        "engines/tokens_recomputed": float(tokens),
+    }
+
+
+def _said(handles: Sequence[EngineHandle]) -> list[Load]:
+    asked = [(handle, handle.begin(Engine.load)) for handle in handles if handle.is_up]
+    late = unfinished([call for _, call in asked], _WAIT_S) if asked else []
+    said = []
+    for handle, call in asked:
+        answer = None if call in late else answer_of(call)
+        if isinstance(answer, Failed):
+            # A death is heard of by others as well.
+            if handle.is_up and call.worker is handle.worker:
+                raise answer.failure
+        elif answer is not None:
+            said.append(answer)
+    return said

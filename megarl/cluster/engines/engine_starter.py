@@ -1,0 +1,70 @@
+"""The start of an engine: the first ones of a run, and those that come in place of dead ones."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from converters.architectures import Lora, read_architecture
+from converters.formats.safetensors import CONFIG, read_json
+from converters.number_formats import number_format
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.worker import Call
+from megarl.cluster.workers.worker_group import WorkerGroup
+from megarl.rollout.adapter_slot import with_adapter_slot
+from megarl.rollout.kind import Arguments, EngineKind
+from megarl.rollout.kv_scales import with_kv_scales
+from megarl.rollout.number_format import in_number_format
+from megarl.rollout.protocol import Engine
+from megarl.schema import RolloutConfig
+from megatron_ext.memory.device_memory import CountedMemory
+
+
+class EngineStarter:
+    """Knows the model and the arguments of engines of a `kind`, which are all alike, and makes them in `processes`."""
+
+    def __init__(self, config: RolloutConfig, kind: EngineKind, processes: WorkerGroup) -> None:
+        self._config, self._kind, self._processes = config, kind, processes
+        self._model_path: Path
+        self._arguments: Arguments
+        self._reads_again = False
+        """Whether engines that are restarted read the weights, because refits bring an adapter alone."""
+        self.memory: CountedMemory | None = None
+        """Counts what new engines hold, where there is no GPU to do it."""
+
+    def set_arguments(self, model_path: Path, *, load_weights: bool, adapter: Lora | None) -> None:
+        """Choose how engines start. Raises as `EngineGroup.begin_start`."""
+        arguments: Arguments = self._config.engine_args
+        self._reads_again = adapter is not None
+        if adapter is not None:
+            arguments = with_adapter_slot(self._config, read_architecture(read_json(model_path / CONFIG)), adapter)
+        elif number_format(self._config.weights) is not None:
+            arguments = in_number_format(self._config, read_json(model_path / CONFIG))
+        arguments = with_kv_scales(self._config, arguments)
+        self._model_path = model_path
+        self._arguments = arguments if load_weights else {**arguments, **self._kind.without_weights}
+
+    def leave_weights_to_refits(self) -> None:
+        """Let engines that are started from now on have from refits all that these bring, not from the folder."""
+        if not self._reads_again:
+            self._arguments = {**self._arguments, **self._kind.without_weights}
+
+    def begin_make(self, handle: EngineHandle) -> list[Call[None]]:
+        """Begin to make an engine in its processes."""
+        return handle.begin_make(self._kind, self._model_path, self._arguments)
+
+    def prepare(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
+        """See `restarts.Start`."""
+        handle.renew([self._processes.renew(process) for process in handle.processes])
+        # Another may not begin while anything of the first has its memory, its ports or its GPUs.
+        yield [process.begin_end_others() for process in handle.processes]
+        yield self.begin_make(handle)
+
+    def load(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
+        """See `restarts.Start`."""
+        yield handle.begin_start()
+        if self.memory is not None:
+            yield [handle.begin(Engine.count_memory, self.memory)]
+        version, parts = handle.begin(Engine.version), handle.begin(Engine.worker_parts)
+        yield [version, parts]
+        handle.started(wait([version])[0], wait([parts])[0])

@@ -1,0 +1,296 @@
+"""Some engines, or all of them, as one object: requests are spread over them, and weights go to all."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar, TypeVarTuple
+
+import ray
+import torch
+
+from converters.layout import Shape
+from converters.layouts.traced_layout import PackedTrace
+from converters.number_formats import NumberFormat
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
+from megarl.cluster.engines.restarts import Restarts
+from megarl.cluster.engines.router import Router
+from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.heartbeat import INTERVAL_S
+from megarl.cluster.workers.streams import results_of
+from megarl.cluster.workers.worker import Call, Worker, WorkerFailed
+from megarl.data import Turn
+from megarl.resharding.direct.connections import Address
+from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.weight_receiver import WeightReceiver
+from megarl.rollout.protocol import Engine, EngineMemory, KeysAndValues, PauseMode, Request
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
+
+
+@dataclass(frozen=True)
+class SharedByEngines:
+    """State that all engines of a run have in common, and any part of them."""
+
+    restarts: Restarts
+    router: Router
+    number_format: NumberFormat | None = None
+    """The one in which they hold the weights, if not as these are trained."""
+    recomputed: list[int] = field(default_factory=list)
+    """Tokens in flight that one recomputed as its prefix cache was reset, in this step."""
+
+
+class Engines:
+    """Engines that are alike. A request goes to one of them (`Router`), weights to all."""
+
+    def __init__(self, handles: Sequence[EngineHandle], shared: SharedByEngines) -> None:
+        self.handles = list(handles)
+        self._shared, self._restarts, self._router = shared, shared.restarts, shared.router
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def only(self, *numbers: int) -> "Engines":
+        """Some of the engines, to be given weights while the others serve."""
+        return self._those(self.handles[number] for number in numbers)
+
+    def with_version(self, version: int) -> "Engines":
+        """The engines that have the weights of a version."""
+        return self._those(handle for handle in self.up if handle.version == version)
+
+    @property
+    def up(self) -> list[EngineHandle]:
+        """The engines that are up, as far as deaths were heard of."""
+        return [handle for handle in self.handles if handle.is_up]
+
+    @property
+    def any_serving(self) -> bool:
+        """Whether one of them serves, as far as deaths were heard of."""
+        return any(handle.state == "serving" for handle in self.handles)
+
+    def wait_for_one(self) -> None:
+        """Wait until one is up, or none can be as they are held off. Raises as `Restarts.begin`."""
+        self.restart_dead()
+        self._restarts.go_on()
+        while not self.up and not self._restarts.is_held_off:
+            self._restarts.wait()
+
+    def wait_for_all(self) -> None:
+        """Wait until all are up that were restarted. Raises as `Restarts.begin`."""
+        while len(self.up) < len(self):
+            self._restarts.wait()
+
+    def without_version(self, version: int) -> "Engines":
+        """The engines that are up and have other weights, or none. Where none is up, one is waited for if it can be."""
+        self.wait_for_one()
+        return self._those(handle for handle in self.up if handle.version != version)
+
+    @property
+    def number_format(self) -> NumberFormat | None:
+        """The one in which they hold the weights, if not as these are trained."""
+        return self._shared.number_format
+
+    def restart_dead(self) -> bool:
+        """Begin to restart those that are down; whether there are any. Raises as `Restarts.begin`."""
+        dead = [handle for handle in self.handles if handle.state == "down"]
+        for handle in dead:
+            self._restarts.begin(handle)
+        return bool(dead)
+
+    def undisturbed(self) -> AbstractContextManager[object]:
+        """Let nobody else begin or go on with a restart meanwhile; requests wait for their answers."""
+        return self._restarts.lock
+
+    def workers(self) -> list[Worker]:
+        """The process that answers for each engine: another one after a restart."""
+        return [handle.worker for handle in self.handles]
+
+    def excluding(self, workers: Collection[Worker]) -> "Engines":
+        """The engines for which others answer than these."""
+        return self._those(handle for handle in self.handles if handle.worker not in workers)
+
+    def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[Call[R]]:
+        """Begin a call of a method of `Engine` in every engine."""
+        return [handle.begin(method, *arguments) for handle in self.handles]
+
+    def worker_nodes(self) -> list[str]:
+        """The machine of every worker of every engine, in the order of their ranks in a transfer."""
+        return list(chain.from_iterable(handle.worker_nodes for handle in self.handles))
+
+    def rdma_ports(self) -> list[bool]:
+        """Whether the machine of every worker of every engine has a port of InfiniBand, RoCE or EFA."""
+        return list(chain.from_iterable(wait(self.begin(Engine.call_receivers, WeightReceiver.has_rdma_port))))
+
+    def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
+        """Samples of every request, in order."""
+        answers = dict(self.generate_each(requests))
+        return [answers[index] for index in range(len(requests))]
+
+    def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
+        """Each request's place and samples, as they are finished; all samples of a request are of one engine.
+
+        Requests that an engine leaves unanswered when it dies go to the others, or to one that was restarted.
+        """
+        ended = SimpleQueue[tuple[int, Future[list[Turn]]]]()
+        pending = self.begin_generate(requests)
+        for place, each in enumerate(pending):
+            each.answer.add_done_callback(lambda answer, place=place: ended.put((place, answer)))  # type: ignore[misc]
+        try:
+            for _ in pending:
+                place, answer = self._first(ended)
+                yield place, answer.result()
+        finally:
+            self._router.abandon(pending)
+
+    def begin_generate(
+        self, requests: Sequence[Request], partial_turns: Sequence[PartialTurns] = ()
+    ) -> list[PendingRequest]:
+        """Begin to sample all requests. Whoever waits for the answers calls `look_after` now and then.
+
+        Where it is known what there is of each, `partial_turns`, they go on behind that.
+        """
+        return self._router.begin(requests, self.handles, partial_turns)
+
+    def generate_in_each(self, requests: Sequence[Request]) -> list[list[list[Turn]]]:
+        """Samples of all requests from every engine that serves, however much else it is asked for.
+
+        One that dies meanwhile is left out and restarted.
+        """
+        serving = [handle for handle in self.handles if handle.state == "serving"]
+        return self._answers(serving, Engine.generate, requests)
+
+    def partial_turns(self, pending: Sequence[PendingRequest]) -> list[PartialTurns]:
+        """The turns that there are of each of these requests, also if it is answered."""
+        return self._router.partial_turns(pending)
+
+    def look_after(self) -> None:
+        """Give weights to engines that were restarted and are up: the trainer's ranks have those of the others."""
+        self._restarts.bring_back()
+
+    def generate_stream(self, request: Request) -> Iterator[list[int]]:
+        """The token ids of a request's one sample, as they are sampled."""
+        with self._router.asking(request, self.handles) as handle:
+            for _, token_ids in results_of([handle.stream(Engine.generate_stream, request)]):
+                yield token_ids
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop sampling; requests in flight are kept or come back as they are."""
+        self._tell(Engine.pause, mode)
+
+    def resume(self) -> None:
+        """Sample on after `pause`."""
+        self._tell(Engine.resume)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed before, also of what is in flight."""
+        self._shared.recomputed.extend(self._tell(Engine.reset_prefix_cache))
+
+    def sleep(self) -> None:
+        """Let the engines give the memory of weights and KV cache back; requests go on when they are awake.
+
+        One that was about to start is waited for, and sleeps, too; one that has died leaves nothing.
+        """
+        self._restarts.hold_off()
+        self._router.sleep(self.handles)
+        self._tell(Engine.sleep)
+        self.restart_dead()
+        self._restarts.hold_off()
+
+    def wake_up(self, parts: Collection[EngineMemory]) -> None:
+        """Let the engines have these parts back. When all is awake, those that died may start."""
+        self._tell(Engine.wake_up, sorted(parts))
+        if "kv_cache" in parts:
+            self._router.wake_up(self.handles)
+            self._restarts.let_in()
+
+    def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
+        """Fence all engines until `commit_update`."""
+        wait([handle.begin_update(version, names) for handle in self.handles], timeout_s)
+
+    def commit_update(self, version: int, timeout_s: float, kv: KeysAndValues = "recompute") -> int:
+        """Lift the fence: from here on all engines serve `version`. Returns the tokens that they recompute."""
+        committing = [(handle, handle.begin(Engine.commit_update, version, kv)) for handle in self.handles]
+        deadline, failures, recomputed = time.monotonic() + timeout_s, list[WorkerFailed](), 0
+        for handle, call in committing:
+            try:
+                recomputed += sum(wait([call], max(0.0, deadline - time.monotonic())))
+            except WorkerFailed as failure:
+                # The others have their weights all the same, and are to be known for it.
+                failures.append(failure)
+            else:
+                handle.committed(version)
+                self._restarts.serves(handle)
+        self._router.go_on()
+        if failures:
+            raise failures[0]
+        return recomputed
+
+    def trace_layouts(
+        self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
+    ) -> list[list[PackedTrace]]:
+        """Trace the layout of each engine's workers: where they keep the tensors of a HuggingFace checkpoint.
+
+        Raises UserError for engines whose layout cannot be traced.
+        """
+        return wait(self.begin(Engine.trace_layout, dict(hf_shapes), dict(hf_dtypes)))
+
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """Let every engine map the shared-memory segments of a refit."""
+        wait(self.begin(Engine.map_segments, list(segments), segment_bytes))
+
+    def open_transfer(self, spec: TransferSpec) -> list[Address]:
+        """Prepare all workers of all engines to be written along `spec`; where their neighbours find them."""
+        # By reference: it holds the traces of all workers.
+        stored: Any = ray.put(spec)
+        opening = [
+            handle.worker.begin(Engine.call_receivers.__name__, WeightReceiver.open, stored, replica)
+            for replica, handle in enumerate(self.handles)
+        ]
+        return list(chain.from_iterable(wait(opening)))
+
+    def begin_connect(self, rendezvous: Rendezvous) -> list[Call[list[None]]]:
+        """Begin to let all workers meet the trainer's ranks, and each other."""
+        return self.begin(Engine.call_receivers, WeightReceiver.connect, rendezvous)
+
+    def begin_compare(self, version: int) -> list[Call[list[set[str]]]]:
+        """Begin to look, in every worker, which parameters would change if weights were received."""
+        return self.begin(Engine.call_receivers, WeightReceiver.compare, version)
+
+    def close_transfer(self) -> None:
+        """Free what belongs to the transfer that was opened, if any."""
+        wait(self.begin(Engine.call_receivers, WeightReceiver.close))
+
+    def _first(self, ended: SimpleQueue[tuple[int, Future[list[Turn]]]]) -> tuple[int, Future[list[Turn]]]:
+        while True:
+            self.look_after()
+            with suppress(Empty):
+                return ended.get(timeout=INTERVAL_S)
+
+    def _those(self, handles: Iterable[EngineHandle]) -> "Engines":
+        return Engines(list(handles), self._shared)
+
+    def _tell(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
+        """Call a method of the engines that are up."""
+        return self._answers(self.up, method, *arguments)
+
+    def _answers(self, handles: Sequence[EngineHandle], method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
+        """Call a method of these; the results of those that do not die."""
+        return [result for _, result in self._results([(each, each.begin(method, *arguments)) for each in handles])]
+
+    def _results(self, calls: Sequence[tuple[EngineHandle, Call[R]]]) -> list[tuple[Worker, R]]:
+        """Wait for calls of processes of engines; the results of those that do not die."""
+        results = list[tuple[Worker, R]]()
+        for handle, call in calls:
+            try:
+                results += ((call.worker, result) for result in wait([call]))
+            except WorkerFailed:
+                if handle.is_up:
+                    raise
+                self._restarts.begin(handle)
+        return results

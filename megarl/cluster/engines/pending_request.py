@@ -1,0 +1,90 @@
+"""A request on its way over engines, and what there is of its answer."""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.progress_log import NOTHING, PartialSample
+from megarl.cluster.workers.worker import Worker
+from megarl.data import Turn
+from megarl.rollout.protocol import Request
+
+PartialTurns: TypeAlias = Mapping[int, Turn]
+"""Turns of samples of a request: those that have ended, and, with "abort" and without a prompt, those that go on."""
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """A request on its way: `answer` gets its samples, all of one engine."""
+
+    number: int
+    request: Request
+    among: Sequence[EngineHandle]
+    """Who may be asked."""
+    answer: Future[list[Turn]] = field(default_factory=Future)
+    handle: EngineHandle | None = None
+    """Who was asked; None while it waits for somebody who can be."""
+    worker: Worker | None = None
+    """The process that was asked: an engine that is restarted has another."""
+    begun: dict[int, PartialSample] = field(default_factory=dict)
+    """Samples of which engines that died, or cut them, have given some tokens."""
+    ended: dict[int, Turn] = field(default_factory=dict)
+    """Samples that have ended."""
+
+    @property
+    def samples(self) -> int:
+        """How many it asks for."""
+        return self.request.sampling.samples - len(self.ended)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that an engine computes before it samples, those of the prompt once."""
+        begun = sum(len(self._begun(sample).token_ids) for sample in self.left)
+        return len(self.request.prompt_token_ids) + begun
+
+    @property
+    def left(self) -> list[int]:
+        """The samples that have not ended."""
+        return [sample for sample in range(self.request.sampling.samples) if sample not in self.ended]
+
+    def rest(self) -> Request:
+        """As much of the request as there is nothing of."""
+        if not self.begun and not self.ended:
+            return self.request
+        return replace(self.request, begun={sample: self._begun(sample).token_ids for sample in self.left})
+
+    def keep(self, begun: Mapping[int, PartialSample]) -> int:
+        """Keep what an engine that died has told of; how many tokens."""
+        for sample, new in begun.items():
+            self.begun[sample] = self.begun[sample] + new if sample in self.begun else new
+        return sum(len(new.token_ids) for new in begun.values())
+
+    def keep_answer(self, turns: Sequence[Turn]) -> None:
+        """Keep an answer: turns of the samples that had not ended, of which some may have been cut again."""
+        self.keep_turns(dict(zip(self.left, turns, strict=True)))
+
+    def keep_turns(self, turns: PartialTurns) -> None:
+        """Keep turns of some samples, each behind what there was of it."""
+        for sample, turn in turns.items():
+            if turn.finish_reason == "abort":
+                self.keep({sample: PartialSample.of(turn)})
+            else:
+                self.ended[sample] = self._begun(sample).ended_by(turn)
+
+    def partial_turns(self) -> PartialTurns:
+        """All that there is."""
+        begun = {sample: self.begun[sample].cut() for sample in self.left if sample in self.begun}
+        return {**begun, **self.ended}
+
+    def copy(self) -> "PendingRequest":
+        """The same request, apart from what comes of it later."""
+        return replace(self, begun=self.begun.copy(), ended=self.ended.copy())
+
+    def whole(self) -> list[Turn]:
+        """The turns of all samples, which have ended."""
+        return [self.ended[sample] for sample in range(self.request.sampling.samples)]
+
+    def _begun(self, sample: int) -> PartialSample:
+        return self.begun.get(sample, NOTHING)

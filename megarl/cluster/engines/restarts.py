@@ -1,0 +1,229 @@
+"""Engines that died, restarted in the background: new processes in the old seats, then weights."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import RLock
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import ray
+
+from converters.errors import UserError
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.workers.calls import LOOK_S, end_silent, wait
+from megarl.cluster.workers.signs_of_life import SignsOfLife
+from megarl.cluster.workers.worker import Call, Worker, WorkerFailed, WorkerGone
+
+Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
+"""Goes on with an engine step by step: yields the calls, at least one, that have to end before the next step."""
+_LOOK_AGAIN_S = 1.0
+
+
+class StartStages(NamedTuple):
+    """The two halves of the start of an engine that died: only the second one takes memory of its device."""
+
+    prepare: Steps
+    load: Steps
+
+
+class _Cause(NamedTuple):
+    """Why an engine died: a sentence, its log, and the end of that as it was then."""
+
+    reason: str
+    log: str
+    details: str
+
+
+@dataclass
+class _Restart:
+    """One engine on its way back."""
+
+    steps: Iterator[Sequence[Call[Any]]]
+    """Steps of this stage that were not begun."""
+    died_s: float
+    up_until_s: float
+    """When its processes have to be up."""
+    calls: list[Call[Any]] = field(default_factory=list)
+    """Calls that the present step waits for."""
+    is_up: bool = False
+    """Whether the first step has ended: its processes are up, and of the dead ones nothing is left."""
+    stage: Literal["prepare", "prepared", "load", "loaded"] = "prepare"
+    signs: SignsOfLife[Worker, Call[Any]] = field(default_factory=lambda: SignsOfLife(LOOK_S))
+
+
+class Restarts:
+    """The restarts of a run's engines, at most so `many`, with those before the checkpoint that it goes on from.
+
+    Nothing goes on by itself: a restart takes its next step when somebody who waits for engines calls `go_on`. So the
+    trainer's ranks are asked for weights only where nothing else is asked of them. While others have the device, after
+    `hold_off`, an engine is prepared and no more.
+    """
+
+    def __init__(self, many: int, start: StartStages, *, up_within_s: float) -> None:
+        """An engine's processes come up within so many seconds, or have died once more."""
+        self.count = 0
+        """How many there were."""
+        self.give_weights: Callable[[], object] = lambda: None
+        """Gives weights to those that are up and have none; engines that read a folder need nothing."""
+        self._many, self._start, self._up_within_s = many, start, up_within_s
+        self._first: _Cause | None = None
+        self._under_way: dict[EngineHandle, _Restart] = {}
+        self._is_held_off = False
+        self._seconds: list[float] = []
+        self.lock = RLock()
+        """Held by the thread that has to do with restarts: requests are looked after in another than refits."""
+
+    @property
+    def calls(self) -> list[Call[Any]]:
+        """The calls of which one has to end before `go_on` has anything to do."""
+        # Another thread may begin or end a restart meanwhile: the list is made in one step of the interpreter.
+        return [call for each in list(self._under_way.values()) for call in each.calls]
+
+    @property
+    def is_held_off(self) -> bool:
+        """Whether no engine comes up before others give the device back."""
+        return self._is_held_off
+
+    def awaits(self, handle: EngineHandle) -> bool:
+        """Whether an engine is restarted and has no weights yet."""
+        return handle in self._under_way
+
+    def begin(self, handle: EngineHandle) -> None:
+        """Begin to restart an engine that is down. Raises its failure, or the run's first, if that is one too many.
+
+        One that somebody else has begun to start is left alone.
+        """
+        with self.lock:
+            if (failure := handle.death) is not None:
+                before = self._under_way.get(handle)
+                self._begin(handle, failure, before.died_s if before else time.monotonic())
+
+    def go_on(self) -> None:
+        """Take all steps that can be taken without waiting. Raises as `begin`."""
+        with self.lock:
+            for handle, restart in list(self._under_way.items()):
+                self._advance(handle, restart)
+
+    def bring_back(self) -> None:
+        """As `go_on`; and those that are up get the weights that the others serve."""
+        with self.lock:
+            self.go_on()
+            if any(handle.state == "starting" for handle in self._under_way):
+                self.give_weights()
+
+    def wait(self) -> None:
+        """Wait until there may be a step to take, and take it. Raises as `begin`."""
+        if calls := self.calls:
+            ray.wait([call.reference for call in calls], num_returns=1, timeout=_LOOK_AGAIN_S)
+        self.go_on()
+
+    def hold_off(self) -> None:
+        """Let no engine take memory until `let_in`. Raises as `begin`.
+
+        Returns when those that were about to have theirs, and dead ones have left nothing.
+        """
+        with self.lock:
+            self._is_held_off = True
+            while any(each.stage == "load" or not each.is_up for each in self._under_way.values()):
+                self.wait()
+
+    def let_in(self) -> None:
+        """Let engines take memory again. Raises as `begin`."""
+        with self.lock:
+            self._is_held_off = False
+            self.go_on()
+
+    def serves(self, handle: EngineHandle) -> None:
+        """Take note that an engine has its weights, if it is one that was restarted."""
+        with self.lock:
+            if (restart := self._under_way.pop(handle, None)) is not None:
+                self._seconds.append(seconds := time.monotonic() - restart.died_s)
+                say(f"{handle.name} serves again, {seconds:.1f} s after it died, with weights {handle.version}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many there were, and why the first."""
+        return {"count": self.count, "first": self._first and self._first._asdict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Count on from a state."""
+        self.count = state["count"]
+        self._first = _Cause(**state["first"]) if state["first"] else None
+
+    def end_step(self) -> dict[str, float]:
+        """Metrics: the restarts of the run, and of those that ended since the last step the longest time."""
+        metrics = {"engines/restarts": float(self.count)}
+        if self._seconds:
+            metrics["engines/seconds_down"] = max(self._seconds)
+        self._seconds = []
+        return metrics
+
+    def _begin(self, handle: EngineHandle, failure: WorkerFailed, died_s: float) -> None:
+        first = self._first = self._first or _Cause(failure.reason, str(failure.log), failure.details)
+        if self._many == 0:
+            raise failure
+        happened = failure.happened
+        if self.count >= self._many:
+            raise _one_too_many(first, self._many, happened)
+        self.count += 1
+        say(f"{happened}; {handle.name} is started again (restart {self.count} of {self._many}), and the others go on")
+        restart = _Restart(self._start.prepare(handle), died_s, up_until_s=time.monotonic() + self._up_within_s)
+        self._under_way[handle] = restart
+        self._advance(handle, restart)
+
+    def _advance(self, handle: EngineHandle, restart: _Restart) -> None:
+        try:
+            while self._have_ended(handle, restart):
+                restart.is_up |= bool(restart.calls)
+                restart.calls = list(next(restart.steps, ()))
+                if not restart.calls and not self._begins_to_load(handle, restart):
+                    break
+        except WorkerFailed as failure:
+            self._begin(handle, failure, restart.died_s)
+        except UserError as error:
+            # It has started with the same arguments before.
+            self._begin(handle, WorkerFailed(str(error), handle.worker.log, error), restart.died_s)
+        else:
+            if handle.state == "serving":
+                self.serves(handle)
+
+    def _begins_to_load(self, handle: EngineHandle, restart: _Restart) -> bool:
+        """Note that the steps of a stage have ended; whether there are more now."""
+        if restart.stage == "load":
+            restart.stage = "loaded"
+        if restart.stage == "prepare":
+            restart.stage = "prepared"
+        if restart.stage != "prepared" or self._is_held_off:
+            return False
+        restart.stage, restart.steps = "load", self._start.load(handle)
+        return True
+
+    def _have_ended(self, handle: EngineHandle, restart: _Restart) -> bool:
+        """Whether the calls of the present step have; raises as soon as one has failed."""
+        references = [call.reference for call in restart.calls]
+        done, left = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
+        wait([call for call in restart.calls if call.reference in done])
+        if left:
+            # A call that has ended is not waited for again: the others would be asked for without a pause.
+            restart.calls = [call for call in restart.calls if call.reference in left]
+        if left and restart.is_up and restart.signs.is_due:
+            end_silent([call.worker for call in restart.calls], restart.signs)
+        if left and not restart.is_up and time.monotonic() > restart.up_until_s:
+            happened = f"the new process of {handle.name} was not up after {self._up_within_s:g} s"
+            raise WorkerGone(happened, "see to its machine (cluster.start_timeout_s)", handle.worker.log)
+        return not left
+
+
+def _one_too_many(first: _Cause, many: int, last: str) -> WorkerGone:
+    """The failure of a run of which engines die again and again: the first of them is the cause to look for."""
+    ended = f"engines died more often than cluster.max_engine_restarts={many} allows, the last time: {last}"
+    failure = WorkerGone(ended, f"the first time, {first.reason}", Path(first.log))
+    failure.details = first.details
+    failure.may_resume = False  # with others in their place they die just so
+    return failure
+
+
+def say(sentence: str) -> None:
+    """Tell whoever looks after the run."""
+    print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Who runs where: what roles ask for, which machines have room, and taking it."""

@@ -1,0 +1,188 @@
+"""Room for the processes of a run, taken on a Ray cluster all at once, as a placement group."""
+
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from converters.errors import UserError
+from megarl.cluster.placement.placement import Node, NodesByRole, Role
+from megarl.cluster.placement.pools import place_in_pools
+from megarl.process.phase import phase
+from megarl.schema import ClusterConfig
+
+_NODE = "ray.io/node-id"
+"""Label that every machine has."""
+_ATTEMPT_S = 10.0
+_LOOK_AGAIN_S = 0.5
+
+
+@dataclass(frozen=True)
+class Seats:
+    """Room that the processes of a role have on the cluster: one bundle of a placement group for each of them."""
+
+    role: Role
+    nodes: list[Node]
+    """The machine of each process."""
+    group: PlacementGroup
+    first_bundle: int
+    timeout_s: float
+    """How long the processes may take to come up."""
+    silence_s: float
+    """How long each of them may give no sign of life."""
+    shared_gpus: list[list[str]] | None = None
+    """The GPUs of each process, as Ray numbers those of a machine, where others have them, too; else Ray gives them."""
+
+    def __len__(self) -> int:
+        return self.role.processes
+
+    def strategy(self, process: int) -> PlacementGroupSchedulingStrategy:
+        """How Ray puts a process where its seat is."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.first_bundle + process)
+
+
+@contextmanager
+def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str, Seats]]:
+    """Take room for all processes of all roles, by the names of the roles.
+
+    Waits for other runs of the cluster to end. Raises UserError for what never fits, at once, and for what did not
+    become free within `cluster.start_timeout_s`.
+    """
+    placement, group = _take(roles, cluster)
+    given = _gpus_to_share(roles, placement, cluster.sharing(), group)
+    seats, first = {}, 0
+    for role in roles:
+        nodes, shared_gpus = placement[role.name], given.get(role.name)
+        limits = cluster.start_timeout_s, cluster.silence_timeout_s
+        seats[role.name] = Seats(role, nodes, group, first, *limits, shared_gpus)
+        first += role.processes
+    yield seats
+    # After a failure Ray may be what failed. It gives back itself what a run has when the run leaves.
+    remove_placement_group(group)
+
+
+def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[NodesByRole, PlacementGroup]:
+    place_in_pools(roles, _everything(cluster), cluster.pools)
+    if (taken := _try(roles, cluster)) is not None:
+        return taken
+    deadline = time.monotonic() + cluster.start_timeout_s
+    with phase("waiting for what others of the cluster have"):
+        while time.monotonic() < deadline:
+            time.sleep(_LOOK_AGAIN_S)
+            if (taken := _try(roles, cluster)) is not None:
+                return taken
+    # A machine may have been lost since.
+    place_in_pools(roles, _everything(cluster), cluster.pools)
+    raise UserError(
+        f"after {cluster.start_timeout_s:g} s others still have what the run needs: {_still(_free(cluster))}. Wait for"
+        " them, or raise cluster.start_timeout_s"
+    )
+
+
+def _try(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[NodesByRole, PlacementGroup] | None:
+    if (placement := _find(roles, _free(cluster), cluster)) is None:
+        return None
+    group = _group(roles, placement, cluster.sharing())
+    if group.wait(_ATTEMPT_S):
+        return placement, group
+    # Another run was faster.
+    remove_placement_group(group)
+    return None
+
+
+def _everything(cluster: ClusterConfig) -> list[Node]:
+    return _nodes({node["NodeID"]: node["Resources"] for node in ray.nodes()}, cluster.gpu_share)
+
+
+def _free(cluster: ClusterConfig) -> list[Node]:
+    return _nodes(available_resources_per_node(), cluster.gpu_share)
+
+
+def _find(roles: Sequence[Role], free: Sequence[Node], cluster: ClusterConfig) -> NodesByRole | None:
+    """Who runs where; None as long as others have what the run needs."""
+    try:
+        return place_in_pools(roles, free, cluster.pools)
+    except UserError:
+        return None
+
+
+def _group(roles: Sequence[Role], placement: NodesByRole, sharing: Collection[str]) -> PlacementGroup:
+    """A bundle for each process, then one on each machine for the GPUs that some of them share."""
+    seats = [(role, node) for role in roles for node in placement[role.name]]
+    shared = gpus_shared(roles, placement, sharing)
+    return placement_group(
+        [{"CPU": role.cpus, "GPU": 0 if role.name in sharing else role.gpus} for role, _ in seats]
+        + [{"GPU": gpus} for gpus in shared.values()],
+        bundle_label_selector=[{_NODE: node} for node in (*(node.id for _, node in seats), *shared)],
+    )
+
+
+def gpus_shared(roles: Sequence[Role], placement: NodesByRole, sharing: Collection[str]) -> dict[str, float]:
+    """Machine -> how many GPUs of it the `sharing` roles need in turns: as many as the one that needs most."""
+    shared: dict[str, float] = {}
+    for role in roles:
+        if role.name in sharing and role.gpus:
+            for node, processes in Counter(node.id for node in placement[role.name]).items():
+                shared[node] = max(shared.get(node, 0), processes * role.gpus)
+    return shared
+
+
+def _gpus_to_share(
+    roles: Sequence[Role], placement: NodesByRole, sharing: Collection[str], group: PlacementGroup
+) -> dict[str, list[list[str]]]:
+    """The GPUs of each process of the roles that share them, by the names of the roles; none without GPUs."""
+    shared, processes = gpus_shared(roles, placement, sharing), sum(role.processes for role in roles)
+    asking = [
+        ray.remote(num_cpus=0, num_gpus=gpus)(_gpus_here)
+        .options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle))
+        .remote()
+        for bundle, gpus in enumerate(shared.values(), processes)
+    ]
+    there = dict(zip(shared, ray.get(asking), strict=True))
+    return {
+        role.name: deal_gpus(role, placement[role.name], there) for role in roles if role.name in sharing and shared
+    }
+
+
+def deal_gpus(role: Role, nodes: Sequence[Node], there: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """GPUs for each process of a role on `nodes`, in order: numbers on a machine go up with the processes.
+
+    Example: for two processes of 2 GPUs on machine "a", with {"a": ["4", "5", "6", "7"]}, [["4", "5"], ["6", "7"]].
+    """
+    each, dealt = int(role.gpus), Counter[str]()
+    found = []
+    for node in nodes:
+        found.append(list(there[node.id][dealt[node.id] : dealt[node.id] + each]))
+        dealt[node.id] += each
+    return found
+
+
+def _gpus_here() -> list[str]:
+    """The GPUs that Ray gave to the caller, in order."""
+    return sorted(ray.get_runtime_context().get_accelerator_ids()["GPU"], key=lambda gpu: (len(gpu), gpu))
+
+
+def _nodes(resources: Mapping[str, Mapping[str, float]], gpu_share: float) -> list[Node]:
+    """The machines that are up, with so much of each."""
+    # A GPU is never in two parts of which a process gets one each.
+    part = int(1 / gpu_share) * gpu_share if gpu_share < 1 else 1
+    return [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            cpus=resources.get(node["NodeID"], {}).get("CPU", 0),
+            gpus=int(resources.get(node["NodeID"], {}).get("GPU", 0)) * part,
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _still(free: Sequence[Node]) -> str:
+    return ", ".join(f"{node.address} has {node.cpus:g} CPUs and {node.gpus:g} GPUs free" for node in free)

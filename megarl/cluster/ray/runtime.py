@@ -1,0 +1,130 @@
+"""A Ray cluster for one run: this machine alone on loopback, or one that is already there."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+from ray import _raylet
+from ray._private import ray_constants
+
+from megarl.cluster.ray.joining import join, wait_for_machines
+from megarl.cluster.ray.ray_driver import undisturbed, without_monitors
+from megarl.process.errors import RunFailed
+from megarl.process.phase import phase
+from megarl.process.scratch import scratch_folder
+from megarl.process.signals import held
+from megarl.schema import ClusterConfig
+from megatron_ext.loopback import LOOPBACK
+
+_RAY = "r"
+LONGEST_SOCKET = f"{_RAY}/session_2026-01-31_23-59-59_999999_4194304/sockets/plasma_store"
+"""Path of a socket in the folder of a Ray node, with the time and the process of its start."""
+# Prompts, responses and their statistics; weights never pass through Ray's object store.
+_OBJECT_STORE_BYTES = 256 * 1024**2
+_END_BYTES = 64 * 1024
+_TIMED_OUT = "timed out during startup"
+
+
+class RayNotStarted(RunFailed):
+    """Ray gave up waiting for its own processes."""
+
+    sentence = (
+        "Ray's processes were not up after its 30 seconds: this machine is too busy, or short of memory; free it, and "
+        "start the run again"
+    )
+    happened = "Ray's processes were not up after its 30 seconds"
+    details = ""
+
+
+@contextmanager
+def ray_cluster(config: ClusterConfig, object_store_bytes: int = _OBJECT_STORE_BYTES) -> Iterator[None]:
+    """Connect to the cluster at `config.address` when its machines are there, or start one that ends with the context.
+
+    One that is started has `object_store_bytes` of shared memory for what its processes send each other.
+
+    Inside another such context nothing is started: the runs share the cluster.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    if config.address is not None:
+        with phase("connecting to Ray"):
+            join(config.address)
+        try:
+            wait_for_machines(config)
+            yield
+        finally:
+            with held():
+                ray.shutdown()
+        return
+    with scratch_folder(LONGEST_SOCKET) as folder:
+        try:
+            with phase("starting Ray"):
+                # Below it, because Ray opens the folder that it is given to all users.
+                _start_local(folder / _RAY, object_store_bytes)
+            yield
+        finally:
+            with held():
+                ray.shutdown()
+
+
+def _start_local(folder: Path, object_store_bytes: int) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # The workers are the job: Ray would otherwise give everything else on the machine precedence over them.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
+    # Nor are they to be ended when others fill the memory of the machine; when they do it, the kernel ends the largest.
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
+    # Nor does it know what the first actor's environment is: a worker that it starts before it is asked is never used.
+    os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
+    _require_token()
+    _bind_to_loopback()
+    try:
+        with undisturbed(), without_monitors():
+            ray.init(
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(folder),
+                num_cpus=1,
+                object_store_memory=object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                configure_logging=False,
+            )
+    except Exception as error:
+        # Ray (2.60) raises the class itself, after a time that nothing sets.
+        if _TIMED_OUT not in str(error):
+            raise
+        raise RayNotStarted from error
+
+
+def _require_token() -> None:
+    """Give the cluster a secret of this process: other users of the machine can reach loopback too.
+
+    Left alone, Ray (2.60) keeps one in the user's home for all clusters, and says so on every start.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    # One for all clusters of this process: Ray reads it once.
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    _raylet.Config.initialize("")  # type: ignore[attr-defined]  # reads the environment again
+
+
+def _bind_to_loopback() -> None:
+    """Make Ray (2.60) take loopback for this node's address, so that its servers listen nowhere else.
+
+    Ray replaces a loopback address it is given by one that other machines reach, except where it never forms clusters.
+    """
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def last_lines(path: Path, count: int = 20) -> str:
+    """The end of a log file, for an error message; however long the file has become."""
+    if not path.exists():
+        return "(no output)"
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-count:]) or "(no output)"

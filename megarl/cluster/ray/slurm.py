@@ -1,0 +1,257 @@
+"""Tasks of a job of Slurm: a Ray node on each machine, and on the first the command that the job is for.
+
+    python -m megarl.cluster.ray.slurm node 10.0.0.1:6379 --head n1
+    python -m megarl.cluster.ray.slurm run 10.0.0.1:6379 --nodes n1 n2 --timeout 300 -- megarl train ...
+
+`slurm/cluster.sh` starts them. Each runs its program in a session of its own, where no signal of Slurm reaches it,
+passes on what it is to hear, and takes it along when it ends, whatever ends it.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from converters.errors import UserError
+from megarl.cluster.ray.network_environment import address_of
+from megarl.process.errors import MachinesUnfit, exit_code_of
+from megarl.process.scratch import scratch_folder
+from megarl.sandbox.process_tree import die_with
+
+END_NOW = signal.SIGUSR2
+"""Sent by the batch script, which Slurm's own signals of an end reach, too."""
+SLURM_NODE = "slurm-node"
+"""Label of a Ray node: the name that Slurm has for its machine."""
+# Slurm sends SIGTERM before it preempts a job, some time before it ends it, and SIGUSR1 where the script asks for it.
+_NODE_HEARS: Mapping[int, signal.Signals | None] = {
+    signal.SIGTERM: None,
+    signal.SIGUSR1: None,
+    END_NOW: signal.SIGTERM,
+}
+_COMMAND_HEARS: Mapping[int, signal.Signals | None] = {
+    signal.SIGTERM: signal.SIGTERM,
+    signal.SIGUSR1: signal.SIGTERM,
+    END_NOW: signal.SIGINT,
+}
+"""A signal of Slurm -> what the program gets for it."""
+# No run needs these, and they listen: the autoscaler and web pages.
+_HEAD_ALONE = ("--include-dashboard=false", "--no-monitor")
+_CACHES = {"TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
+"""Variable -> folder of compiled kernels, at home by default: nodes that share that over NFS disturb each other."""
+_RAY_ENDS_S = 15.0
+_LOOK_AGAIN_S = 0.5
+_CONNECT_S = 2.0
+
+
+class Supervised:
+    """A program in a session of its own. It gets each signal once, of those that `hears` has for what comes here."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        hears: Mapping[int, signal.Signals | None],
+        environment: Mapping[str, str],
+        output: IO[bytes] | None = None,
+    ) -> None:
+        self._told: set[signal.Signals] = set()
+        self._hears = hears
+        self._process = subprocess.Popen(
+            command,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=partial(_begin, os.getpid()),
+        )
+        for number in hears:
+            signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        told = self._hears[number]
+        if told is not None and told not in self._told:
+            self._told.add(told)
+            with suppress(ProcessLookupError):
+                self._process.send_signal(told)
+
+    @property
+    def was_told(self) -> bool:
+        """Whether it was sent a signal."""
+        return bool(self._told)
+
+    def wait(self, end_s: float | None = None) -> int:
+        """Wait for the end, at most `end_s` once it was told of it; the exit code as a shell gives it."""
+        told_s: float | None = None
+        while self._process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOOK_AGAIN_S)
+            if self._told and told_s is None:
+                told_s = time.monotonic()
+            if end_s is not None and told_s is not None and time.monotonic() > told_s + end_s:
+                self._process.kill()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.returncode
+        return code if code >= 0 else 128 - code
+
+
+def _begin(parent: int) -> None:
+    """In the new program's process: end with its parent, and hear SIGINT, where the batch script did not, too."""
+    die_with(parent, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def serve(address: str, head: str, interface: str | None) -> int:
+    """Be a node of the Ray cluster at an address, of which `head` is the first machine, until told to end.
+
+    The others listen on the `interface`; None is that of their route to the first.
+    """
+    # A notice that comes early is not to end it.
+    for number in _NODE_HEARS:
+        signal.signal(number, lambda *_: None)
+    from megarl.cluster.ray.runtime import LONGEST_SOCKET, last_lines
+
+    name = os.environ["SLURMD_NODENAME"]
+    with scratch_folder(LONGEST_SOCKET) as folder:
+        log, temporary = folder / "start.log", folder / "t"
+        temporary.mkdir()
+        with log.open("wb") as output:
+            start = _ray_start(address, name, head, interface, folder / "r")
+            node = Supervised(start, _NODE_HEARS, _environment_of_node(temporary), output)
+            code = node.wait(_RAY_ENDS_S)
+        if node.was_told:
+            return 0
+        print(f"{name}: Ray ended by itself with exit code {code}:\n{last_lines(log)}", file=sys.stderr, flush=True)
+        return code or 1
+
+
+def _ray_start(address: str, name: str, head: str, interface: str | None, folder: Path) -> list[str]:
+    host, _, port = address.rpartition(":")
+    where = [f"--address={address}"]
+    if name == head:
+        where = ["--head", f"--node-ip-address={host}", f"--port={port}", *_HEAD_ALONE]
+    elif interface is not None:
+        where.append(f"--node-ip-address={address_of(interface)}")
+    return [
+        *("ray", "start", "--block", *where, "--disable-usage-stats", "--include-log-monitor=false"),
+        *(f"--temp-dir={folder}", f"--labels={SLURM_NODE}={name}", f"--num-cpus={os.environ['SLURM_CPUS_ON_NODE']}"),
+    ]
+
+
+def _environment_of_node(temporary: Path) -> dict[str, str]:
+    return {name: str(temporary / folder) for name, folder in _CACHES.items()} | _environment(temporary)
+
+
+def _environment(temporary: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        # A container has its own path, in which this Python is not.
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+        "TMPDIR": str(temporary),
+        # The workers are the job.
+        "RAY_worker_niceness": "0",
+        # Nothing is to be moved from a node that ends: the job ends.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
+
+
+def run(address: str, nodes: Sequence[str], timeout_s: float, command: Sequence[str]) -> int:
+    """Run a command when all nodes have joined; its exit code. Raises UserError where they do not."""
+    wait_for_nodes(address, nodes, timeout_s)
+    with scratch_folder() as folder:
+        return Supervised(command, _COMMAND_HEARS, _environment(folder)).wait()
+
+
+def wait_for_nodes(address: str, nodes: Sequence[str], timeout_s: float) -> None:
+    """Wait until a Ray node of each of these machines is up. Raises UserError with those that are not."""
+    import ray
+
+    from megarl.cluster.ray.joining import join, listens
+
+    deadline = time.monotonic() + timeout_s
+    host, _, port = address.rpartition(":")
+    absent = list(nodes)
+    while not listens(host, int(port), _CONNECT_S):
+        _check_time(deadline, timeout_s, absent, address)
+    join(address)
+    try:
+        while absent := [name for name in nodes if name not in _joined(ray.nodes())]:
+            _check_time(deadline, timeout_s, absent, address)
+    finally:
+        ray.shutdown()
+
+
+def _joined(ray_nodes: Sequence[Mapping[str, object]]) -> set[str]:
+    labels = [node["Labels"] for node in ray_nodes if node["Alive"]]
+    return {each[SLURM_NODE] for each in labels if isinstance(each, Mapping) and SLURM_NODE in each}
+
+
+def _serve_and_tell(address: str, head: str, interface: str | None) -> int:
+    """As `serve`; where it does not end well, the task that waits for this node is told."""
+    code = 1
+    try:
+        code = serve(address, head, interface)
+    finally:
+        if code and (file := _end_of(os.environ["SLURMD_NODENAME"])) is not None:
+            with suppress(OSError):
+                file.touch()
+    return code
+
+
+def _end_of(name: str) -> Path | None:
+    """The file that is there when a machine's Ray node has ended by itself: in the folder of the job, which all see.
+
+    One from before the job was in the queue again has another name.
+    """
+    token, restarts = os.environ.get("RAY_AUTH_TOKEN_PATH"), os.environ.get("SLURM_RESTART_COUNT", "0")
+    return Path(token).with_name(f"ended-{restarts}-{name}") if token else None
+
+
+def _check_time(deadline: float, timeout_s: float, absent: Sequence[str], address: str) -> None:
+    ended = [name for name in absent if (file := _end_of(name)) is not None and file.exists()]
+    if ended:
+        raise MachinesUnfit(
+            f"Ray ended by itself on {', '.join(ended)} before all nodes had joined: see what it said, or leave the"
+            f" machine out (sbatch --exclude={','.join(ended)})"
+        )
+    if time.monotonic() > deadline:
+        raise MachinesUnfit(
+            f"after {timeout_s:g} s {', '.join(absent)} had not joined the Ray cluster at {address}: see whether there"
+            f" is a way to that port from there, leave the machine out (sbatch --exclude={','.join(absent)}), or give"
+            " more time (START_TIMEOUT_S)"
+        )
+    time.sleep(_LOOK_AGAIN_S)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.cluster.ray.slurm", description=__doc__)
+    tasks = parser.add_subparsers(dest="task", required=True)
+    node = tasks.add_parser("node", help="be a Ray node until SIGUSR2")
+    node.add_argument("address")
+    node.add_argument("--head", required=True)
+    node.add_argument("--interface")
+    command = tasks.add_parser("run", help="run a command when all nodes are up")
+    command.add_argument("address")
+    command.add_argument("--nodes", nargs="+", required=True)
+    command.add_argument("--timeout", type=float, required=True)
+    command.add_argument("command", nargs="+")
+    options = parser.parse_args(arguments)
+    try:
+        if options.task == "node":
+            return _serve_and_tell(options.address, options.head, options.interface)
+        return run(options.address, options.nodes, options.timeout, options.command)
+    except UserError as error:
+        print(f"megarl: {error.sentence}", file=sys.stderr, flush=True)
+        return exit_code_of(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

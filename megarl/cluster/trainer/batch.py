@@ -1,0 +1,128 @@
+"""A batch as the controller holds it and the ranks get it: lengths, and where the values of each sequence are."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.data.packed_stretches import Packed, packed, unpacked
+from megarl.data.stretches import Array, Values, joined, nothing_of, shortened, stored_together
+from megatron_ext.packing.packing import RaggedBatch
+from megatron_ext.packing.prefix_tree import Prefixes
+
+ROUTED_EXPERTS = "routed_experts"
+"""The field whose values are records of bytes, `RaggedBatch.routed_experts`."""
+REFERENCE = "reference_"
+"""Begins the name of a prediction of the reference model."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N sequences of different lengths, with their values here or in the object store.
+
+    `tokens`, int32, and each of `fields` have an entry for each sequence; without sequences there is one entry with no
+    values, which has their type. `lengths`, `unit` and `names` are those of a `RaggedBatch`, which `load` makes where
+    something is computed.
+
+    Example: Batch(np.array([3]), [(np.array([5]), np.array([9, 2]))], {"weights": [(np.float32([0, 0.5, 0.5]),)]})
+    """
+
+    lengths: Array
+    tokens: Sequence[Values]
+    fields: Mapping[str, Sequence[Values]] = field(default_factory=dict)
+    unit: int = 1
+    names: Mapping[str, Array] = field(default_factory=dict)
+    prefixes: Prefixes | None = None
+    """Common beginnings of sequences, if it is known."""
+    mini_batch: Array | None = None
+    """int64[N]: the optimizer step that each sequence is for; None if it is the same one."""
+
+    @classmethod
+    def of(cls, batch: RaggedBatch) -> "Batch":
+        """The sequences of a batch whose values are all here."""
+        lengths = batch.lengths.numpy()
+        fields = {name: sequences_of(values, lengths) for name, values in batch.fields.items()}
+        if batch.routed_experts is not None:
+            records = batch.routed_experts.numpy().view(np.dtype((np.void, batch.routed_experts.shape[1])))[:, 0]
+            fields[ROUTED_EXPERTS] = [(each,) for each in np.split(records, lengths.cumsum()[:-1])]
+        tokens = [(each,) for each in _pieces(batch.tokens.to(torch.int32), lengths)]
+        return cls(lengths, tokens, fields, batch.unit, {name: each.numpy() for name, each in batch.names.items()})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fields = {name: packed(values) for name, values in self.fields.items()}
+        described = self.lengths, packed(self.tokens), fields, self.unit, self.names, self.prefixes, self.mini_batch
+        return _unpacked_batch, described
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def total_tokens(self) -> int:
+        """T: the tokens of all sequences."""
+        return int(self.lengths.sum())
+
+    def select(self, sequences: Sequence[int]) -> "Batch":
+        """The given sequences, in the given order."""
+        chosen = np.asarray(sequences, dtype=np.int64)
+
+        def take(values: Sequence[Values]) -> list[Values]:
+            return [values[sequence] for sequence in chosen.tolist()] or [nothing_of(values)]
+
+        fields = {name: take(values) for name, values in self.fields.items()}
+        names = {name: each[chosen] for name, each in self.names.items()}
+        prefixes = None if self.prefixes is None else self.prefixes.select(chosen)
+        mini_batch = None if self.mini_batch is None else self.mini_batch[chosen]
+        return Batch(self.lengths[chosen], take(self.tokens), fields, self.unit, names, prefixes, mini_batch)
+
+    def mini_batches(self) -> list[Array]:
+        """The sequences of each optimizer step."""
+        if self.mini_batch is None:
+            return [np.arange(len(self))]
+        return [np.flatnonzero(self.mini_batch == each) for each in np.unique(self.mini_batch)]
+
+    def only(self, names: Collection[str]) -> "Batch":
+        """The same sequences, and of their fields those of `names` that there are."""
+        return replace(self, fields={name: values for name, values in self.fields.items() if name in names})
+
+    def with_fields(self, **fields: Sequence[Values]) -> "Batch":
+        """The same sequences with more (or replaced) fields."""
+        return replace(self, fields={**self.fields, **fields})
+
+    def values(self, name: str) -> Tensor:
+        """[T]: a field in a tensor of this process; what is stored is fetched."""
+        return opened_values(self.fields[name])
+
+    def load(self) -> RaggedBatch:
+        """The sequences in tensors of this process; what is stored is fetched."""
+        names = {name: torch.tensor(each) for name, each in self.names.items()}
+        fields = {name: self.values(name) for name in self.fields if name != ROUTED_EXPERTS}
+        lengths, routed_experts = torch.tensor(self.lengths), None
+        if ROUTED_EXPERTS in self.fields:
+            records = joined(self.fields[ROUTED_EXPERTS])
+            routed_experts = torch.from_numpy(records.view(np.uint8).reshape(len(records), records.itemsize))
+        return RaggedBatch(opened_values(self.tokens), lengths, fields, self.unit, names, routed_experts)
+
+    def kept(self, values: Tensor) -> Packed:
+        """Values [T] that this process made, by sequence; many stay in the object store of its machine."""
+        return packed(stored_together(values.numpy(), self.lengths) if len(self) else [])
+
+
+def _unpacked_batch(lengths: Array, tokens: Packed, fields: Mapping[str, Packed], *rest: Any) -> Batch:
+    return Batch(lengths, unpacked(tokens), {name: unpacked(values) for name, values in fields.items()}, *rest)
+
+
+def opened_values(sequences: Sequence[Values]) -> Tensor:
+    """[T]: values of all tokens in a tensor of this process; what is stored is fetched."""
+    return torch.from_numpy(joined(sequences))
+
+
+def sequences_of(values: Tensor, lengths: Array) -> list[Values]:
+    """Values [T] that are here, by sequence."""
+    return [(shortened(each),) for each in _pieces(values, lengths)]
+
+
+def _pieces(values: Tensor, lengths: Array) -> list[Array]:
+    return np.split(values.numpy(), lengths.cumsum()[:-1])

@@ -1,0 +1,44 @@
+"""Common beginnings of the sequences of a batch, as far as the controller can tell."""
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from megarl.data.stretches import Stored, Values, here
+from megatron_ext.packing.prefix_tree import Prefixes, common_tokens
+
+_Away: TypeAlias = tuple[int, int, int]
+"""Number of an array in the object store, and where a stretch of it begins and ends."""
+_Key: TypeAlias = tuple[bytes | _Away, ...]
+"""Tokens that are here, 4 bytes each, and stretches that are away, in turns; the first are here."""
+
+
+def prefixes_of(sequences: Sequence[Values]) -> Prefixes:
+    """Tokens that are away are the same where they are those of the same array."""
+    numbers: dict[object, int] = {}
+    return Prefixes.by_key([_key(each, numbers) for each in sequences], _common)
+
+
+def _key(values: Values, numbers: dict[object, int]) -> _Key:
+    pieces: list[bytes | _Away] = []
+    tokens = bytearray()
+    for stretch in values:
+        if isinstance(stretch, Stored):
+            number = numbers.setdefault(stretch.reference, len(numbers))
+            pieces += [bytes(tokens), (number, stretch.start, stretch.start + stretch.length)]
+            tokens.clear()
+        else:
+            # Big-endian bytes of numbers that are not negative have the order of the numbers.
+            tokens += here(stretch).astype(">u4").tobytes()
+    return (*pieces, bytes(tokens))
+
+
+def _common(a: _Key, b: _Key) -> int:
+    found = 0
+    for one, other in zip(a, b, strict=False):
+        if isinstance(one, bytes) and isinstance(other, bytes):
+            found += common_tokens(one, other)
+        elif isinstance(one, tuple) and isinstance(other, tuple) and one[:2] == other[:2]:
+            found += min(one[2], other[2]) - one[1]
+        if one != other:
+            break
+    return found

@@ -1,0 +1,345 @@
+"""The Megatron ranks as one object: a call cuts its batch over data parallelism and joins what the ranks return."""
+
+import secrets
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import chain, count
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from converters.architectures import Head, Lora
+from converters.cost.compute import PassFlops
+from converters.errors import UserError
+from converters.layouts.megatron import ModuleNames, ParallelSizes
+from converters.number_formats import NumberFormat
+from megarl.cluster.placement.reservation import Seats
+from megarl.cluster.placement.roles import POLICY
+from megarl.cluster.trainer.batch import REFERENCE, ROUTED_EXPERTS, Batch
+from megarl.cluster.trainer.model_work import ModelWork
+from megarl.cluster.trainer.prefixes import prefixes_of
+from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.worker import Call
+from megarl.cluster.workers.worker_group import WorkerGroup
+from megarl.data.packed_stretches import Packed, unpacked
+from megarl.data.stretches import Values, is_away, joined, stored_together
+from megarl.process.file_system import lost_in_export
+from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.loader.buckets import Bucket
+from megarl.resharding.transfer_stats import TransferStats
+from megarl.schema import ClusterConfig
+from megatron_ext.memory.device_memory import CountedMemory, StatePart
+from megatron_ext.objective import Objective, StepResult
+from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing.balance import Cut, assign, computed
+from megatron_ext.packing.packing import ASKED_BY
+from megatron_ext.packing.prefix_tree import Prefixes
+
+
+class TrainerGroup(WorkerGroup):
+    """All ranks of one Megatron job: one model, trained or frozen.
+
+    There may be several groups, each with processes of its own; the name of the role is in the names of their logs and
+    in what their errors say.
+    """
+
+    def __init__(
+        self, options: MegatronOptions, cluster: ClusterConfig, seats: Seats, logs: Path, max_tokens: int
+    ) -> None:
+        super().__init__(seats, logs)
+        self._parallel = options.parallel
+        self._options = options
+        self._cluster = cluster
+        self._max_tokens = max_tokens
+        self._work = ModelWork()
+        self._flops = 0.0
+
+    def start(self) -> None:
+        """Let the ranks meet at an address of rank 0."""
+        self.make("megarl.cluster.trainer.trainer_worker", "TrainerWorker", [(rank,) for rank in range(len(self))])
+        # Two groups cannot meet at one port: the one that is chosen is the policy's.
+        port = self._cluster.rendezvous_port if self.name == POLICY else 0
+        address = self.call("rendezvous", port)[0]
+        self.call("join", self._options, address, self._cluster.collective_timeout_s)
+
+    def build(
+        self,
+        model_path: Path,
+        megatron_checkpoint: Path | None,
+        total_steps: int,
+        *,
+        reference: bool,
+        head: Head = "language_model",
+    ) -> None:
+        """Make the model of a HuggingFace folder, ready for `total_steps` optimizer steps.
+
+        The weights are those of `megatron_checkpoint`, or else of the folder. With the head "value" the model gives a
+        value for each token; where the weights have no such head, it begins at 0. With `reference` the weights are kept
+        as those of the reference model, too.
+        """
+        self._work = ModelWork.of(model_path, head, self._options)
+        self.call("build", model_path, megatron_checkpoint, self._options, total_steps, reference, head)
+
+    def build_frozen(self, model_path: Path, *, head: Head = "language_model") -> None:
+        """Make the model of a HuggingFace folder for predictions alone: no gradients and no optimizer are held."""
+        self._work = ModelWork.of(model_path, head, self._options)
+        self.call("build_frozen", model_path, self._options, head)
+
+    def place(self, batch: Batch) -> Batch:
+        """`batch` with the tokens of each data-parallel share in one array of the object store.
+
+        All calls of a step refer to it there. Common beginnings of sequences are found before.
+        """
+        if self._options.shared_prefixes:
+            batch = replace(batch, prefixes=prefixes_of(batch.tokens))
+        tokens = list(batch.tokens)
+        for share in self._cut(batch):
+            here = [each for each in chain.from_iterable(share) if not is_away(batch.tokens[each])]
+            if here:
+                placed = stored_together(joined([batch.tokens[each] for each in here]), batch.lengths[here])
+                for sequence, values in zip(here, placed, strict=True):
+                    tokens[sequence] = values
+        return replace(batch, tokens=tokens)
+
+    def predictions(
+        self, batch: Batch, names: Sequence[str], *, temperature: float, replay: bool = False
+    ) -> dict[str, list[Values]]:
+        """Predictions for each token of `batch`, in its order: the fields of `LogProbs` that are named.
+
+        A name with "reference_" before it is the reference model's. They stay in the object store, where the ranks made
+        them, as do `log_probs` and `values`. With `replay` tokens go to the experts that the batch names, if it does,
+        but for the reference model.
+        """
+        cut = self._cut(batch)
+        read = [name for name in ASKED_BY if name in batch.fields][:1] + ([ROUTED_EXPERTS] if replay else [])
+        of_models = {name.startswith(REFERENCE) for name in names}
+        work = [self._work.reference if is_reference else self._work.forward for is_reference in of_models]
+        results = self._call_shares("predictions", batch.only(read), cut, list(names), temperature, work=work)
+        return {name: in_order(cut, [result[name] for result in results]) for name in names}
+
+    def log_probs(
+        self, batch: Batch, *, temperature: float, reference: bool = False, replay: bool = False
+    ) -> list[Values]:
+        """float32: log-probabilities of all tokens of `batch`, in its order. See `predictions`."""
+        name = f"{REFERENCE}log_probs" if reference else "log_probs"
+        return self.predictions(batch, [name], temperature=temperature, replay=replay)[name]
+
+    def values(self, batch: Batch) -> list[Values]:
+        """float32: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
+        cut = self._cut(batch)
+        return in_order(cut, self._call_shares("values", batch.only(()), cut, work=[self._work.forward]))
+
+    def scores(self, batch: Batch) -> Tensor:
+        """float32[N]: the value at the last token of each sequence of `batch`."""
+        cut = self._cut(batch)
+        scores = np.concatenate(self._call_shares("scores", batch.only(()), cut, work=[self._work.forward]))
+        return torch.from_numpy(scores)[torch.tensor(_sequences(cut), dtype=torch.long).argsort()]
+
+    def refresh_reference(self) -> None:
+        """Make the present weights those of the reference model; checkpoints then hold them."""
+        self.call("refresh_reference")
+
+    def train_step(self, batch: Batch, objective: Objective, *, temperature: float = 1.0) -> StepResult:
+        """One optimizer step on `batch`, with the metrics of all micro-batches. The `temperature` divides logits.
+
+        The fields of the batch are those that the objective reads.
+        """
+        results: list[StepResult] = self._call_shares(
+            "train_step", batch, self._cut(batch), objective, temperature, work=[self._work.update]
+        )
+        ahead = [result.ahead for result in results if result.ahead is not None]
+        return replace(
+            results[0],
+            metrics=[part for result in results for part in result.metrics],
+            ahead=torch.stack(ahead).sum(0) if ahead else None,
+        )
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """The type of every HF tensor of the model."""
+        return dict(chain.from_iterable(part.items() for part in self.call("weight_dtypes")))
+
+    def cut_blocks(self, number_format: NumberFormat, names: Collection[str]) -> set[str]:
+        """The ones among the HF tensors `names` of which no rank can quantise a block, since it has a part of it."""
+        return set().union(*self.call("cut_blocks", number_format, frozenset(names)))
+
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """Let every rank map the shared-memory segments of a refit."""
+        self.call("map_segments", list(segments), segment_bytes)
+
+    def write(self, bucket: Bucket) -> None:
+        """Let every rank write its part of a bucket."""
+        self.call("write", bucket)
+
+    @property
+    def parallel(self) -> ParallelSizes:
+        """How the model is cut over the ranks."""
+        return self._parallel
+
+    @property
+    def adapter_alone(self) -> Lora | None:
+        """The adapter that is trained, if refits send it without the weights."""
+        adapter = self._options.adapter
+        return adapter.lora if adapter is not None and not adapter.merge else None
+
+    @property
+    def module_names(self) -> ModuleNames:
+        """The names by which the tensors of the model are known."""
+        return wait([self.workers[0].begin("module_names")])[0]
+
+    @property
+    def backend(self) -> str:
+        """The collective backend of the device that the model is on."""
+        return wait([self.workers[0].begin("backend")])[0]
+
+    def rdma_ports(self) -> list[bool]:
+        """Whether the machine of each rank has a port of InfiniBand, RoCE or EFA."""
+        return self.call("has_rdma_port")
+
+    def open_transfer(self, spec: TransferSpec, transport: str, engine_workers: int, timeout_s: float) -> Rendezvous:
+        """Prepare all ranks to send their parts of `spec`; where their receivers meet them."""
+        listeners = self.call("open_transfer", ray.put(spec))
+        store = wait([self.workers[0].begin("open_store", timeout_s)])[0] if TRANSPORTS[transport].needs_store else None
+        return Rendezvous(transport, secrets.token_bytes(32), listeners, store, engine_workers, timeout_s)
+
+    def begin_connect(self, rendezvous: Rendezvous) -> list[Call[None]]:
+        """Begin to connect all ranks, after `open_transfer`, with their receivers."""
+        return self.begin("connect_transfer", rendezvous)
+
+    def begin_send(self, version: int, *, delta: bool) -> list[Call[TransferStats]]:
+        """Begin to send the present weights as `version`; the result is how much each rank sent."""
+        return self.begin("send", version, delta)
+
+    def close_transfer(self) -> None:
+        """Free what a transfer holds."""
+        self.call("close_transfer")
+
+    def export(self, folder: Path, copy_from: Path) -> None:
+        """Write the model as a HuggingFace checkpoint. Raises UserError where a file system would lose parts of it."""
+        _check_mapped_by(self._seats, folder)
+        self.call("export", folder, copy_from)
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write the adapter that is trained as a PEFT folder. Raises as `export`."""
+        _check_mapped_by(self._seats, folder)
+        self.call("export_adapter", folder)
+
+    def begin_save(self, folder: Path, *, in_background: bool) -> None:
+        """Begin to write model, optimizer, schedule and RNG to `folder`: those of now, with `in_background`.
+
+        Without, the ranks may change nothing before `finish_save`.
+        """
+        self.call("begin_save", folder, in_background)
+
+    def save_is_written(self) -> bool:
+        """Whether all ranks have written their part. Raises what ended the writing."""
+        return all(self.call("save_is_written"))
+
+    def finish_save(self) -> None:
+        """Wait until all of it is written."""
+        self.call("finish_save")
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint."""
+        self.call("load", folder)
+
+    def offload(self, parts: Collection[StatePart]) -> None:
+        """Let parts of the state of all ranks go to the host."""
+        self.call("offload", list(parts))
+
+    def reload(self, parts: Collection[StatePart]) -> None:
+        """Have parts of the state of all ranks back on their devices."""
+        self.call("reload", list(parts))
+
+    def count_memory(self, memory: CountedMemory) -> None:
+        """Count what the ranks hold, from now on, where there is no GPU to do it."""
+        self.call("count_memory", memory)
+
+    def take_flops(self) -> float:
+        """Floating-point operations of the model since the last time, on all ranks, recomputed activations left out."""
+        flops, self._flops = self._flops, 0.0
+        return flops
+
+    def device_name(self) -> str:
+        """The kind of device that rank 0 computes on."""
+        return wait([self.workers[0].begin("device_name")])[0]
+
+    def take_device_peak(self) -> int:
+        """The most that all processes held of a rank's device since the last turn began."""
+        return max(self.call("take_device_peak"))
+
+    def peak_memory_bytes(self) -> list[int]:
+        """The most memory that each rank ever held."""
+        return self.call("peak_memory_bytes")
+
+    def _cut(self, batch: Batch) -> Cut:
+        return cut_batch(batch, self._options, self._max_tokens, self._work.forward.attention_length)
+
+    def _call_shares(
+        self, method: str, batch: Batch, cut: Cut, *arguments: Any, work: Sequence[PassFlops]
+    ) -> list[Any]:
+        """Call every rank with its data-parallel share; the results of the one rank of each that is asked for them.
+
+        The batch has the fields that the call reads, and no others: they go to every rank. The call is as much
+        `work`.
+        """
+        tokens, squares = computed(cut, batch.lengths.tolist(), _prefixes(batch, self._options))
+        self._flops += sum(each.of(tokens, squares) for each in work)
+        shares = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
+        asked = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
+        of_ranks = [
+            (*shares[self._parallel.data_parallel_rank(rank)], asked[rank], *arguments) for rank in range(len(self))
+        ]
+        results = wait(self.begin_each(method, of_ranks))
+        return [result for rank, result in enumerate(results) if asked[rank]]
+
+
+def _check_mapped_by(seats: Seats, folder: Path) -> None:
+    if sentence := lost_in_export(folder, len({node.id for node in seats.nodes})):
+        raise UserError(sentence)
+
+
+def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention_length: float = inf) -> Cut:
+    """Cut a batch into a share for each data-parallel rank, in micro-batches of at most `max_tokens`.
+
+    Micro-batches and shares are those of each mini-batch alone. So what a rank says of its share before the update is
+    what it reads there, from one array, and was computed in the same micro-batches.
+    """
+    ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
+    cut: Cut = [[] for _ in range(ranks)]
+    known = _prefixes(batch, options)
+    for sequences in batch.mini_batches():
+        lengths = torch.from_numpy(batch.lengths[sequences])
+        prefixes = known and known.select(sequences)
+        of_ranks = assign(lengths, ranks, max_tokens, batch.unit, multiple, attention_length, prefixes)
+        for share, micro_batches in zip(cut, of_ranks, strict=True):
+            share.extend(sequences[each].tolist() for each in micro_batches)
+    return cut
+
+
+def _prefixes(batch: Batch, options: MegatronOptions) -> Prefixes | None:
+    """Common beginnings of sequences, where the ranks compute it once."""
+    return (batch.prefixes or prefixes_of(batch.tokens)) if options.shared_prefixes else None
+
+
+def share_of(batch: Batch, share: Sequence[Sequence[int]]) -> tuple[Batch, list[list[int]]]:
+    """The sequences of a share, and its micro-batches by their places in it."""
+    places = count()
+    return batch.select(list(chain.from_iterable(share))), [[next(places) for _ in each] for each in share]
+
+
+def _sequences(cut: Cut) -> list[int]:
+    """The sequences of the batch that was cut, share after share."""
+    return [sequence for share in cut for micro_batch in share for sequence in micro_batch]
+
+
+def in_order(cut: Cut, of_shares: Sequence[Packed]) -> list[Values]:
+    """Values that the shares have of each of their sequences, in the order of the batch that was cut."""
+    by_sequence = dict(zip(_sequences(cut), chain.from_iterable(map(unpacked, of_shares)), strict=True))
+    return [by_sequence[sequence] for sequence in range(len(by_sequence))]

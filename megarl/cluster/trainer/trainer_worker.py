@@ -1,0 +1,267 @@
+"""The program of one Megatron rank."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeAlias
+
+import ray
+import torch
+
+from megatron_ext import device
+
+device.install()  # before anything of Megatron is imported
+
+from converters.architectures import Head, adapter_architecture, read_architecture  # noqa: E402
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
+from converters.layouts.megatron import ModuleNames  # noqa: E402
+from converters.number_formats import NumberFormat  # noqa: E402
+from megarl.cluster.trainer.batch import REFERENCE, Batch  # noqa: E402
+from megarl.data.packed_stretches import Packed  # noqa: E402
+from megarl.data.stretches import Array  # noqa: E402
+from megarl.process.ports import free_port  # noqa: E402
+from megarl.resharding.direct.connections import Address  # noqa: E402
+from megarl.resharding.direct.sender import Sender  # noqa: E402
+from megarl.resharding.direct.transfer_spec import TransferSpec  # noqa: E402
+from megarl.resharding.direct.transports.endpoint import Rendezvous  # noqa: E402
+from megarl.resharding.direct.transports.nixl_agent import has_port  # noqa: E402
+from megarl.resharding.loader.buckets import Bucket  # noqa: E402
+from megarl.resharding.loader.source import WeightSource  # noqa: E402
+from megarl.resharding.transfer_stats import TransferStats  # noqa: E402
+from megatron_ext import parallel  # noqa: E402
+from megatron_ext.checkpoint import checkpoint  # noqa: E402
+from megatron_ext.loopback import open_store  # noqa: E402
+from megatron_ext.megatron_model import MegatronModel  # noqa: E402
+from megatron_ext.memory.device_memory import CountedMemory, StatePart, take_peak  # noqa: E402
+from megatron_ext.model.specs import module_names  # noqa: E402
+from megatron_ext.objective import Objective, StepResult  # noqa: E402
+from megatron_ext.options.options import MegatronOptions  # noqa: E402
+
+MicroBatches: TypeAlias = list[list[int]]
+"""The sequences of each, by their places in the share of this rank."""
+
+
+class TrainerWorker:
+    """One rank: makes its part of the model and answers the group's calls."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.sender: Sender | None = None
+        self.memory: CountedMemory | None = None
+
+    def rendezvous(self, port: int) -> str:
+        """An address of this rank's machine at which the ranks can meet; `port` 0 is any."""
+        host = ray.util.get_node_ip_address()
+        return f"tcp://{host}:{free_port(host, port)}"
+
+    def join(self, options: MegatronOptions, init_method: str, timeout_s: float) -> None:
+        """Enter the process groups, whose collectives wait for one another for so long."""
+        parallel.initialize(options.parallel, self.rank, init_method, timeout=timedelta(seconds=timeout_s))
+
+    def build(
+        self,
+        model_path: Path,
+        megatron_checkpoint: Path | None,
+        options: MegatronOptions,
+        total_steps: int,
+        reference: bool,
+        head: Head,
+    ) -> None:
+        """Make the model, read its weights and prepare training; an earlier model is forgotten."""
+        self.model = self._new_model(model_path, options, head)
+        if megatron_checkpoint:
+            self.model.load_distributed(megatron_checkpoint)
+        else:
+            self.model.load_huggingface(HuggingFaceCheckpoint(model_path))
+        self.model.add_adapters()
+        self.model.prepare_training(total_steps)
+        if reference:
+            self.model.keep_reference()
+        self.saving = checkpoint.Saving(self.model)
+        adapter, sent = options.adapter, self.model.architecture
+        if adapter is not None and not adapter.merge:
+            sent = adapter_architecture(sent, adapter.lora)
+        self.weights = WeightSource(sent, options.parallel, self.rank, self.model.local_tensors(), module_names())
+
+    def build_frozen(self, model_path: Path, options: MegatronOptions, head: Head) -> None:
+        """Make the model and read its weights, for predictions alone; an earlier model is forgotten."""
+        self.model = self._new_model(model_path, options, head)
+        self.model.load_huggingface(HuggingFaceCheckpoint(model_path))
+        self.model.freeze()
+
+    def _new_model(self, model_path: Path, options: MegatronOptions, head: Head) -> MegatronModel:
+        return MegatronModel(read_architecture(read_json(model_path / CONFIG)), options, self.rank, head=head)
+
+    def predictions(
+        self,
+        share: Batch,
+        micro_batches: MicroBatches,
+        is_asked: bool,
+        names: list[str],
+        temperature: float,
+    ) -> dict[str, Packed] | None:
+        """The fields of `MegatronModel.log_probs` that are named; see `TrainerGroup.predictions`.
+
+        None if the rank is not asked, as for all results: another rank of its share has the same.
+        """
+        batch, found = share.load(), dict[str, Packed]()
+        for is_reference in (False, True):
+            own = [name for name in names if name.startswith(REFERENCE) == is_reference]
+            if not own:
+                continue
+            with self.model.reference_weights() if is_reference else nullcontext():
+                read = replace(batch, routed_experts=None) if is_reference else batch
+                predictions = self.model.log_probs(read, micro_batches, temperature=temperature)
+            if is_asked:
+                assert predictions is not None, "a rank of the last stage is asked"
+                found |= {name: share.kept(getattr(predictions, name.removeprefix(REFERENCE))) for name in own}
+        return found if is_asked else None
+
+    def values(self, share: Batch, micro_batches: MicroBatches, is_asked: bool) -> Packed | None:
+        """See `MegatronModel.values`."""
+        values = self.model.values(share.load(), micro_batches)
+        return share.kept(values) if is_asked and values is not None else None
+
+    def scores(self, share: Batch, micro_batches: MicroBatches, is_asked: bool) -> Array | None:
+        """See `MegatronModel.scores`."""
+        scores = self.model.scores(share.load(), micro_batches)
+        return scores.numpy() if is_asked and scores is not None else None
+
+    def refresh_reference(self) -> None:
+        """See `MegatronModel.refresh_reference`."""
+        self.model.refresh_reference()
+
+    def train_step(
+        self, share: Batch, micro_batches: MicroBatches, is_asked: bool, objective: Objective, temperature: float
+    ) -> StepResult | None:
+        """See `MegatronModel.train_step`; all in memory of the host."""
+        result = self.model.train_step(share.load(), micro_batches, objective, temperature=temperature)
+        if not is_asked:
+            return None
+        ahead = None if result.ahead is None else result.ahead.cpu()
+        return replace(result, metrics=[each.cpu() for each in result.metrics], ahead=ahead)
+
+    def device_name(self) -> str:
+        """See `device.name`."""
+        return device.name()
+
+    def module_names(self) -> ModuleNames:
+        """The names by which the tensors of this model are known."""
+        return module_names()
+
+    def backend(self) -> str:
+        """The collective backend of the device that the model is on."""
+        return device.backend()
+
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """The type of every HF tensor of which this rank sends a part."""
+        return self.weights.dtypes()
+
+    def cut_blocks(self, number_format: NumberFormat, names: frozenset[str]) -> set[str]:
+        """See `WeightSource.cut_blocks`."""
+        return self.weights.cut_blocks(number_format, names)
+
+    def map_segments(self, segments: list[str], segment_bytes: int) -> None:
+        """Map the shared-memory segments that buckets are written to."""
+        self.weights.map_segments(segments, segment_bytes)
+
+    def write(self, bucket: Bucket) -> None:
+        """Write this rank's boxes of a bucket into its segment."""
+        self.model.complete_weights()
+        with self.model.trained_weights(self.weights.sources(bucket)):
+            self.weights.write(bucket)
+
+    def open_transfer(self, spec: TransferSpec) -> Address:
+        """Prepare to send this rank's part of the spec; where receivers find it."""
+        self.close_transfer()
+        host = ray.util.get_node_ip_address()
+        self.sender = Sender(self.rank, spec.outgoing(self.rank), self.model.local_tensors(), host)
+        return self.sender.address
+
+    def open_store(self, timeout_s: float) -> Address:
+        """A new store at which process groups can be made; it lasts until the next one."""
+        host = ray.util.get_node_ip_address()
+        self.store = open_store(host, timedelta(seconds=timeout_s))
+        return host, self.store.port
+
+    def has_rdma_port(self) -> bool:
+        """Whether this machine has a port of InfiniBand, RoCE or EFA."""
+        return has_port()
+
+    def connect_transfer(self, rendezvous: Rendezvous) -> None:
+        """Wait for the receivers. See `Sender.connect`."""
+        assert self.sender is not None
+        with self._closing_on_error():
+            self.sender.connect(rendezvous)
+
+    def send(self, version: int, delta: bool) -> TransferStats:
+        """Send the present weights as `version`; how much was sent. See `Sender.send`."""
+        assert self.sender is not None
+        self.model.complete_weights()
+        with self._closing_on_error(), self.model.trained_weights():
+            return self.sender.send(version, delta=delta)
+
+    def close_transfer(self) -> None:
+        """Free what a transfer holds."""
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close_transfer()
+            raise
+
+    def export(self, folder: Path, copy_from: Path) -> None:
+        """Write a HuggingFace checkpoint."""
+        self.model.export_huggingface(folder, copy_from)
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write a PEFT adapter."""
+        self.model.export_adapter(folder)
+
+    def begin_save(self, folder: Path, in_background: bool) -> None:
+        """See `checkpoint.Saving.begin`."""
+        self.saving.begin(folder, in_background=in_background)
+
+    def save_is_written(self) -> bool:
+        """See `checkpoint.Saving.is_written`."""
+        return self.saving.is_written()
+
+    def finish_save(self) -> None:
+        """See `checkpoint.Saving.finish`."""
+        self.saving.finish()
+
+    def load(self, folder: Path) -> None:
+        """Continue from a checkpoint."""
+        checkpoint.load(self.model, folder)
+
+    def offload(self, parts: list[StatePart]) -> None:
+        """See `MegatronModel.offload`."""
+        self.model.offload(parts)
+
+    def reload(self, parts: list[StatePart]) -> None:
+        """See `MegatronModel.reload`."""
+        self.model.reload(parts)
+
+    def count_memory(self, memory: CountedMemory) -> None:
+        """Count what this rank holds, from now on, where there is no GPU to do it."""
+        self.memory = memory
+        self.model.residence.count_in(memory)
+
+    def take_device_peak(self) -> int:
+        """See `device_memory.take_peak`."""
+        return take_peak(self.memory)
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory that this process ever held."""
+        return device.peak_memory_bytes()
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        parallel.shutdown()

@@ -1,0 +1,182 @@
+"""Waiting for calls of workers: all results in their order, the first failure at once, with its cause."""
+
+import re
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+
+from converters.errors import UserError
+from megarl.cluster.workers.signs_of_life import SignsOfLife
+from megarl.cluster.workers.worker import GOES_ON, Call, Failed, Worker, WorkerFailed, WorkerGone
+from megarl.process.errors import RunFailed
+
+R = TypeVar("R", covariant=True)
+
+# How long the others are given to say that they failed, too.
+_CONSEQUENCES_S = 5.0
+_LONGEST_S = 24 * 3600.0
+"""No call takes so long, not even one that writes files, which may take half of it."""
+_IN_VAIN = re.compile(r"Timed out waiting \d+ms for|[Ww]ait timeout after \d+ms")
+"""In the error of a collective that waited for somebody in vain, or of its store."""
+LOOK_S = 5.0
+"""How often workers that are waited for are asked for a sign of life: there may be thousands."""
+
+
+def wait(calls: Sequence[Call[R]], timeout_s: float = _LONGEST_S) -> list[R]:
+    """Results of all `calls`, in order; raises as soon as one of them fails.
+
+    The others may wait for the failed one in a collective, so waiting for them first would never end.
+    Raises UserError or RunFailed if that was raised in the worker, WorkerGone if a process died, was silent for longer
+    than it may be or has not answered after `timeout_s`, else WorkerFailed with the reason and the end of its log.
+    """
+    deadline = time.monotonic() + timeout_s
+    pending, results, signs = list(calls), dict[ray.ObjectRef, R](), SignsOfLife[Worker, Call[Any]](LOOK_S)
+    while pending:
+        left = max(0.0, deadline - time.monotonic())
+        all_done = _done(pending, min(left, LOOK_S))
+        if not all_done:
+            if left > LOOK_S:
+                end_silent([call.worker for call in pending], signs)
+                continue
+            worker = pending[0].worker
+            silent = f"{worker.log.stem} gave no answer for {timeout_s:g} s"
+            worker.failure = WorkerGone(silent, "see the end of its log", worker.log)
+            raise worker.failure
+        for done in all_done:
+            pending.remove(done)
+            answer = answer_of(done)
+            if isinstance(answer, Failed):
+                raise _cause(answer.failure, pending)
+            results[done.reference] = answer
+    return [results[call.reference] for call in calls]
+
+
+def wait_together(
+    calls: Sequence[Call[Any]],
+    consequence: type[Exception],
+    at_first: Callable[[Exception], None] = lambda _failure: None,
+) -> None:
+    """Wait for calls of workers, of any groups, that need each other.
+
+    Where one fails, the others soon fail for that reason, with a `consequence`; `at_first` is called with the first
+    failure, so that it can tell those that do not hear of it. Raises, as `wait` does, the failure that says most: the
+    end of a process, then any error but a consequence.
+    """
+    pending, signs = list(calls), SignsOfLife[Worker, Call[Any]](LOOK_S)
+    failures: list[Exception] = []
+    while pending:
+        done = _first_done(pending, _CONSEQUENCES_S if failures else LOOK_S)
+        if done is None:
+            if failures:
+                break
+            end_silent([call.worker for call in pending], signs)
+            continue
+        pending.remove(done)
+        if isinstance(answer := answer_of(done), Failed):
+            if not failures:
+                at_first(answer.failure)
+            failures.append(answer.failure)
+    if failures:
+        raise min(failures, key=lambda failure: _depth(failure, consequence))
+
+
+def end_silent(workers: Collection[Worker], signs: SignsOfLife[Worker, Call[Any]]) -> None:
+    """Look for signs of life of workers that are waited for; those that were silent too long end, and so do calls."""
+    for worker in signs.look({worker: worker.begin_node for worker in workers}).silent:
+        worker.end_silent()
+
+
+def unfinished(calls: Sequence[Call[R]], timeout_s: float = 0.0) -> list[Call[R]]:
+    """The calls that have not ended when the time is over."""
+    references = [call.reference for call in calls]
+    left = set(ray.wait(references, num_returns=len(references), timeout=timeout_s)[1])
+    return [call for call in calls if call.reference in left]
+
+
+def _first_done(calls: Sequence[Call[R]], timeout_s: float) -> Call[R] | None:
+    """The first of the calls that has ended; None if none has within the time."""
+    return next(iter(_done(calls, timeout_s)), None)
+
+
+def _done(calls: Sequence[Call[R]], timeout_s: float) -> list[Call[R]]:
+    """The calls that have ended when the first one has; none if that takes longer than the time."""
+    references = [call.reference for call in calls]
+    if not ray.wait(references, num_returns=1, timeout=timeout_s)[0]:
+        return []
+    done = set(ray.wait(references, num_returns=len(references), timeout=0)[0])
+    return [call for call in calls if call.reference in done]
+
+
+def _depth(failure: Exception, consequence: type[Exception] | tuple[()]) -> int:
+    error = failure.error if isinstance(failure, WorkerFailed) else failure
+    return 0 if error is None else 2 if isinstance(error, consequence) else 1
+
+
+def _cause(failure: Exception, pending: Sequence[Call[Any]]) -> Exception:
+    """The reason of an error that is a consequence: the death of another worker, which comes to light soon after it, or
+    one that stands still, for which the others waited in a collective until its time was over.
+    """
+    if _depth(failure, ()) != 1:
+        return failure
+    deadline = time.monotonic() + _CONSEQUENCES_S
+    left = list(pending)
+    while left and (seconds := deadline - time.monotonic()) > 0:
+        done = _first_done(left, seconds)
+        if done is None:
+            break
+        left.remove(done)
+        other = answer_of(done)
+        if isinstance(other, Failed) and isinstance(other.failure, WorkerGone):
+            return other.failure
+    if left and isinstance(failure, WorkerFailed) and _IN_VAIN.search(failure.reason):
+        return _missing([call.worker for call in left], failure)
+    return failure
+
+
+def _missing(workers: Sequence[Worker], failure: WorkerFailed) -> WorkerGone:
+    """The failure of workers that did not come to a collective, in which another one failed."""
+    names = [worker.log.stem for worker in workers]
+    who = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    first = workers[0]
+    first.failure = WorkerGone(
+        f"{who} did not come to a collective in which {failure.log.stem} waited ({failure.reason})",
+        "the end of its log may say where it stands, and cluster.collective_timeout_s is to be raised if it was only "
+        f"slow; {GOES_ON}",
+        first.log,
+    )
+    return first.failure
+
+
+def answer_of(done: Call[R]) -> "R | Failed":
+    """The result of a call that has ended, or why it failed. Each time it is asked for, Ray makes a copy."""
+    log = done.worker.log
+    try:
+        return ray.get(done.reference)
+    except RayTaskError as error:
+        if isinstance(error.cause, UserError | RunFailed):
+            return Failed(error.cause)
+        failure = WorkerFailed(f"{type(error.cause).__name__}: {error.cause}", log, error.cause)
+        if not isinstance(done.worker.failure, WorkerGone):  # of one that is gone nothing later counts
+            done.worker.failure = failure
+        return Failed(failure)
+    except ObjectLostError:
+        happened = f"a result of {log.stem} is gone with the machine that had it"
+        done.worker.failure = WorkerGone(happened, f"see to the machine; {GOES_ON}", log)
+    except OutOfMemoryError:
+        happened = f"Ray ended {log.stem}, because the memory of its machine was nearly full"
+        advice = (
+            "leave the machine to the run, or make it smaller (loop.max_tokens_per_micro_batch, fewer ranks or engines)"
+        )
+        done.worker.failure = WorkerGone(happened, f"{advice}; {GOES_ON}", log)
+    except RayActorError as error:
+        happened = f"the process of {log.stem} died"
+        if "node has died" in str(error):
+            happened, advice = f"{log.stem} is gone with the Ray node that it was on", "see to the machine"
+        else:
+            advice = "where its log says nothing, the kernel may have ended it for want of memory (dmesg tells)"
+        if not isinstance(done.worker.failure, WorkerGone):  # else it was ended for that
+            done.worker.failure = WorkerGone(happened, f"{advice}; {GOES_ON}", log)
+    return Failed(done.worker.failure)

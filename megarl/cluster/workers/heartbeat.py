@@ -1,0 +1,67 @@
+"""Processes of which nobody waits for an answer, asked now and then whether they live."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.workers.calls import LOOK_S, wait
+from megarl.cluster.workers.signs_of_life import SignsOfLife
+from megarl.cluster.workers.worker import Call, Worker, WorkerFailed
+from megarl.cluster.workers.worker_group import WorkerGroup
+from megarl.rollout.protocol import Engine
+
+INTERVAL_S = 1.0
+
+
+class Heartbeat:
+    """Asks the engines among `handles` that serve, one call of each process at a time.
+
+    An engine answers between two steps: one that computes for ever, or waits for what never comes, is silent.
+    """
+
+    def __init__(self, handles: Sequence[EngineHandle]) -> None:
+        self._handles = handles
+        self._signs = SignsOfLife[Worker, Call[Any]](INTERVAL_S)
+
+    def look_after(self) -> None:
+        """Note which engines have died, and end those that were silent for as long as they may be.
+
+        Raises what an engine failed of that has not died.
+        """
+        if not self._signs.is_due:
+            return
+        questions: dict[Worker, Callable[[], Call[Any]]] = {}
+        for handle in self._handles:
+            if handle.state == "serving":
+                questions |= {part: part.begin_node for part in handle.parts}
+                questions[handle.worker] = partial(handle.begin, Engine.version)
+        ended, silent = self._signs.look(questions)
+        for worker in silent:
+            worker.end_silent()
+        for call in ended:
+            self._hear(call)
+
+    def _hear(self, call: Call[Any]) -> None:
+        try:
+            wait([call])
+        except WorkerFailed:
+            # It may have been heard of otherwise, and others be in its place.
+            if any(call.worker in handle.processes and handle.state != "down" for handle in self._handles):
+                raise
+
+
+class Ranks:
+    """The processes of groups that have nothing to do while the run waits for somebody else."""
+
+    def __init__(self, groups: Sequence[WorkerGroup] = ()) -> None:
+        self._workers = [worker for group in groups for worker in group.workers]
+        self._signs = SignsOfLife[Worker, Call[Any]](LOOK_S)
+
+    def look_after(self) -> None:
+        """Raise WorkerGone for one that was found dead, or was silent for as long as it may be."""
+        if self._signs.is_due:
+            ended, silent = self._signs.look({worker: worker.begin_node for worker in self._workers})
+            if silent:
+                raise silent[0].end_silent()
+            wait(ended)

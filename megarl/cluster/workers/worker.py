@@ -1,0 +1,133 @@
+"""A worker process, the calls that are begun in it, and what they fail of."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import ray
+
+from megarl.cluster.placement.reservation import Seats
+from megarl.cluster.ray.runtime import last_lines
+from megarl.cluster.workers.worker_actor import SocketAddress, WorkerActor
+from megarl.process.errors import Resumable, RunFailed
+
+R = TypeVar("R", covariant=True)
+
+_SIGNS = "signs"
+"""The threads of a worker that give signs of life, whatever else it does."""
+GOES_ON = "the same command continues from the last checkpoint"
+
+
+class WorkerFailed(Resumable, RuntimeError):  # noqa: N818 - says what happened
+    """A call failed in a worker, for a `reason`; `details` are the end of its log, `error` is what was raised there."""
+
+    def __init__(self, reason: str, log: Path, error: BaseException | None = None) -> None:
+        self.reason, self.error, self.log = reason, error, log
+        self.happened = reason
+        self.details = f"The end of {log}:\n{last_lines(log)}"
+        super().__init__(f"{reason}\n{self.details}")
+
+
+class WorkerGone(WorkerFailed, RunFailed):
+    """The process of a worker is gone, or does not answer: what `happened`, and what to do."""
+
+    def __init__(self, happened: str, advice: str, log: Path) -> None:
+        super().__init__(f"{happened}: {advice}", log)
+        self.happened, self.sentence = happened, self.reason
+
+
+class Worker:
+    """The worker process `number` of a role. Its `failure` is the last one that was seen of it."""
+
+    def __init__(self, seats: Seats, number: int, *, logs: Path, calls_at_once: int = 1) -> None:
+        role = seats.role
+        self.log = logs / f"{role.name}_{number}.log"
+        self.silence_s = seats.silence_s
+        """How long it may give no sign of life."""
+        self.failure: WorkerFailed | None = None
+        shared = seats.shared_gpus
+        gpus = 0 if shared else role.gpus
+        threads = {"max_concurrency": calls_at_once, "concurrency_groups": {_SIGNS: 1}}
+        actor = ray.remote(num_cpus=role.cpus, num_gpus=gpus, **threads)(WorkerActor)
+        self.actor = actor.options(
+            runtime_env={"env_vars": dict(role.environment)}, scheduling_strategy=seats.strategy(number)
+        ).remote(self.log, shared[number] if shared else None)
+
+    def begin_adopt(self, actor: ray.actor.ActorHandle) -> "Call[None]":
+        """Begin to speak for another process, which from now on writes to this worker's log."""
+        self.actor = actor
+        return Call(self, self.actor.log_to.remote(self.log))
+
+    def begin_make(self, module: str, name: str, *arguments: Any) -> "Call[Any]":
+        """Begin to make the object that answers the calls: import `name` from `module` and call it."""
+        return Call(self, self.actor.make.remote(module, name, *arguments))
+
+    def begin_node(self) -> "Call[Any]":
+        """Begin to ask for the machine it runs on, as Ray names it; it answers whatever else it does."""
+        return Call(self, self.actor.node.options(concurrency_group=_SIGNS).remote())
+
+    def begin_gpus(self) -> "Call[list[str]]":
+        """Begin to ask for its GPUs, as Ray numbers those of its machine."""
+        return Call(self, self.actor.gpus.remote())
+
+    def begin_listen(self) -> "Call[SocketAddress]":
+        """Begin to listen at an address of its machine, until an object is made."""
+        return Call(self, self.actor.listen.remote())
+
+    def begin_unreached(self, addresses: Sequence[SocketAddress]) -> "Call[dict[int, str]]":
+        """Begin to look which of the addresses it cannot connect to, and why."""
+        return Call(self, self.actor.unreached.remote(list(addresses)))
+
+    def begin_free_address(self) -> "Call[tuple[str, int]]":
+        """Begin to look for a free port of its machine."""
+        return Call(self, self.actor.free_address.remote())
+
+    def begin_start_profiler(self) -> "Call[None]":
+        """Begin to record what it does."""
+        return Call(self, self.actor.start_profiler.remote())
+
+    def begin_stop_profiler(self) -> "Call[list[dict[str, Any]]]":
+        """Begin to end that; the result is the events."""
+        return Call(self, self.actor.stop_profiler.remote())
+
+    def begin(self, method: str, *arguments: Any) -> "Call[Any]":
+        """Begin a call of the object's `method`."""
+        return Call(self, self.actor.call.remote(method, *arguments))
+
+    def begin_stream(self, method: str, *arguments: Any) -> ray.ObjectRefGenerator:
+        """Begin a call of the object's `method`, which gives its results one by one: see `streams`."""
+        return self.actor.stream.remote(method, *arguments)
+
+    def begin_end_others(self) -> "Call[None]":
+        """Begin to end what others that had its seat left on its machine."""
+        return Call(self, self.actor.end_others.remote(self.log))
+
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+        ray.kill(self.actor)
+
+    def end_silent(self) -> WorkerGone:
+        """End it, as one that has given no sign of life for as long as it may; the failure that it has died of."""
+        self.failure = WorkerGone(
+            f"{self.log.stem} gave no sign of life for {self.silence_s:g} s and was ended",
+            "see to its machine and the end of its log, and raise cluster.silence_timeout_s if it was only slow; "
+            f"{GOES_ON}",
+            self.log,
+        )
+        self.kill()
+        return self.failure
+
+
+@dataclass(frozen=True)
+class Call(Generic[R]):
+    """A call that was begun in a worker; `wait` gives its result."""
+
+    worker: Worker
+    reference: ray.ObjectRef
+
+
+class Failed(NamedTuple):
+    """A call ended with a failure."""
+
+    failure: Exception

@@ -1,0 +1,109 @@
+"""The worker processes of a role: one call in, all results out."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import ray
+
+from megarl.cluster.placement.reservation import Seats
+from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.worker import Call, Worker
+from megarl.process.errors import MachinesUnfit
+
+
+class WorkerGroup:
+    """The processes of a role. A context manager: they end with it."""
+
+    def __init__(self, seats: Seats, logs: Path, calls_at_once: int = 1) -> None:
+        self.name = seats.role.name
+        """The role of the processes."""
+        self._seats = seats
+        self._worker_in_seat = partial(Worker, seats, logs=logs, calls_at_once=calls_at_once)
+        self.workers = [self._worker_in_seat(number) for number in range(len(seats))]
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After a failure a worker may be stuck in a collective with one that is gone: it is not asked to leave.
+        if kind is None:
+            self.call("close")
+        self.kill()
+
+    def kill(self) -> None:
+        """End all processes, whatever they do."""
+        for worker in self.workers:
+            worker.kill()
+
+    def renew(self, worker: Worker) -> Worker:
+        """Begin a new process in the seat of a worker, whose own is killed."""
+        number = self.workers.index(worker)
+        worker.kill()
+        self.workers[number] = renewed = self._worker_in_seat(number)
+        return renewed
+
+    def make(self, module: str, name: str, arguments: Sequence[Sequence[Any]]) -> None:
+        """Make the object that answers the calls: worker i gets `arguments[i]`. Raises UserError as `nodes`."""
+        nodes = self.nodes()
+        if self._seats.role.gpus and not self._seats.shared_gpus:
+            self.renumber(in_order_of_gpus(nodes, wait([worker.begin_gpus() for worker in self.workers])))
+        wait([worker.begin_make(module, name, *own) for worker, own in zip(self.workers, arguments, strict=True)])
+
+    def renumber(self, order: Sequence[int]) -> None:
+        """Give number i, with its log, to the process that has number `order[i]`."""
+        actors = [self.workers[other].actor for other in order]
+        changed = [each for each in zip(self.workers, actors, strict=True) if each[0].actor is not each[1]]
+        wait([worker.begin_adopt(actor) for worker, actor in changed])
+
+    def nodes(self) -> list[str]:
+        """The machine that each worker runs on, as Ray names it.
+
+        Raises UserError if they are not up within the time that they have.
+        """
+        calls = [worker.begin_node() for worker in self.workers]
+        references = [call.reference for call in calls]
+        up, missing = ray.wait(references, num_returns=len(self), timeout=self._seats.timeout_s)
+        if missing:
+            raise MachinesUnfit(
+                f"after {self._seats.timeout_s:g} s only {len(up)} of {len(self)} {self.name} processes are up: raise"
+                " cluster.start_timeout_s if the machines are slow to start them, and see to their Ray nodes if not"
+            )
+        return wait(calls)
+
+    def begin(self, method: str, *arguments: Any) -> list[Call[Any]]:
+        """Begin a call of every worker."""
+        return [worker.begin(method, *arguments) for worker in self.workers]
+
+    def begin_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Call[Any]]:
+        """Begin a call of every worker, with arguments of its own."""
+        return [worker.begin(method, *own) for worker, own in zip(self.workers, arguments, strict=True)]
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call every worker and wait; results in the order of the workers."""
+        return wait(self.begin(method, *arguments))
+
+
+def in_order_of_gpus(nodes: Sequence[str], gpus: Sequence[Sequence[str]]) -> list[int]:
+    """Which worker takes each place, so that those on one machine go up with their GPUs.
+
+    Ray gives GPUs out in any order, while networks connect those of one number on all machines. Example: for workers on
+    ["a", "a", "b"] with GPUs [["3"], ["2"], ["0"]] it is [1, 0, 2].
+    """
+    by_gpu = {
+        node: iter(
+            sorted(
+                (place for place, own in enumerate(nodes) if own == node),
+                key=lambda place: [(len(gpu), gpu) for gpu in gpus[place]],
+            )
+        )
+        for node in set(nodes)
+    }
+    return [next(by_gpu[node]) for node in nodes]

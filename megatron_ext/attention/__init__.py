@@ -1,0 +1,1 @@
+"""Attention over packed sequences: which kernels compute it, context parallelism, shared prefixes."""

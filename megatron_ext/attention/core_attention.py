@@ -1,0 +1,143 @@
+"""Which core attention a model gets with Transformer Engine: the first that computes its packed sequences right here.
+
+Transformer Engine's support depends on its version, cuDNN's and the GPU: packed sequences (THD) whose values are
+narrower than their keys, as in multi-latent attention, end in an error on some. So one small pass forward and backward
+is made before the model is.
+"""
+
+import logging
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from converters.errors import UserError
+from megatron_ext import device
+from megatron_ext.attention.packed_attention import PackedAttention
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (40, 24)
+_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4}
+"""Largest error of outputs and gradients, whose size is about 1."""
+
+
+def needs_preflight(config: TransformerConfig) -> bool:
+    """Whether Transformer Engine may be without a kernel: for values narrower than keys, and for float32."""
+    return bool(config.multi_latent_attention) or config.params_dtype == torch.float32
+
+
+def core_attention(fused: type[nn.Module], config: TransformerConfig) -> type[nn.Module]:
+    """`fused`, or with values padded to the width of the keys, or plain torch: the first that is right on this device.
+
+    Raises UserError if none is.
+    """
+    return _first_that_works((fused, with_padded_values(fused), PackedAttention), config)
+
+
+def _first_that_works(candidates: Sequence[type[nn.Module]], config: TransformerConfig) -> type[nn.Module]:
+    reasons: list[str] = []
+    for candidate in candidates:
+        reason = why_not(candidate, config)
+        if reason is None:
+            if reasons:
+                logger.warning("attention is computed by %s, because %s", candidate.__name__, "; ".join(reasons))
+            return candidate
+        reasons.append(f"{candidate.__name__} cannot: {reason}")
+    raise UserError(f"no attention computes the packed sequences of this model on {device.device()}: {reasons}")
+
+
+def with_padded_values(core: type[nn.Module]) -> type[nn.Module]:
+    """A core attention like `core`, in which values are given the width of the keys and outputs lose it again."""
+    return type(f"PaddedValues{core.__name__}", (_PaddedValues, core), {})
+
+
+class _PaddedValues(nn.Module):
+    def __init__(
+        self,
+        *arguments: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,  # noqa: ARG002
+        **options: Any,
+    ) -> None:
+        super().__init__(*arguments, k_channels=k_channels, v_channels=k_channels, **options)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        """Attend; shapes as of the attention that this pads for."""
+        width, padded = value.shape[-1], key.shape[-1]
+        output = super().forward(query, key, F.pad(value, (0, padded - width)), *arguments, **options)
+        return output.unflatten(-1, (-1, padded))[..., :width].flatten(-2)
+
+
+def why_not(core: type[nn.Module], config: TransformerConfig) -> str | None:
+    """Why `core` cannot be the attention of a model with `config`; None if a pass forward and backward is right."""
+    # Whole sequences only: the ranks of a context-parallel group would each have a part.
+    config = copy(config)
+    config.context_parallel_size = 1
+    inputs = _inputs(config)
+    try:
+        found = _pass(core, config, inputs)
+    except (ValueError, AssertionError, NotImplementedError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    expected = _pass(PackedAttention, config, inputs)
+    difference = max(float(((a - b).abs() / (1 + b.abs())).max()) for a, b in zip(found, expected, strict=True))
+    # A difference that is not a number is none that is small.
+    if not difference <= _TOLERANCE[config.params_dtype]:
+        return f"its result is {difference:.3g} away from that of plain torch"
+    return None
+
+
+def _widths(config: TransformerConfig) -> tuple[int, int]:
+    if config.multi_latent_attention:
+        return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    return config.kv_channels, config.kv_channels
+
+
+def _inputs(config: TransformerConfig) -> list[Tensor]:
+    """Query, key and value of two sequences, and a gradient of the output."""
+    heads = config.num_attention_heads // config.tensor_model_parallel_size
+    groups = heads
+    if not config.multi_latent_attention:
+        groups = max(1, config.num_query_groups // config.tensor_model_parallel_size)
+    keys, values = _widths(config)
+    shapes = [(heads, keys), (groups, keys), (groups, values), (heads * values,)]
+    generator = torch.Generator().manual_seed(0)
+    tensors = (torch.randn(sum(_LENGTHS), *shape, generator=generator) for shape in shapes)
+    return [tensor.to(device.device(), config.params_dtype) for tensor in tensors]
+
+
+def _pass(core: type[nn.Module], config: TransformerConfig, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Output and gradients of query, key and value."""
+    keys, values = _widths(config)
+    attention: nn.Module = core(
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        attention_dropout=0.0,
+        softmax_scale=keys**-0.5,
+        k_channels=keys,
+        v_channels=values,
+    )
+    bounds = torch.tensor([0, _LENGTHS[0], sum(_LENGTHS)], dtype=torch.int32, device=inputs[0].device)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=max(_LENGTHS),
+        max_seqlen_kv=max(_LENGTHS),
+    )
+    *leaves, gradient = (tensor.detach().requires_grad_() for tensor in inputs)
+    with torch.enable_grad():
+        # In training mode: Transformer Engine chooses other kernels where there is no backward pass.
+        output = attention(
+            *leaves, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed, attention_bias=None
+        )
+        output.backward(gradient.detach())
+    return [output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)]

@@ -1,0 +1,97 @@
+"""Core attention of a GPTModel over packed sequences, in plain torch: for CPU, and GPUs without Transformer Engine."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from megatron_ext.attention.attention import packed_causal_attention
+from megatron_ext.attention.context_attention import context_parallel_attention
+from megatron_ext.attention.prefix_attention import SharedSequences, prefix_attention
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each of the sequences that lie end to end in a micro-batch (THD).
+
+    Under context parallelism this rank has the tokens that `context_parallel.cut` chose; what sequences share is there
+    once with `shared_prefixes.share`.
+
+    Takes the place of megatron-core's DotProductAttention, which refuses packed sequences and keys and values of
+    different width (multi-latent attention).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        softcap: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_options: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if attn_mask_type != AttnMaskType.causal or attention_type != "self":
+            raise NotImplementedError(f"{attention_type} attention with a {attn_mask_type.name} mask")
+        self.layer_number = layer_number
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale or 1.0 / math.sqrt(k_channels or config.kv_channels)
+        self.softcap = softcap
+        self.window = _window(config, layer_number)
+        self.context_group = None
+        if config.context_parallel_size > 1:
+            groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+            self.context_group = groups.cp
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,  # noqa: ARG002
+        attn_mask_type: AttnMaskType | None = None,  # noqa: ARG002
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend; `query` [T, heads, k_width], `key` [T, groups, k_width], `value` [T, groups, v_width].
+
+        Returns [T, heads * v_width]. `attention_mask` and `attn_mask_type` are Megatron's and not read: the mask
+        follows from `packed_seq_params`.
+        """
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd" or attention_bias is not None:
+            raise NotImplementedError("PackedAttention computes packed (thd) sequences without a bias")
+        attend: Callable[..., Tensor] = packed_causal_attention
+        sequences: Tensor | SharedSequences = packed_seq_params.cu_seqlens_q
+        if isinstance(packed_seq_params, SharedSequences):
+            attend, sequences = prefix_attention, packed_seq_params
+        elif self.context_group is not None:
+            attend = partial(context_parallel_attention, group=self.context_group)
+        return attend(
+            query,
+            key,
+            value,
+            sequences,
+            softmax_scale=self.softmax_scale,
+            dropout=self.dropout if self.training else 0.0,
+            softcap=self.softcap,
+            window=self.window,
+        ).flatten(1)
+
+
+def _window(config: TransformerConfig, layer_number: int) -> int | None:
+    """Over how many tokens, itself included, a token of the layer looks back; None over all."""
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return None
+    before = config.window_size[0]
+    return None if before < 0 else before + 1

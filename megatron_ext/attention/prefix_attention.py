@@ -1,0 +1,186 @@
+"""Attention where common beginnings of sequences are there once: to the own stretch, and to the prefixes before it.
+
+Each part is one call of a kernel that takes stretches of several lengths, and gives the log-sum-exp of its scores, by
+which parts are merged into one softmax. Backward each part is given the output and log-sum-exp of the whole, and so
+finds its part of the gradient.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_ext.attention.attention import attend_step_by_step
+from megatron_ext.attention.rotary import PackedSequences
+from megatron_ext.attention.varlen_kernels import Merged, Stretches, kernel_for
+from megatron_ext.packing.shared_prefixes import Level
+
+Place = tuple[int, int]
+"""Tokens [start, stop)."""
+
+
+class _Part(NamedTuple):
+    """Queries of N places look at keys of as many others, [start, stop) each."""
+
+    queries: Sequence[Place]
+    keys: Sequence[Place]
+    is_causal: bool
+    lengths: tuple[tuple[int, ...], tuple[int, ...]]
+    """The queries' and the keys'."""
+
+    @classmethod
+    def of(cls, queries: Sequence[Place], keys: Sequence[Place], *, is_causal: bool) -> "_Part":
+        """With the lengths of both."""
+        return cls(queries, keys, is_causal, (_lengths(queries), _lengths(keys)))
+
+    def stretches(self, scale: float) -> Stretches:
+        """As a kernel is told."""
+        return Stretches(*self.lengths, self.is_causal, scale)
+
+
+@dataclass
+class SharedSequences(PackedSequences):
+    """Stretches of a `SharedPart`, end to end, for every layer.
+
+    Example: SharedSequences(bounds=part.bounds, levels=part.levels)
+    """
+
+    bounds: tuple[int, ...] = ()
+    """The values of `cu_seqlens_q`: a layer that read them there would wait for the device."""
+    levels: tuple[Level, ...] = ()
+    positions: Tensor | None = None
+    """long[L]: of each token in its sequence."""
+
+    @cached_property
+    def parts(self) -> list[_Part]:
+        """The parts that attention is made of, the same in every layer: own stretches, then the prefixes of a level."""
+        own = _own(self.bounds)
+        behind = [
+            _Part.of(
+                [(each.end, each.stop) for each in level], [(each.start, each.end) for each in level], is_causal=False
+            )
+            for level in self.levels
+        ]
+        return [_Part.of(own, own, is_causal=True), *behind]
+
+
+def prefix_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shared: SharedSequences,
+    *,
+    softmax_scale: float,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Causal self-attention of stretches that lie end to end, each token also to the prefixes before it.
+
+    Shapes are those of `packed_causal_attention`. Memory is linear in the number of tokens; it is quadratic in those of
+    a tree with `dropout`, `softcap` or `window`, and on devices without a kernel.
+    """
+    kernel = kernel_for(query)
+    if kernel is None or dropout or softcap is not None or window is not None:
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "dropout": dropout, "softcap": softcap}
+        trees = _trees(shared.bounds, shared.levels)
+        outputs = [_attend_to_visible(query, key, value, tree, window, options) for tree in trees]
+        return torch.cat(outputs)
+    width = value.shape[-1]
+    # Kernels take values of the width of the keys alone.
+    value = F.pad(value, (0, key.shape[-1] - width))
+    return _MergedAttention.apply(query, key, value, shared.parts, kernel, softmax_scale)[..., :width]
+
+
+def _own(bounds: Sequence[int]) -> list[Place]:
+    return [place for place in pairwise(bounds) if place[0] < place[1]]
+
+
+class _MergedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        query, key, value, parts, kernel, scale = inputs
+        output, total = kernel.forward(query, key, value, parts[0].stretches(scale))
+        if len(parts) > 1:
+            output, total = output.float(), total.contiguous()
+        for part in parts[1:]:
+            found = kernel.forward(
+                _rows(query, part.queries), *(_rows(each, part.keys) for each in (key, value)), part.stretches(scale)
+            )
+            for (start, stop), behind, behind_total in _by_place(part.queries, *found):
+                merged = torch.logaddexp(total[start:stop], behind_total)
+                output[start:stop].mul_((total[start:stop] - merged).exp_()[..., None])
+                output[start:stop].addcmul_(behind, (behind_total - merged).exp_()[..., None])
+                total[start:stop] = merged
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, total)
+        ctx.parts, ctx.kernel, ctx.scale = parts, kernel, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, total = ctx.saved_tensors
+        parts: list[_Part] = ctx.parts
+        whole = Merged(gradient, output, total)
+        sums: list[Tensor] = ctx.kernel.backward(query, key, value, whole, parts[0].stretches(ctx.scale))
+        if len(parts) > 1:
+            sums = [each.float() for each in sums]
+        for part in parts[1:]:
+            found = ctx.kernel.backward(
+                _rows(query, part.queries),
+                *(_rows(each, part.keys) for each in (key, value)),
+                Merged(*(_rows(each, part.queries) for each in whole)),
+                part.stretches(ctx.scale),
+            )
+            for total_of, of_part, places in zip(sums, found, (part.queries, part.keys, part.keys), strict=True):
+                for (start, stop), rows in _by_place(places, of_part):
+                    total_of[start:stop] += rows
+        return *(each.to(query.dtype) for each in sums), None, None, None
+
+
+def _lengths(places: Sequence[Place]) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in places)
+
+
+def _rows(values: Tensor, places: Sequence[Place]) -> Tensor:
+    """Values at the places, one after another; those of one place are not copied."""
+    rows = [values[start:stop] for start, stop in places]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _by_place(places: Sequence[Place], *values: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Each place, with the rows of `values` that belong there."""
+    lengths = _lengths(places)
+    yield from zip(places, *(each.split(lengths) for each in values), strict=True)
+
+
+def _trees(bounds: Sequence[int], levels: Sequence[Level]) -> Iterator[tuple[int, int, Tensor]]:
+    """Each tree of stretches: its place, and bool[L, L] whether a query, the row, sees a key."""
+    own = _own(bounds)
+    roots = [(each.start, each.stop) for each in levels[0]] if levels else []
+    inside = {place for place in own for start, stop in roots if start <= place[0] < stop}
+    for first, last in sorted([*roots, *(place for place in own if place not in inside)]):
+        visible = torch.zeros(last - first, last - first, dtype=torch.bool)
+        for start, stop in own:
+            if first <= start < last:
+                visible[start - first : stop - first, start - first : stop - first].fill_(True)
+        for each in (prefix for level in levels for prefix in level):
+            if first <= each.start < last:
+                visible[each.end - first : each.stop - first, each.start - first : each.end - first] = True
+        yield first, last, visible.tril_()
+
+
+def _attend_to_visible(
+    query: Tensor, key: Tensor, value: Tensor, tree: tuple[int, int, Tensor], window: int | None, options: Any
+) -> Tensor:
+    first, last, visible = tree
+    if window is not None:
+        position = visible.sum(1)
+        visible = visible & (position[:, None] - position[None, :] < window)
+    query, key, value = (each[None, first:last] for each in (query, key, value))
+    return attend_step_by_step(query, key, value, ~visible.to(query.device), **options)[0]

@@ -1,0 +1,1 @@
+"""Checkpoints in Megatron's distributed format: written in the background, verified, read at any layout."""

@@ -1,0 +1,1 @@
+"""LoRA: adapters of linear layers under any parallelism."""

@@ -1,0 +1,145 @@
+"""Layers that predict tokens further ahead, trained beside the policy: DeepSeek-V3, arXiv 2412.19437, section 2.2.
+
+Layer k of D sees the hidden state of token i and the tokens up to i + k, and predicts token i + k + 1. Its loss is the
+mean over all trained tokens of the batch of an optimizer step that it can predict, those from place k + 1 of their
+sequence on, of -log p(token), of the same softmax(logits / temperature) as the policy's own log-probs. The objective
+has the sum over the layers times mtp_loss_scaling_factor / D, as Megatron's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from megatron_ext import device, versions
+from megatron_ext.log_probs import LogProbs
+from megatron_ext.objective import Objective
+from megatron_ext.options.options import MtpTraining
+from megatron_ext.packing.packing import ASKED_BY, Ahead, MicroBatch, RaggedBatch, positions_within
+
+
+class PredictionLayer(MultiTokenPredictionLayer):
+    """megatron-core's, which is told the tokens that it takes in, and is recomputed with packed sequences.
+
+    megatron-core moves all tokens by one place itself, in a loop over the packed sequences that waits for each.
+    """
+
+    def _get_embeddings(
+        self, input_ids: Tensor, position_ids: Tensor, embedding: Any, hidden_states: Tensor, **_options: Any
+    ) -> tuple[Tensor | None, ...]:
+        embedded = embedding(input_ids=input_ids, position_ids=position_ids)
+        hidden = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        return versions.prediction_inputs(input_ids, position_ids, embedded, hidden)
+
+    def _checkpointed_forward(self, *function: Callable[..., Tensor], **options: Any) -> Tensor:
+        # megatron-core 0.16 hands the bounds of packed sequences to a function that saves tensors alone, and names the
+        # function that is to be run again, which in 0.19 nobody does.
+        if self.config.fp8:
+            return super()._checkpointed_forward(*function, **options)
+
+        def run(hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
+            inputs = {"hidden_states": hidden_states, "decoder_input": decoder_input}
+            return self._proj_and_transformer_layer(**{**options, **inputs})
+
+        inputs = options["hidden_states"], options["decoder_input"]
+        return tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, *inputs)
+
+
+class WithoutGradient(torch.autograd.Function):
+    """The values as they are, and a gradient of zeros.
+
+    Unlike `detach` it lets Megatron see that the parameter behind them is done: what it reduces while the backward pass
+    goes on waits for all of a bucket.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, values: Tensor) -> Tensor:
+        """Returns the values."""
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        """Returns zeros."""
+        return torch.zeros_like(gradient)
+
+
+def prepare_layers(chunks: Sequence[torch.nn.Module], training: MtpTraining) -> None:
+    """Make the prediction layers ready for `training`; call before wrapping in DDP.
+
+    With "none" they stay as they are. With "detached" the norm of the gradients, by which all are clipped, is that of
+    the other parameters.
+    """
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, PredictionLayer)]
+    for parameter in (parameter for layer in layers for parameter in layer.parameters()):
+        if training == "none":
+            parameter.requires_grad_(False)
+        elif training == "detached":
+            # Megatron's norm leaves out what it takes for a copy.
+            parameter.shared = True
+
+
+def look_ahead(micro_batch: MicroBatch, layers: int) -> MicroBatch:
+    """`micro_batch` with what `layers` prediction layers take in and are asked for."""
+    own = micro_batch.own
+    rows, tokens = own.rows()
+
+    def next_of(values: Tensor) -> Tensor:
+        return values.roll(-1).masked_fill(~micro_batch.targets, 0)
+
+    def placed(values: Tensor) -> Tensor:
+        return values.new_zeros(own.tokens.shape[1]).index_copy(0, rows, values[tokens])
+
+    taken, asked = [micro_batch.labels[0]], [micro_batch.asked]
+    for _ in range(layers):
+        taken.append(next_of(taken[-1]))
+        asked.append(next_of(asked[-1]))
+    ahead = Ahead(
+        taken=torch.stack([placed(each) for each in taken[:-1]]),
+        labels=torch.stack([placed(each) for each in taken[1:]]),
+        asked=torch.stack([placed(each) for each in asked[1:]]),
+    )
+    return replace(micro_batch, part=replace(own, ahead=ahead))
+
+
+class WithPredictionLayers:
+    """An objective and the loss of prediction layers beside it.
+
+    Its metrics are those of the objective, and the micro-batch's parts of two means over the tokens that each layer
+    predicts: of -log p, and of whether the token was the layer's first choice; float64[D, 2].
+    """
+
+    def __init__(self, objective: Objective, batch: RaggedBatch, layers: int, factor: float) -> None:
+        """Collective over the ranks of the data parallelism, each with its part of the batch."""
+        self._objective = objective
+        counts = predictable(batch, layers).to(device.device())
+        dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        # Responses of one token leave the later layers nothing to predict.
+        self._counts = counts.clamp(min=1)
+        self._factor = factor / layers
+
+    def __call__(
+        self, predictions: tuple[LogProbs, list[LogProbs]], micro_batch: MicroBatch
+    ) -> tuple[Tensor, tuple[Any, Tensor]]:
+        """See `Objective`; `predictions` are the policy's and those of each layer."""
+        own, of_layers = predictions
+        loss, metrics = self._objective(own, micro_batch)
+        found = []
+        for count, layer in zip(self._counts, of_layers, strict=True):
+            # A token that was not asked for has a log-probability of 0 and is nobody's choice.
+            mean = -layer.log_probs.sum() / count
+            loss = loss + self._factor * mean
+            found.append(torch.stack([mean.detach().double(), layer.greedy.double().sum() / count]))
+        return loss, (metrics, torch.stack(found))
+
+
+def predictable(batch: RaggedBatch, layers: int) -> Tensor:
+    """long[layers]: how many of the tokens that are asked for each layer predicts."""
+    place = positions_within(batch.lengths)
+    asked = next((batch.fields[name] != 0 for name in ASKED_BY if name in batch.fields), torch.ones_like(place) > 0)
+    return torch.stack([(asked & (place >= layer + 2)).sum() for layer in range(layers)])

@@ -1,0 +1,104 @@
+"""Megatron's options of a run, cut along the classes that will read them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from converters.architectures import Lora
+from converters.errors import UserError, did_you_mean
+from converters.layouts.megatron import ParallelSizes
+from megatron_ext.options.supported_options import ADAPTER_IN_ROWS
+
+_BLOCKS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32, "custom": 32}
+"""Rows that matrix products of 8 or 4 bits take at a time, by recipe: Transformer Engine refuses other numbers."""
+_BIAS_RATE = "moe_router_bias_update_rate"
+_DEFAULT_RECIPES = {"fp8": "delayed", "fp4": "nvfp4"}
+
+
+MtpTraining = Literal["detached", "joint", "none"]
+"""Layers for multi-token prediction train alone, together with the model under them, or not at all."""
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Training of a low-rank adapter in place of the weights."""
+
+    lora: Lora
+    seed: int = 0
+    """Seed of the values that a new adapter begins with."""
+    path: Path | None = None
+    """PEFT folder of the adapter to begin with."""
+    merge: bool = True
+    """Whether refits send the adapted weights; false sends A and B alone."""
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """The `megatron` group of the configuration: each mapping holds fields of one class, by Megatron's names.
+
+    Raises UserError for a recipe of 8 or 4 bits that nobody knows how many tokens to give.
+    """
+
+    parallel: ParallelSizes
+    params_dtype: torch.dtype
+    transformer: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    distributed: Mapping[str, Any] = field(default_factory=dict)
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    fp32_logits: bool = False
+    """See `linear_log_probs`."""
+    shared_prefixes: bool = False
+    """Compute once all tokens that sequences of a micro-batch begin with in common."""
+    mtp_training: MtpTraining = "detached"
+    """How layers for multi-token prediction train; see `multi_token_prediction`."""
+    freeze_moe_router: bool = False
+    """Routers get no gradient and stay as they are."""
+    adapter: AdapterOptions | None = None
+    """Train this and leave the weights as they are."""
+
+    def __post_init__(self) -> None:
+        if self.shared_prefixes and self.parallel.context_parallel_size > 1:
+            raise UserError(
+                "loop.shared_prefixes needs whole sequences on each rank, and megatron.context_parallel_size="
+                f"{self.parallel.context_parallel_size} cuts them: choose one of the two"
+            )
+        if self.adapter is not None and self.parallel.use_torch_fsdp2:
+            raise UserError(ADAPTER_IN_ROWS)
+        if self.freeze_moe_router and (rate := self.transformer.get(_BIAS_RATE)):
+            raise UserError(
+                f"model.freeze_moe_router=true keeps the routers as they were loaded, and megatron.{_BIAS_RATE}={rate}"
+                " changes their bias: choose one of the two"
+            )
+        if self.optimizer.get("optimizer_cpu_offload") and self.params_dtype == torch.float32:
+            raise UserError(
+                "megatron.optimizer_cpu_offload=true needs model.dtype=bf16: its optimizer takes fp32"
+                " main parameters beside the weights, and none that are parts of them; leave one of the two out"
+            )
+        for option, recipe in self._recipes().items():
+            if recipe not in _BLOCKS:
+                raise UserError(
+                    f"megatron.{option}={recipe} is none of {', '.join(_BLOCKS)}{did_you_mean(recipe, _BLOCKS)}"
+                )
+
+    @property
+    def micro_batch_multiple(self) -> int:
+        """The number of micro-batches is a multiple of this: interleaved pipeline stages run them group by group."""
+        if self.parallel.chunks == 1:
+            return 1
+        size = self.parallel.pipeline_model_parallel_size
+        return self.transformer.get("microbatch_group_size_per_vp_stage") or size
+
+    @property
+    def token_multiple(self) -> int:
+        """The number of tokens of a micro-batch is a multiple of this, so that every rank has whole blocks of them."""
+        return max(map(_BLOCKS.__getitem__, self._recipes().values()), default=1) * (
+            self.parallel.tensor_model_parallel_size
+        )
+
+    def _recipes(self) -> dict[str, str]:
+        """Option -> recipe of the formats of 8 or 4 bits that are on."""
+        on = [kind for kind in _DEFAULT_RECIPES if self.transformer.get(kind)]
+        return {f"{kind}_recipe": self.transformer.get(f"{kind}_recipe") or _DEFAULT_RECIPES[kind] for kind in on}

@@ -1,0 +1,254 @@
+"""Which options of Megatron work here: those that tests run, and those that are refused, each with its reason.
+
+All others pass through as they are, untested. Validation and the page about options are made from these tables.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from converters.errors import UserError
+from megatron_ext.routing.router_loss_options import RouterLosses
+
+_OFF = (None, False)
+FULLY_SHARDED = "use_torch_fsdp2"
+"""Megatron-LM's name of the switch for torch's FSDP2, which wraps the model in place of Megatron's buffers."""
+_GRANULARITY = "recompute_granularity"
+_GROUP, _STAGES = "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"
+
+
+class Refusal(NamedTuple):
+    """Values of an option that cannot be used, and why."""
+
+    reason: str
+    allowed: tuple[Any, ...] = _OFF
+    """All others are refused; a list is allowed where each of its items is, a table where each of its keys is."""
+
+    def covers(self, value: Any) -> bool:
+        """Whether this value is refused."""
+        values = value if isinstance(value, list | dict) else [value]
+        return any(each not in self.allowed for each in values)
+
+    @property
+    def others(self) -> str:
+        """The allowed values beside null and false, in words."""
+        return " or ".join(str(each) for each in self.allowed if each not in _OFF or (each == 0 and each is not False))
+
+
+_CONTEXT = "all sequences are cut over the same context_parallel_size ranks"
+_ONE_SHAPE = "a CUDA graph has one shape, and packed micro-batches differ in length"
+_OTHER_SCHEDULE = "it belongs to Megatron's combined schedule, whose forward pass computes Megatron's own loss"
+_WEIGHTS = "the weights must keep the type of model.dtype, in which checkpoints and refits read them"
+_OTHER_PLACES = "its weights lie otherwise than checkpoints and refits know"
+_OTHER_WRAPPER = (
+    "Megatron-FSDP asks for a CUDA device by its number, so that none of it can be run without one, and where it cuts a"
+    " weight follows from others in the same buffer, which refits, exports and checkpoints do not know; use_torch_fsdp2"
+    " cuts weights, gradients and optimizer state over the ranks"
+)
+_LAYOUT = (
+    "checkpoints and refits know layers that are dealt evenly, but for num_layers_in_first_pipeline_stage and"
+    " num_layers_in_last_pipeline_stage"
+)
+_DROPS = "the trainer would drop tokens that the engine, which samples them, sends to their experts"
+_RANDOM = "the trainer would route at random, and the engine, which samples, does not"
+_INFERENCE = "it belongs to Megatron's own inference; the engines sample here"
+
+REFUSED_IN_SOME_VERSIONS: Mapping[str, Refusal] = {
+    "moe_use_legacy_grouped_gemm": Refusal(_OTHER_PLACES),
+    "tensor_parallel_num_weight_shards": Refusal(_OTHER_PLACES),
+    "expert_tensor_parallel_num_weight_shards": Refusal(_OTHER_PLACES),
+    "gtp_weight_remat_size": Refusal(_OTHER_PLACES, (None, 1)),
+    "expert_gtp_weight_remat_size": Refusal(_OTHER_PLACES, (None, 1)),
+    "mla_down_proj_fusion": Refusal(_OTHER_PLACES),
+    "moe_single_grouped_weight": Refusal(_OTHER_PLACES),
+    "moe_single_grouped_bias": Refusal(_OTHER_PLACES),
+    "moe_mlp_glu_interleave_size": Refusal(_OTHER_PLACES),
+    "moe_shared_expert_glu_interleave_size": Refusal(_OTHER_PLACES),
+    "use_grouped_gemm_for_dense_mlp": Refusal(_OTHER_PLACES),
+    "use_grouped_gemm_for_shared_expert": Refusal(_OTHER_PLACES),
+    "use_transformer_engine_op_fuser": Refusal(_OTHER_PLACES),
+    "mtp_use_repeated_layer": Refusal(_OTHER_PLACES),
+    "moe_expert_rank_capacity_factor": Refusal(_DROPS),
+    "moe_router_force_biased": Refusal(_RANDOM),
+    "use_mup": Refusal("config.json says no such scaling, and the engines, which follow it, have none"),
+    "fp8_output_proj": Refusal(
+        "the output layer computes log-probs a part of the vocabulary at a time, in bf16 or fp32"
+    ),
+    "fp4_param_gather": Refusal(_WEIGHTS),
+    "use_layer_wise_distributed_optimizer": Refusal(
+        "only adam and sgd are made here, whose state is cut over all ranks"
+    ),
+}
+"""Options that not all of the supported versions of megatron-core have."""
+
+REFUSED: Mapping[str, Refusal] = {
+    "hierarchical_context_parallel_sizes": Refusal(_CONTEXT),
+    "hybrid_context_parallel": Refusal(_CONTEXT),
+    "moe_router_load_balancing_type": Refusal(
+        "the trainer would choose other experts than the engine, which samples",
+        ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),
+    ),
+    "moe_router_force_load_balancing": Refusal(_RANDOM),
+    "moe_input_jitter_eps": Refusal(_RANDOM, (None, 0)),
+    "moe_expert_capacity_factor": Refusal(_DROPS),
+    "moe_token_dropping": Refusal(_DROPS),
+    "moe_pad_expert_input_to_capacity": Refusal(_DROPS),
+    "moe_enable_routing_replay": Refusal(
+        "nothing would be recorded or replayed by it alone; algorithm.router_replay=rollout replays what engines chose"
+    ),
+    "tp_comm_overlap": Refusal(
+        "Transformer Engine's user buffers are made for one length, and packed micro-batches differ"
+    ),
+    "enable_cuda_graph": Refusal(_ONE_SHAPE),
+    "external_cuda_graph": Refusal(_ONE_SHAPE),
+    "cuda_graph_impl": Refusal(_ONE_SHAPE, (None, "none")),
+    "overlap_moe_expert_parallel_comm": Refusal(_OTHER_SCHEDULE),
+    "delay_wgrad_compute": Refusal(_OTHER_SCHEDULE),
+    "ep_overlap_early_attn_memory_release": Refusal(_OTHER_SCHEDULE),
+    "fine_grained_activation_offloading": Refusal(
+        "megatron-core takes the passes of a first step for those of all that follow, and here others without a"
+        " gradient come between, and micro-batches differ in number and length; recompute_granularity saves memory, too"
+    ),
+    "defer_embedding_wgrad_compute": Refusal(
+        "the output layer adds its gradient a part of the vocabulary at a time, and nothing of it is left to defer"
+    ),
+    "qk_clip": Refusal("Megatron's training script clips the weights after a step, which this loop does not"),
+    "pipeline_model_parallel_layout": Refusal(_LAYOUT),
+    "account_for_embedding_in_pipeline_split": Refusal(_LAYOUT),
+    "account_for_loss_in_pipeline_split": Refusal(_LAYOUT),
+    "hetereogenous_dist_checkpoint": Refusal("checkpoints name parameters as the model's layers say"),
+    "fp8_param": Refusal(_WEIGHTS),
+    "fp4_param": Refusal(_WEIGHTS),
+    "fp8_param_gather": Refusal(_WEIGHTS),
+    "reuse_grad_buf_for_mxfp8_param_ag": Refusal(_WEIGHTS),
+    "num_distributed_optimizer_instances": Refusal(
+        "parallel groups are made for one instance of the distributed optimizer", (None, 1)
+    ),
+    "overlap_param_gather_with_optimizer_step": Refusal(
+        "refits, checkpoints and references read weights after the step; use overlap_param_gather"
+    ),
+    "average_in_collective": Refusal(
+        "gradients are summed: the weights of the loss already hold the denominator of the global batch"
+    ),
+    "use_megatron_fsdp": Refusal(_OTHER_WRAPPER),
+    "use_custom_fsdp": Refusal(_OTHER_WRAPPER),
+    "data_parallel_sharding_strategy": Refusal(_OTHER_WRAPPER, (None, "no_shard")),
+    "outer_dp_sharding_strategy": Refusal(_OTHER_WRAPPER, (None, "no_shard")),
+    "optimizer": Refusal("only adam and sgd are made here", (None, "adam", "sgd")),
+    "flash_decode": Refusal(_INFERENCE),
+    "cache_mla_latents": Refusal(_INFERENCE),
+    "use_inference_optimized_layers": Refusal(_INFERENCE),
+    "inference_fuse_tp_communication": Refusal(_INFERENCE),
+    **REFUSED_IN_SOME_VERSIONS,
+}
+
+_BUFFERS = "FSDP2 has no gradient buffers of Megatron's"
+_BY_ITSELF = "FSDP2 gathers weights and reduces gradients layer by layer, beside the computation, by itself"
+_EIGHT_BITS = "FSDP2 gathers weights in the type that they have, and recipes of 8 and 4 bits are not tested with it"
+
+BESIDE_FSDP2: Mapping[str, Refusal] = {
+    "use_distributed_optimizer": Refusal("FSDP2 cuts the optimizer's state over the ranks by itself"),
+    "optimizer_cpu_offload": Refusal("it belongs to the distributed optimizer"),
+    "use_precision_aware_optimizer": Refusal("it belongs to the distributed optimizer"),
+    "gradient_accumulation_fusion": Refusal(_BUFFERS),
+    "grad_reduce_in_fp32": Refusal("FSDP2 reduces gradients and adds them up in the type of the weights"),
+    "overlap_grad_reduce": Refusal(_BY_ITSELF),
+    "overlap_param_gather": Refusal(_BY_ITSELF),
+    "align_param_gather": Refusal(_BY_ITSELF),
+    "bucket_size": Refusal(_BUFFERS, (None,)),
+    "fp8": Refusal(_EIGHT_BITS),
+    "fp4": Refusal(_EIGHT_BITS),
+}
+"""Options that work, but not with use_torch_fsdp2."""
+
+ADAPTER_IN_ROWS = (
+    f"megatron.{FULLY_SHARDED}=true cuts weights into rows, and an adapter (lora.rank) is merged into whole ones: leave"
+    " one of the two out"
+)
+"""Why an adapter is refused with use_torch_fsdp2."""
+
+NEEDS: Mapping[str, Mapping[str, bool]] = {
+    "overlap_param_gather": {"overlap_grad_reduce": False, "use_distributed_optimizer": True},
+    "align_param_gather": {"overlap_param_gather": False},
+    "optimizer_cpu_offload": {"use_distributed_optimizer": True},
+}
+"""Option that is switched on -> options that must be on with it, each with its default here."""
+
+TESTED: Mapping[str, str] = {
+    "tensor_model_parallel_size": "megatron_ext/test_model.py",
+    "pipeline_model_parallel_size": "megatron_ext/test_model.py",
+    "virtual_pipeline_model_parallel_size": "megatron_ext/test_model.py",
+    "context_parallel_size": "megatron_ext/test_context_parallel.py",
+    "expert_model_parallel_size": "megatron_ext/test_model.py",
+    "expert_tensor_parallel_size": "megatron_ext/test_model.py",
+    "num_layers_in_first_pipeline_stage": "megatron_ext/test_foreign_checkpoints.py",
+    "num_layers_in_last_pipeline_stage": "megarl/rehearsal/test_trainer_rank.py",
+    "overlap_grad_reduce": "megatron_ext/test_overlap.py",
+    "overlap_param_gather": "megatron_ext/test_overlap.py",
+    "align_param_gather": "megatron_ext/test_overlap.py",
+    "bucket_size": "megatron_ext/test_overlap.py",
+    "check_for_nan_in_grad": "megatron_ext/test_gradient_norm.py",
+    "use_distributed_optimizer": "megarl/test_losses_on_ranks.py",
+    "use_torch_fsdp2": "megatron_ext/test_fully_sharded.py",
+    "recompute_granularity": "megatron_ext/test_recompute.py",
+    "recompute_method": "megatron_ext/test_recompute.py",
+    "recompute_num_layers": "megatron_ext/test_recompute.py",
+    "recompute_modules": "megatron_ext/test_recompute.py",
+    "moe_aux_loss_coeff": "megatron_ext/test_router_losses.py",
+    "moe_z_loss_coeff": "megatron_ext/test_router_losses.py",
+    "moe_router_bias_update_rate": "megatron_ext/test_expert_load.py",
+    "moe_token_dispatcher_type": "megatron_ext/test_model.py",
+    "mtp_loss_scaling_factor": "megatron_ext/test_multi_token_prediction.py",
+    "optimizer_cpu_offload": "megatron_ext/test_hybrid_optimizer.py",
+    "optimizer_offload_fraction": "megatron_ext/test_hybrid_optimizer.py",
+    "lr": "megatron_ext/test_checkpoint.py",
+    "min_lr": "megatron_ext/test_checkpoint.py",
+    "weight_decay": "megatron_ext/test_checkpoint.py",
+    "clip_grad": "megatron_ext/test_value_head.py",
+    "lr_decay_style": "megatron_ext/test_checkpoint.py",
+    "lr_warmup_steps": "megatron_ext/test_checkpoint.py",
+    "lr_warmup_init": "megatron_ext/test_arguments.py",
+    "lr_decay_steps": "megatron_ext/test_arguments.py",
+}
+"""Option -> the test, below tests/, that runs it."""
+
+
+def check_supported(options: Mapping[str, Any], prefix: str = "megatron.") -> None:
+    """Raise UserError for the first of the options with which training would fail or be wrong."""
+    refuse(options, REFUSED, prefix)
+    RouterLosses.of(options, prefix)
+    is_fully_sharded = options.get(FULLY_SHARDED, False)
+    if is_fully_sharded:
+        refuse(options, BESIDE_FSDP2, prefix, f" with {prefix}{FULLY_SHARDED}=true")
+    for name in (name for name in options if options[name]):
+        for needed, default in NEEDS.get(name, {}).items():
+            if not options.get(needed, default):
+                raise UserError(f"{prefix}{name} works only with {prefix}{needed}=true: set it too")
+    if options.get("optimizer") == "sgd" and options.get("use_distributed_optimizer", not is_fully_sharded):
+        raise UserError(f"{prefix}optimizer=sgd works only with {prefix}use_distributed_optimizer=false: set it too")
+    _check_recompute(options, prefix)
+    group, stages = options.get(_GROUP), options.get(_STAGES, 1)
+    if group is not None and group < stages:
+        raise UserError(f"{prefix}{_GROUP}={group} must be at least {prefix}{_STAGES}={stages}; leave it out for that")
+
+
+def _check_recompute(options: Mapping[str, Any], prefix: str) -> None:
+    """Raise UserError for a granularity without what it is counted by, as megatron-core does when a rank is built."""
+    granularity, layers = options.get(_GRANULARITY), options.get("recompute_num_layers")
+    if granularity == "full":
+        for needed, example in (("recompute_method", "uniform"), ("recompute_num_layers", "1")):
+            if options.get(needed) is None:
+                raise UserError(
+                    f"{prefix}{_GRANULARITY}=full needs {prefix}{needed}: set it, too, for instance to {example}"
+                )
+    if layers is not None and (granularity == "selective" or layers < 1):
+        raise UserError(
+            f"{prefix}recompute_num_layers={layers} is for {prefix}{_GRANULARITY}=full, and at least 1: leave it out"
+        )
+
+
+def refuse(options: Mapping[str, Any], refused: Mapping[str, Refusal], prefix: str, where: str = "") -> None:
+    """Raise UserError for the first of the options whose value is refused, `where` says in which case."""
+    for name, value in options.items():
+        if name in refused and refused[name].covers(value):
+            advice = f"use {refused[name].others}" if refused[name].others else "leave it out"
+            raise UserError(f"{prefix}{name}={value} is not supported{where}: {refused[name].reason}; {advice}")

@@ -1,0 +1,1 @@
+"""Sequences to packed micro-batches: the same work for every rank, and common beginnings once."""

@@ -1,0 +1,269 @@
+"""Ragged sequences to Megatron's packed (THD) micro-batches and back, without padding beyond an alignment."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from megatron_ext.routing.routed_experts import padded
+from megatron_ext.routing.router_losses import RoutedTokens
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """N sequences of different lengths, end to end.
+
+    `tokens` is [T], int32 or long, and `lengths` long[N] with T = sum(lengths), every length at least 1. Each of
+    `fields` holds one value per token, [T]: the value at position t belongs to token t (its log-probability given what
+    is before it, its advantage, its weight in the loss). Each of `names` holds one number per sequence, long[N], by
+    which an error calls it.
+
+    With `unit` above 1 each `unit` sequences in a row belong together (the two of a preference): micro-batches and
+    data-parallel ranks get them whole and in order.
+
+    `routed_experts` uint8[T, bytes], if there are any, are `Routing` records of the tokens.
+
+    Example: RaggedBatch(torch.tensor([5, 9, 40]), torch.tensor([2, 1]), {"weights": torch.tensor([0.0, 0.5, 0.5])})
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    unit: int = 1
+    names: Mapping[str, Tensor] = field(default_factory=dict)
+    routed_experts: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        total = int(self.lengths.sum())
+        if len(self.lengths) and int(self.lengths.min()) < 1:
+            raise ValueError("every sequence of a RaggedBatch needs at least one token")
+        if len(self.lengths) % self.unit:
+            raise ValueError(f"a RaggedBatch of {len(self.lengths)} sequences is not made of units of {self.unit}")
+        for name, values in {"tokens": self.tokens, **self.fields}.items():
+            if values.shape != (total,):
+                raise ValueError(f"RaggedBatch: {name} has shape {tuple(values.shape)}, the lengths say ({total},)")
+        if self.routed_experts is not None and len(self.routed_experts) != total:
+            raise ValueError(f"RaggedBatch: {len(self.routed_experts)} records of routed experts for {total} tokens")
+        for name, values in self.names.items():
+            if values.shape != self.lengths.shape:
+                raise ValueError(f"RaggedBatch: {name} has shape {tuple(values.shape)} for {len(self)} sequences")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def select(self, sequences: Sequence[int] | Tensor) -> "RaggedBatch":
+        """The given sequences, in the given order; an index may appear more than once."""
+        chosen = torch.as_tensor(sequences, dtype=torch.long, device=self.lengths.device)
+        lengths = self.lengths[chosen]
+        ends = self.lengths.cumsum(0)[chosen]
+        places = [slice(end - length, end) for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
+
+        def take(values: Tensor) -> Tensor:
+            return torch.cat([values[place] for place in places]) if places else values[:0]
+
+        fields = {name: take(values) for name, values in self.fields.items()}
+        names = {name: values[chosen] for name, values in self.names.items()}
+        routed_experts = None if self.routed_experts is None else take(self.routed_experts)
+        return RaggedBatch(take(self.tokens), lengths, fields, self.unit, names, routed_experts)
+
+    def with_fields(self, **fields: Tensor) -> "RaggedBatch":
+        """The same sequences with more (or replaced) fields, each [T]."""
+        return replace(self, fields={**self.fields, **fields})
+
+
+ASKED_BY = ("weights", "trained")
+"""The fields that say which labels a model is asked about; the first that there is."""
+
+
+class Ahead(NamedTuple):
+    """Tokens of the prediction layers of a model, a row for each of D layers; 0 where a sequence has no such token."""
+
+    taken: Tensor
+    """long[D, L]: what each takes in."""
+    labels: Tensor
+    """long[D, L]: what each predicts from it."""
+    asked: Tensor
+    """bool[D, L]: the labels that count."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens that one rank computes with: all of a micro-batch, or a part of each of its sequences."""
+
+    tokens: Tensor
+    """long[1, L]"""
+    labels: Tensor
+    """long[1, L]"""
+    position_ids: Tensor
+    """long[1, L]: each sequence counts from 0."""
+    cu_seqlens: Tensor
+    """int32[sequences + 1]: PackedSeqParams.cu_seqlens_q and _kv."""
+    max_seqlen: int
+    asked: Tensor
+    """bool[L]: the labels about which the model is asked something."""
+    routed_experts: Tensor | None
+    """uint8[L, bytes]: see `RaggedBatch`."""
+    ahead: Ahead | None = field(default=None, kw_only=True)
+    """For prediction layers that train; see `multi_token_prediction.look_ahead`."""
+
+    @property
+    def predicting(self) -> Tensor | None:
+        """The token that predicts each label, where that is not the one at the label's index."""
+        return None
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Which of these L tokens are which of the T' of the micro-batch: two long[M] that belong together."""
+        every = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return every, every
+
+    def of_labels(self, values: Tensor) -> Tensor:
+        """Values of the tokens, to those of the labels that they predict; differentiable."""
+        return values if self.predicting is None else values.index_select(0, self.predicting)
+
+    def whole(self, values: Tensor) -> Tensor:
+        """Values of the labels to those [T'] of the micro-batch."""
+        return values
+
+    def to(self, device: torch.device) -> Self:
+        """The same tokens with their tensors on `device`."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed sequences as `GPTModel` takes them; T' counts the alignment's padding too.
+
+    Index i predicts the token at i + 1 of the same sequence: that token is label i, and index i of a field is the
+    value that belongs to that token. Where there is no next token (`targets` False: the last of each sequence, and
+    padding) labels and fields are 0. Padding is one sequence of its own at the end, so that attention never mixes it
+    with real tokens.
+    """
+
+    tokens: Tensor
+    """long[1, T']"""
+    labels: Tensor
+    """long[1, T']"""
+    position_ids: Tensor
+    """long[1, T']: each sequence counts from 0."""
+    cu_seqlens: Tensor
+    """int32[sequences + 1], padding's sequence included: PackedSeqParams.cu_seqlens_q and _kv."""
+    max_seqlen: int
+    targets: Tensor
+    """bool[T']"""
+    fields: Mapping[str, Tensor]
+    """[T'] each."""
+    lengths: Tensor
+    """long[sequences], without padding's."""
+    real_tokens: int
+    """How many of the T' tokens are not padding."""
+    unit: int = 1
+    """See `RaggedBatch`."""
+    names: Mapping[str, Tensor] = field(default_factory=dict)
+    """See `RaggedBatch`; they stay on the CPU."""
+    routed_experts: Tensor | None = None
+    """uint8[T', bytes]: see `RaggedBatch`. A record belongs to the token at its index, which is fed there: it is not
+    shifted as labels are. Padding's says nothing."""
+    part: Part | None = None
+    """The tokens that this rank computes with, where these are not all."""
+    routed: RoutedTokens | None = None
+    """The tokens that routers of this rank see, where a step counts them; see `router_balance.routed_tokens`."""
+
+    @property
+    def own(self) -> Part:
+        """The tokens that this rank computes with."""
+        return self.part or Part(
+            tokens=self.tokens,
+            labels=self.labels,
+            position_ids=self.position_ids,
+            cu_seqlens=self.cu_seqlens,
+            max_seqlen=self.max_seqlen,
+            asked=self.asked,
+            routed_experts=self.routed_experts,
+        )
+
+    @property
+    def asked(self) -> Tensor:
+        """bool[T']: the labels about which the model is asked something.
+
+        They are those with a weight in the loss (what is not a number is not 0); without `weights`, those of `trained`
+        tokens; without both, all.
+        """
+        for name in ASKED_BY:
+            if name in self.fields:
+                return self.fields[name] != 0
+        return self.targets
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same micro-batch with its tensors on `device`."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("tokens", "labels", "position_ids", "cu_seqlens", "targets", "lengths")
+        }
+        fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
+        if self.routed_experts is not None:
+            moved["routed_experts"] = self.routed_experts.to(device, non_blocking=True)
+        part, routed = self.part and self.part.to(device), self.routed and self.routed.to(device)
+        return replace(self, fields=fields, part=part, routed=routed, **moved)
+
+
+def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroBatch:
+    """The micro-batch of the given sequences of `batch`, its size a multiple of `align`.
+
+    No sequences give the smallest legal micro-batch, `align` padding tokens, for a rank that has nothing left while
+    others still run.
+    """
+    chosen = batch.select(sequences)
+    tokens = chosen.tokens.long()
+    real_tokens = len(tokens)
+    padding = -real_tokens % align if real_tokens else align
+    lengths = torch.cat([chosen.lengths, chosen.lengths.new_tensor([padding])]) if padding else chosen.lengths
+    ends = lengths.cumsum(0)
+    targets = torch.ones(real_tokens + padding, dtype=torch.bool, device=lengths.device)
+    targets[ends - 1] = False
+    targets[real_tokens:] = False
+
+    def next_token(values: Tensor) -> Tensor:
+        shifted = values.new_zeros(len(targets))
+        shifted[: max(real_tokens - 1, 0)] = values[1:]
+        return shifted.masked_fill_(~targets, 0)
+
+    return MicroBatch(
+        tokens=torch.cat([tokens, tokens.new_zeros(padding)])[None],
+        labels=next_token(tokens)[None],
+        position_ids=positions_within(lengths)[None],
+        cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
+        max_seqlen=int(lengths.max()),
+        targets=targets,
+        fields={name: next_token(values) for name, values in chosen.fields.items()},
+        lengths=chosen.lengths,
+        real_tokens=real_tokens,
+        unit=batch.unit,
+        names=chosen.names,
+        routed_experts=None if chosen.routed_experts is None else padded(chosen.routed_experts, padding),
+    )
+
+
+def unpack(values: Tensor, micro_batch: MicroBatch) -> Tensor:
+    """Values [T'] of the labels, back at the tokens they belong to: [T] of the sequences that were packed.
+
+    The first token of a sequence, which nothing predicts, gets 0; padding is gone.
+    """
+    result = values.new_zeros(micro_batch.real_tokens)
+    result[1:] = values.masked_fill(~micro_batch.targets, 0)[: max(micro_batch.real_tokens - 1, 0)]
+    return result
+
+
+def last_tokens(micro_batch: MicroBatch) -> Tensor:
+    """long[sequences]: the index of the last token of each sequence, without padding's."""
+    return micro_batch.lengths.cumsum(0) - 1
+
+
+def positions_within(lengths: Tensor) -> Tensor:
+    """long[T]: the position of each token in its sequence, of sequences of `lengths` long[N] end to end."""
+    starts = lengths.cumsum(0) - lengths
+    total = int(lengths.sum())
+    return torch.arange(total, device=lengths.device) - starts.repeat_interleave(lengths, output_size=total)

@@ -1,0 +1,107 @@
+"""Tokens that sequences of a micro-batch begin with in common are computed once: a tree of stretches.
+
+A stretch belongs to all sequences that go through it. Its tokens look at those of their own stretch and of the
+stretches before it in the tree; all else of a model sees each token of a stretch once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_ext.packing.packing import MicroBatch, Part
+from megatron_ext.packing.prefix_tree import Prefixes, Stretch, stretches
+
+
+class Prefix(NamedTuple):
+    """Tokens [start, end) that those in [end, stop) come after: all continuations, one after another."""
+
+    start: int
+    end: int
+    stop: int
+
+
+Level = tuple[Prefix, ...]
+"""Prefixes none of which comes after another: no token comes after two of them."""
+
+
+@dataclass(frozen=True)
+class SharedPart(Part):
+    """The tokens of a micro-batch, those that sequences begin with in common once: L of them.
+
+    `tokens` and `position_ids` are of these; `cu_seqlens` are the bounds of the stretches that lie end to end in them,
+    padding's included. `labels` and `asked` are those of the whole micro-batch: the last token of a prefix predicts the
+    first of every continuation. `max_seqlen` is the length of the longest whole sequence.
+    """
+
+    places: Tensor
+    """long[T']: where each token of the micro-batch is among the L."""
+    levels: tuple[Level, ...]
+    bounds: tuple[int, ...]
+    """The values of `cu_seqlens`, which stay where attention is planned."""
+
+    @property
+    def predicting(self) -> Tensor:
+        """long[T']: the token that predicts each label, in all sequences that it belongs to."""
+        return self.places
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """See `Part`; a token that several sequences begin with is there for each of them."""
+        return self.places, torch.arange(len(self.places), device=self.places.device)
+
+
+def share(micro_batch: MicroBatch, align: int) -> SharedPart:
+    """`micro_batch`, packed without padding, with prefixes of its sequences once, L a multiple of `align`.
+
+    Raises ValueError where experts are recorded: each response may have sent the tokens of a prompt to others.
+    """
+    if micro_batch.routed_experts is not None:
+        raise ValueError("a micro-batch with routed experts has no shared prefixes: its sequences are computed whole")
+    lengths = micro_batch.lengths.tolist()
+    bounds = np.cumsum([0, *lengths])
+    sequences = [each.numpy() for each in micro_batch.tokens[0, : bounds[-1]].split(lengths)]
+    prefixes = Prefixes.of(sequences)
+    in_order = prefixes.order.argsort()
+    tree = list(stretches(micro_batch.lengths.numpy()[in_order].tolist(), prefixes.common.tolist()))
+    ends = np.cumsum([each.stop - each.start for each in tree], dtype=np.int64)
+    tokens = int(ends[-1]) if tree else 0
+    places, sources = np.zeros(micro_batch.tokens.shape[1], dtype=np.int64), np.zeros(tokens, dtype=np.int64)
+    for stretch, end in zip(tree, ends, strict=True):
+        own = np.arange(end - (stretch.stop - stretch.start), end)
+        for sequence in in_order[stretch.first : stretch.last]:
+            places[bounds[sequence] + stretch.start : bounds[sequence] + stretch.stop] = own
+        sources[own] = bounds[in_order[stretch.first]] + np.arange(stretch.start, stretch.stop)
+    padding = -tokens % align if tokens else align
+    source = torch.from_numpy(sources)
+
+    def take(values: Tensor) -> Tensor:
+        return torch.cat([values[source], values.new_zeros(padding)])[None]
+
+    own_bounds = (0, *ends.tolist(), *([tokens + padding] if padding else []))
+    return SharedPart(
+        tokens=take(micro_batch.tokens[0]),
+        labels=micro_batch.labels,
+        position_ids=take(micro_batch.position_ids[0]),
+        cu_seqlens=torch.tensor(own_bounds, dtype=torch.int32),
+        max_seqlen=max(micro_batch.max_seqlen, padding),
+        asked=micro_batch.asked,
+        routed_experts=None,
+        places=torch.from_numpy(places),
+        levels=_levels(tree, ends),
+        bounds=own_bounds,
+    )
+
+
+def _levels(tree: Sequence[Stretch], ends: NDArray[np.int64]) -> tuple[Level, ...]:
+    firsts = [each.first for each in tree]
+    levels: dict[int, list[Prefix]] = {}
+    for stretch, end in zip(tree, ends.tolist(), strict=True):
+        after = int(np.searchsorted(firsts, stretch.last))
+        stop = int(ends[after - 1])
+        if stop > end:
+            levels.setdefault(stretch.depth, []).append(Prefix(end - (stretch.stop - stretch.start), end, stop))
+    return tuple(tuple(levels[depth]) for depth in sorted(levels))

@@ -1,0 +1,194 @@
+"""Adds the losses of routers to the gradients of a train step, and counts what they choose before it."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from torch import Tensor
+
+from megatron_ext import device
+from megatron_ext.packing.packing import MicroBatch
+from megatron_ext.routing.router import ObservedRouter, RouterObserver, prediction_routers, routers
+from megatron_ext.routing.router_loss_options import RouterLosses
+from megatron_ext.routing.router_losses import ROUTER_LOSSES, BatchTotals, Routed, RoutedTokens
+
+
+class RouterBalance:
+    """The losses of all routers of this rank's `chunks` in the train steps of their model."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], losses: RouterLosses) -> None:
+        self._chunks = chunks
+        self._losses = losses
+        self._values: Mapping[str, Tensor] = {}
+
+    @contextmanager
+    def step(self, lengths: Tensor, count: Callable[[], object]) -> Iterator[None]:
+        """Inside, every pass with a gradient adds the losses of its micro-batch; see `watch`.
+
+        `lengths` are those of all sequences of this data-parallel rank. `count` runs all its micro-batches forward,
+        without a gradient: it is called where a loss needs what the whole batch chooses. Collective.
+        """
+        if not self._losses:
+            yield
+            return
+        totals = _totals(lengths)
+        counts = self._count(count) if self._losses.needs_counts else {}
+        values: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
+
+        def observe(router: ObservedRouter) -> RouterObserver:
+            return _AddedLosses(self._losses, totals, counts.get(router.layer_number), values)
+
+        with _observed(self._chunks, observe):
+            yield
+        self._values = values
+
+    def take(self) -> dict[str, float]:
+        """The value of each loss in the last step, without its coefficient: the mean over layers with experts.
+
+        Collective over all ranks of the model.
+        """
+        if not self._losses:
+            return {}
+        layers = sum(1 for chunk in self._chunks for _ in routers(chunk))
+        # The ranks that have the same layers have different tokens of them.
+        share = torch.tensor(layers / dist.get_world_size(_all_tokens()), dtype=torch.float64)
+        sums = torch.stack([*(self._values[name].cpu() for name in self._losses.coefficients), share])
+        sums = sums.to(device.device())
+        dist.all_reduce(sums)
+        *values, of_layers = sums.tolist()
+        if not of_layers:
+            return {}
+        return {name: value / of_layers for name, value in zip(self._losses.coefficients, values, strict=True)}
+
+    def _count(self, count: Callable[[], object]) -> dict[int, Tensor]:
+        """Layer number -> int64[E], how often all ranks' tokens choose each expert."""
+        counted: dict[int, _CountedChoices] = {}
+
+        def observe(router: ObservedRouter) -> RouterObserver:
+            return counted.setdefault(router.layer_number, _CountedChoices())
+
+        with _observed(self._chunks, observe):
+            count()
+        for choices in counted.values():
+            dist.all_reduce(choices.counts, group=_all_tokens())
+        return {layer: choices.counts for layer, choices in counted.items()}
+
+
+def watch(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
+    """Tell whoever observes and counts at the chunk's routers which tokens its next forward pass brings them."""
+    ahead = [] if micro_batch.own.ahead is None else prediction_routers(chunk)
+    for router in (*routers(chunk), *ahead):
+        for each in (router.observer, router.load):
+            if each is not None:
+                assert micro_batch.routed is not None
+                each.expect(micro_batch.routed)
+
+
+class _AddedLosses:
+    """Adds losses to what a router's probabilities give backward, once for each micro-batch.
+
+    A layer that is recomputed runs twice, first without a gradient; a schedule runs several micro-batches forward
+    before the first runs backward. With a gradient a router meets each once, in their order.
+    """
+
+    def __init__(
+        self, losses: RouterLosses, totals: BatchTotals, counts: Tensor | None, values: dict[str, Tensor]
+    ) -> None:
+        self._losses = losses
+        self._totals = totals
+        self._counts = counts
+        self._values = values
+        self.expected: deque[RoutedTokens] = deque()
+
+    def expect(self, tokens: RoutedTokens) -> None:
+        self.expected.append(tokens)
+
+    def __call__(self, router: ObservedRouter, logits: Tensor, probabilities: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return probabilities
+        chosen, scores = _scored(router, logits)
+        routed = Routed(
+            self.expected.popleft(),
+            logits.float(),
+            chosen,
+            scores,
+            router.topk,
+            self._totals,
+            self._counts,
+            parallel_state.get_tensor_and_context_parallel_group(),
+        )
+        for name, coefficient in self._losses.coefficients.items():
+            loss = ROUTER_LOSSES[name](routed)
+            self._values[name] = self._values[name] + loss.detach().double()
+            probabilities = MoEAuxLossAutoScaler.apply(probabilities, coefficient * loss)
+        return probabilities
+
+
+class _CountedChoices:
+    """Counts which experts the tokens of passes without a gradient choose."""
+
+    def __init__(self) -> None:
+        self.counts = torch.zeros((), dtype=torch.int64)
+        self.expected: deque[RoutedTokens] = deque()
+
+    def expect(self, tokens: RoutedTokens) -> None:
+        self.expected.append(tokens)
+
+    def __call__(self, router: ObservedRouter, logits: Tensor, probabilities: Tensor) -> Tensor:
+        chosen, _ = _scored(router, logits)
+        rows = self.expected.popleft().rows
+        self.counts = self.counts.to(chosen.device) + chosen.index_select(0, rows).sum(0, dtype=torch.int64)
+        return probabilities
+
+
+def _scored(router: ObservedRouter, logits: Tensor) -> tuple[Tensor, Tensor]:
+    return compute_routing_scores_for_aux_loss(logits.float(), router.topk, router.score_function)
+
+
+@contextmanager
+def _observed(chunks: Sequence[torch.nn.Module], observe: Callable[[ObservedRouter], RouterObserver]) -> Iterator[None]:
+    """Inside, each router has an observer. Raises RuntimeError where one did not meet all that it was to expect."""
+    observers = {}
+    for chunk in chunks:
+        for router in routers(chunk):
+            router.observer = observers[router] = observe(router)
+    try:
+        yield
+    finally:
+        for router in observers:
+            router.observer = None
+    if left := max((len(each.expected) for each in observers.values()), default=0):
+        raise RuntimeError(f"a router left {left} micro-batches whose losses it had to add")
+
+
+def _totals(lengths: Tensor) -> BatchTotals:
+    totals = torch.tensor([int(lengths.sum()), len(lengths)], device=device.device())
+    dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+    tokens, sequences = totals.tolist()
+    return BatchTotals(tokens, sequences)
+
+
+def _all_tokens() -> dist.ProcessGroup:
+    """The ranks that together have all tokens of the layers of this rank."""
+    return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+
+
+def routed_tokens(micro_batch: MicroBatch, *, sequence_parallel: bool) -> RoutedTokens:
+    """The real tokens of `micro_batch` that routers of this rank see.
+
+    Which they are depends on values: a device would be waited for, so ask before the micro-batch is moved there.
+    """
+    rows, tokens = micro_batch.own.rows()
+    is_real = tokens < micro_batch.real_tokens
+    first = 0
+    if sequence_parallel:
+        share = micro_batch.own.tokens.shape[1] // parallel_state.get_tensor_model_parallel_world_size()
+        first = share * parallel_state.get_tensor_model_parallel_rank()
+        is_real &= (rows >= first) & (rows < first + share)
+    numbers = torch.arange(len(micro_batch.lengths), device=rows.device)
+    sequence_of = numbers.repeat_interleave(micro_batch.lengths, output_size=micro_batch.real_tokens)
+    return RoutedTokens(rows[is_real] - first, sequence_of[tokens[is_real]], micro_batch.lengths)

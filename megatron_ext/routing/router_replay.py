@@ -1,0 +1,167 @@
+"""Routers that send tokens to the experts that an engine sent them to: rollout routing replay, arXiv 2510.11370.
+
+The choice alone is the engine's. The weights of the experts are those that the trainer's router gives them now, and
+learn.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from megatron_ext.packing.packing import Part
+from megatron_ext.routing.routed_experts import Routing, layers_with_experts
+from megatron_ext.routing.router import Choice, GroupScoredChoice, routers
+
+
+class RecordedChoice(RouterReplay):
+    """megatron-core's replay, of which a token without a record goes to its router's own choice.
+
+    A schedule runs several micro-batches forward before the first of them runs backward, and a recomputed layer runs
+    twice. With a gradient each router runs once for each micro-batch, in their order: it takes the oldest record.
+    Without one it runs before the next micro-batch: it takes the newest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        # All routers of the process, in the order in which they were made: models and chunks are mixed up in it.
+        RouterReplay.global_router_replay_instances.remove(self)
+        self.followed: list[Tensor] = []
+
+    def aim(self, experts: Tensor | None) -> None:
+        """Send the next micro-batch to `experts` long[tokens, topk], -1 for a token without a record."""
+        self.target_topk_idx = experts
+        if experts is not None and torch.is_grad_enabled():
+            self.replay_backward_list.append(experts)
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable[..., Choice] | None = None,
+    ) -> Choice:
+        """The scores and the indices of each token's experts; `scores` is [tokens, experts]."""
+        assert default_compute_topk is not None
+        own = default_compute_topk(scores, topk, num_groups, group_topk)
+        if self.target_topk_idx is None:
+            return own
+        recorded = self.replay_backward_list.pop(0) if torch.is_grad_enabled() else self.target_topk_idx
+        experts = torch.where(recorded < 0, own[1], recorded)
+        if torch.is_grad_enabled():
+            self._count(recorded, own[1])
+        return scores.gather(1, experts), experts
+
+    def _count(self, recorded: Tensor, own: Tensor) -> None:
+        """Note of each token of a micro-batch whether its record was followed, and whether that changed its experts."""
+        is_recorded = recorded[:, 0] >= 0
+        differs = (recorded.sort(-1).values != own.sort(-1).values).any(-1) & is_recorded
+        self.followed.append(is_recorded.to(torch.uint8) + differs)
+
+
+@contextmanager
+def replaying(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Inside, `aim` says where the tokens of the next micro-batch go; afterwards nothing is replayed any more.
+
+    Raises RuntimeError where a router was not asked for a record that it had: its tokens went elsewhere.
+    """
+    try:
+        yield
+        left = max((len(choice.replay_backward_list) for choice in _choices(chunks)), default=0)
+    finally:
+        for choice in _choices(chunks):
+            choice.clear_indices()
+    if left:
+        raise RuntimeError(f"a router left {left} micro-batches of routed experts that it had to replay")
+
+
+def aim(chunk: torch.nn.Module, own: Part) -> None:
+    """Send the tokens of the chunk's next forward pass to their recorded experts, or to the chunk's own choice."""
+    config: TransformerConfig = unwrap_model(chunk).config
+    if own.routed_experts is None:
+        for choice in _choices([chunk]):
+            choice.aim(None)
+        return
+    routing = routing_of(config)
+    places = {layer: place for place, layer in enumerate(layers_with_experts(vars(config), config.num_layers))}
+    of_chunk = list(routers(chunk))
+    rows = _rows_of_this_rank(own.routed_experts, config)
+    experts = routing.experts_of(rows, [places[router.layer_number - 1] for router in of_chunk])
+    for router, of_layer in zip(of_chunk, experts.unbind(1), strict=True):
+        _install(router).aim(of_layer)
+
+
+def take_counts(chunks: Sequence[torch.nn.Module], on: torch.device) -> Tensor:
+    """int64[4]: how many recorded choices of a token in a layer the routers followed, and how many were not theirs; how
+    many tokens had such a record, and how many of them one that was not the routers'.
+
+    They are those of this rank's passes with a gradient since the last call. Collective: tokens are counted by the last
+    of the pipeline stages, for all of them.
+    """
+    of_routers = [torch.cat(choice.followed) for choice in _choices(chunks) if choice.followed]
+    for choice in _choices(chunks):
+        choice.followed.clear()
+    # Routers see the same tokens in the same order; a stage without any does not know how many.
+    followed = torch.stack(of_routers) if of_routers else torch.zeros(1, 0, dtype=torch.uint8, device=on)
+    of_tokens = _over_stages(followed.amax(0))
+    is_counted = parallel_state.is_pipeline_last_stage()
+    return torch.stack(
+        [
+            *((followed > 0).sum(), (followed > 1).sum()),
+            *((of_tokens > 0).sum() * is_counted, (of_tokens > 1).sum() * is_counted),
+        ]
+    )
+
+
+def _over_stages(of_tokens: Tensor) -> Tensor:
+    """The largest value of each token over the pipeline stages."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    size = torch.tensor(len(of_tokens), device=of_tokens.device)
+    dist.all_reduce(size, op=dist.ReduceOp.MAX, group=stages)
+    largest = torch.nn.functional.pad(of_tokens, (0, int(size) - len(of_tokens)))
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=stages)
+    return largest
+
+
+def routing_of(config: TransformerConfig) -> Routing:
+    """The sizes of a model's routing. Raises UserError where there are no experts."""
+    return Routing.of(vars(config), config.num_layers)
+
+
+def _rows_of_this_rank(records: Tensor, config: TransformerConfig) -> Tensor:
+    """Records of the tokens that reach the routers of this rank: with sequence parallelism its part of them."""
+    if not config.sequence_parallel:
+        return records
+    parts = records.chunk(parallel_state.get_tensor_model_parallel_world_size())
+    return parts[parallel_state.get_tensor_model_parallel_rank()]
+
+
+def _choices(chunks: Sequence[torch.nn.Module]) -> Iterator[RecordedChoice]:
+    for chunk in chunks:
+        for router in routers(chunk):
+            if (choice := _installed(router)) is not None:
+                yield choice
+
+
+def _installed(router: TopKRouter) -> RecordedChoice | None:
+    held = router.router_replay
+    replay = held.replay if isinstance(held, GroupScoredChoice) else held
+    return replay if isinstance(replay, RecordedChoice) else None
+
+
+def _install(router: TopKRouter) -> RecordedChoice:
+    """The router's replay; put there when it is first needed."""
+    if (choice := _installed(router)) is not None:
+        return choice
+    choice, held = RecordedChoice(), router.router_replay
+    router.router_replay = replace(held, replay=choice) if isinstance(held, GroupScoredChoice) else choice
+    return choice
