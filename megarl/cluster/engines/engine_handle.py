@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, TypeVarTuple
 
-from megarl.cluster.placement.reachability import check_that_all_meet, listen
+from megarl.cluster.engines.reachability import check_that_all_meet, listen
 from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.streams import Stream
 from megarl.cluster.workers.worker import Call, Worker, WorkerFailed, WorkerGone

@@ -17,7 +17,7 @@ from converters.errors import UserError
 from megarl.cluster.engines import router
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.engines.engine_handle import EngineHandle
-from megarl.cluster.placement.reachability import check_that_all_meet, listen
+from megarl.cluster.engines.reachability import check_that_all_meet, listen
 from megarl.cluster.placement.reservation import reserve
 from megarl.cluster.placement.roles import ENGINE, engine_role
 from megarl.cluster.workers.worker import WorkerGone
