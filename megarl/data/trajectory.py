@@ -56,7 +56,8 @@ class Turn:
     versions: IntArray | Runs
     finish_reason: FinishReason
     text: str | None = None
-    """The sampled tokens without special ones, where the engine has made it: not of short turns."""
+    """The sampled tokens without special ones, behind those that the request had begun with; None where the engine has
+    not made it, as of short turns."""
     routed_experts: Values = ()
     """Experts that each of the P + T tokens went to, where the engine was asked for them: records of bytes
     (`megatron_ext.routing.routed_experts`). The last token was not fed to the model, and its record says nothing."""

@@ -81,7 +81,7 @@ class OwnedEngine(ABC):
         self._paused = False
         self._step_queued = False
         self._death: BaseException | None = None
-        self._told = SimpleQueue[tuple[int, Future[list[Turn]]] | Progress | None]()
+        self._told = SimpleQueue[tuple[int, Request, Future[list[Turn]]] | Progress | None]()
         self._reporter = ProgressReporter()
         self._loads = Loads()
 
@@ -95,9 +95,9 @@ class OwnedEngine(ABC):
             added = self._add(list(requests.values()))
         except Exception as error:  # noqa: BLE001 - `events` says it
             added = [_failed(error)] * len(requests)
-        for number, future in zip(requests, added, strict=True):
+        for (number, request), future in zip(requests.items(), added, strict=True):
             self._reporter.begin(number, future)
-            future.add_done_callback(lambda done, number=number: self._told.put((number, done)))  # type: ignore[misc]
+            future.add_done_callback(functools.partial(self._tell, number, request))
 
     def events(self) -> Iterator[list[Event | Progress]]:
         """See `Generator.events`."""
@@ -313,13 +313,16 @@ class OwnedEngine(ABC):
     def _finish_update(self, version: int) -> None:  # noqa: B027 - as above
         """Take the weights as whole: they are those of `version`."""
 
-    def _event(self, told: tuple[int, Future[list[Turn]]] | Progress) -> Event | Progress:
+    def _tell(self, number: int, request: Request, done: Future[list[Turn]]) -> None:
+        self._told.put((number, request, done))
+
+    def _event(self, told: tuple[int, Request, Future[list[Turn]]] | Progress) -> Event | Progress:
         if isinstance(told, Progress):
             return told
-        number, future = told
+        number, request, future = told
         if isinstance(refusal := future.exception(), UserError):
             return Event(number, refusal)
-        return Event(number, self._texts.added(future.result()))
+        return Event(number, self._texts.added(future.result(), request))
 
     def _end(self) -> None:
         self._death = self._death or RuntimeError("it was closed")

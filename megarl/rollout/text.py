@@ -6,8 +6,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megarl.data import Turn
 from megarl.data.stretches import here
+from megarl.rollout.protocol import Request, TokenIds
 
 _MANY = 64
 """Tokens; text of fewer is made by whoever reads it, without a tokenizer here."""
@@ -19,13 +22,18 @@ class Texts:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def added(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns, with their text but for short ones."""
-        return [replace(turn, text=self._text(turn)) if len(turn.token_ids) >= _MANY else turn for turn in turns]
+    def added(self, turns: Sequence[Turn], request: Request) -> list[Turn]:
+        """The answer to a request, with texts but for short ones."""
+        return [
+            self._with_text(turn, request.begun_of(sample)) for sample, turn in zip(request.samples, turns, strict=True)
+        ]
 
-    def _text(self, turn: Turn) -> str:
+    def _with_text(self, turn: Turn, begun: TokenIds) -> Turn:
+        if turn.finish_reason == "abort" or len(begun) + len(turn.token_ids) < _MANY:
+            return turn
         # An array: transformers (5.19) looks at each number of a list by itself, which takes longer than all else.
-        return self._tokenizer.decode(here(turn.token_ids), skip_special_tokens=True)
+        tokens = np.concatenate([np.asarray(begun, np.int32), here(turn.token_ids)])
+        return replace(turn, text=self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -1,7 +1,7 @@
 """Tokens of requests that are not answered: what there is of them when an engine dies."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +41,7 @@ class PartialSample(NamedTuple):
             return turn
         whole = self + PartialSample.of(turn)
         prompt_ids = here(turn.prompt_ids)[: -len(self.token_ids)]
-        return Turn.of(prompt_ids, *whole, turn.finish_reason, turn.routed_experts)
+        return replace(Turn.of(prompt_ids, *whole, turn.finish_reason, turn.routed_experts), text=turn.text)
 
 
 NOTHING = PartialSample(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
