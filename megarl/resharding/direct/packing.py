@@ -23,22 +23,31 @@ _DEVICE_BOX_BYTES = 2**30
 
 
 def blocks(
-    message: Message, bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, zero_copy: Collection[int] = ()
+    message: Message,
+    bucket: Tensor,
+    tensors: Mapping[str, Tensor],
+    end: _End,
+    zero_copy: Collection[int] = (),
+    *,
+    in_bucket: bool = False,
 ) -> list[Block]:
     """The views of `message` at its source or its destination, where `bucket` (uint8) and `tensors` lie.
 
-    Together the blocks hold each element of the message once. Pieces that are `straight`, by their numbers, are on the
-    host and skip the bucket: their blocks are checksummed where they lie, and not copied. The views stay good as long
-    as the tensors' memory. Raises ValueError for a box that leads out of its tensor.
+    Together the blocks hold each element of the message once. Pieces that are `zero_copy`, by their numbers, are on the
+    host and skip the bucket: their blocks are checksummed where they lie, and not copied. With `in_bucket` these too
+    lie in the bucket and are copied, in blocks of the same bytes. The views stay good as long as the tensors' memory.
+    Raises ValueError for a box that leads out of its tensor.
     """
     limit = _HOST_BLOCK_BYTES if bucket.device.type == "cpu" else _DEVICE_BOX_BYTES
     found: list[Block] = []
     for is_zero_copy, group in groupby(enumerate(message.pieces), key=lambda each: each[0] in zero_copy):
         pieces = [piece for _, piece in group]
-        if is_zero_copy:
+        if is_zero_copy and not in_bucket:
             found += [_in_place(piece, tensors, end) for piece in pieces]
-        else:
-            stretches = list(_stretches(pieces, bucket, tensors, end, limit))
+            continue
+        # What aligns the next piece is in a checksum within a group alone.
+        for together in [[piece] for piece in pieces] if is_zero_copy else [pieces]:
+            stretches = list(_stretches(together, bucket, tensors, end, limit))
             runs = _runs(stretches, limit) if bucket.device.type == "cpu" else [stretches]
             found += _blocks(list(runs), bucket)
     return found

@@ -36,8 +36,8 @@ class _Incoming:
     source: int
     announcement: Announcement
     pull: Callable[[], Tensor]
-    is_zero_copy: bool
-    """Whether the pieces that can skip the buckets do."""
+    in_bucket: bool
+    """Whether the pieces that can skip the buckets lie there, too."""
 
 
 class Receiver:
@@ -63,7 +63,7 @@ class Receiver:
         self._links: dict[int, Link] = {}
         self._aborted = ""
         self._endpoint: RecvEndpoint | None = None
-        self._views: dict[tuple[int, int, int, bool], list[Block]] = {}
+        self._views: dict[tuple[int, int, int, bool, bool], list[Block]] = {}
         self._addresses: list[int] = []
         """Where the tensors lay when the views were made."""
         self._zero_copy: dict[int, dict[int, dict[int, ZeroCopyPiece]]] = {}
@@ -182,9 +182,7 @@ class Receiver:
                     source, announcement = announced.popleft()
                     zero_copy = self._zero_copy_of(source, announcement, in_place=in_place)
                     pull = self._endpoint.pull(source, announcement.bucket, announcement.size_bytes, zero_copy)
-                    pulled.append(
-                        _Incoming(source, announcement, pull, any(each.into is not None for each in zero_copy))
-                    )
+                    pulled.append(_Incoming(source, announcement, pull, all(each.into is None for each in zero_copy)))
                 incoming = pulled.popleft()
                 take(incoming)
                 self._links[incoming.source].send(Acknowledgement(incoming.announcement.bucket))
@@ -259,12 +257,14 @@ class Receiver:
         return views
 
     def _views_in(self, bucket: Tensor, incoming: _Incoming) -> list[Block]:
-        number = incoming.announcement.number
-        key = incoming.source, number, bucket.data_ptr(), incoming.is_zero_copy
+        number, apart = incoming.announcement.number, incoming.announcement.zero_copy
+        key = incoming.source, number, bucket.data_ptr(), apart, incoming.in_bucket
         if key not in self._views:
             message = self._messages[incoming.source][number]
-            zero_copy = self._zero_copy[incoming.source][number] if incoming.is_zero_copy else ()
-            self._views[key] = blocks(message, bucket, self._tensors, "destination", zero_copy)
+            zero_copy = self._zero_copy[incoming.source][number] if apart else ()
+            self._views[key] = blocks(
+                message, bucket, self._tensors, "destination", zero_copy, in_bucket=incoming.in_bucket
+            )
         return self._views[key]
 
     def _become_whole(self, views: list[Block], bucket: Tensor, incoming: _Incoming) -> None:

@@ -18,6 +18,7 @@ from megarl.resharding.direct.zero_copy import SMALLEST_BYTES
 from megatron_ext.loopback import LOOPBACK
 
 ROWS, COLUMNS = 512, SMALLEST_BYTES // 256
+ODD = SMALLEST_BYTES // 2 + 7
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 
@@ -28,6 +29,9 @@ def typed_transfer(name, source, destination, dtype=BFLOAT16):
 # Each piece that is not cut has 2 x SMALLEST_BYTES or more.
 PARCELS = [
     typed_transfer("small", ((0, 0), (8, 8)), ((0, 0), (8, 8))),
+    # No multiple of what pieces are aligned to, as the next: behind both lie bytes that are of no tensor.
+    typed_transfer("odd", ((0, 0), (1, ODD)), ((0, 0), (1, ODD))),
+    typed_transfer("odd and small", ((0, 0), (1, 5)), ((0, 0), (1, 5))),
     # Rows in the midst of the source's, first ones of the destination's.
     typed_transfer("rows", ((128, 0), (384, COLUMNS)), ((0, 0), (256, COLUMNS))),
     typed_transfer("columns", ((0, 0), (ROWS, COLUMNS // 2)), ((0, 0), (ROWS, COLUMNS // 2))),
@@ -36,20 +40,27 @@ PARCELS = [
     typed_transfer("transposed", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS))),
     typed_transfer("whole", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS))),
 ]
-ZERO_COPY = {"rows", "whole"}
+ZERO_COPY = {"odd", "rows", "whole"}
 
 
 def source_tensors():
     made = {name: torch.randn(ROWS, COLUMNS, dtype=BFLOAT16) for name in (each.source_name for each in PARCELS)}
     return made | {
         "small": torch.randn(8, 8, dtype=BFLOAT16),
+        "odd": torch.randn(1, ODD, dtype=BFLOAT16),
+        "odd and small": torch.randn(1, 5, dtype=BFLOAT16),
         "into columns": torch.randn(ROWS, COLUMNS // 2).bfloat16(),
     }
 
 
 def destination_tensors():
     made = {each.destination_name: torch.zeros(ROWS, COLUMNS, dtype=each.dtype) for each in PARCELS}
-    return made | {"small": torch.zeros(8, 8).bfloat16(), "transposed": torch.zeros(COLUMNS, ROWS).bfloat16().T}
+    return made | {
+        "small": torch.zeros(8, 8, dtype=BFLOAT16),
+        "odd": torch.zeros(1, ODD, dtype=BFLOAT16),
+        "odd and small": torch.zeros(1, 5, dtype=BFLOAT16),
+        "transposed": torch.zeros(COLUMNS, ROWS, dtype=BFLOAT16).T,
+    }
 
 
 @contextmanager
@@ -77,6 +88,16 @@ def transfer(transport="rdma", with_checksum=True):
         finally:
             sender.close()
             receiver.close()
+
+
+def move(storage):
+    """Let a storage have other memory; what is where it was."""
+    address, size = storage.data_ptr(), storage.nbytes()
+    storage.resize_(0)
+    others = [torch.ones(size, dtype=torch.uint8) for _ in range(4)]
+    storage.resize_(size)
+    assert storage.data_ptr() != address
+    return others
 
 
 def differing(there, here):
@@ -119,12 +140,7 @@ def test_what_is_large_and_contiguous_at_both_ends_skips_the_buckets(with_checks
         assert refit(5, delta=True).size_bytes < SMALLEST_BYTES
         assert differing(there, here) == set()
         # Weights of an engine that slept lie elsewhere, in memory that is not registered.
-        storage = here["whole"].untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        storage.resize_(0)
-        others = [torch.ones(size, dtype=torch.uint8) for _ in range(4)]
-        storage.resize_(size)
-        assert storage.data_ptr() != address
+        others = [other for name in ("odd", "whole") for other in move(here[name].untyped_storage())]
         refit(6)
         assert differing(there, here) == set()
         assert all(each.eq(1).all() for each in others)
@@ -148,7 +164,7 @@ def test_a_byte_that_is_another_when_it_comes_is_found(monkeypatch, name):
 
         def pack_and_change(*arguments, **options):
             checksum = pack(*arguments, **options)
-            there[name][300, 5] += 1
+            there[name].view(-1)[there[name].numel() // 2] += 1
             return checksum
 
         monkeypatch.setattr(sending, "pack", pack_and_change)
