@@ -10,8 +10,15 @@ from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
 from megarl.schema import RefitConfig
 
 
-def check_machines(machines: int, config: RefitConfig) -> None:
-    """Raise UserError if `config` asks for a path that ends at one machine, and there are several."""
+def check_machines(machines: int, backend: str, config: RefitConfig) -> None:
+    """Raise UserError if `config` asks for a path that these machines do not have.
+
+    The `backend` is that of the ranks' collectives.
+    """
+    if config.transport == MAPPED_MEMORY_TRANSPORT["nccl"] and backend == "gloo":
+        raise UserError(
+            f"refit.transport={config.transport} is memory of GPUs, and the trainer's ranks have none: set it to auto"
+        )
     if machines == 1:
         return
     apart = f"and the trainer and the engines run on {machines} machines"

@@ -27,8 +27,8 @@ class EngineStart:
     loader path: there, engines and ranks begin with the same weights, and are compared before the ranks' become others.
     Engines that get an adapter alone begin with the weights that it is for.
 
-    Raises UserError, before anything starts, where the way of the weights that the configuration asks for does not go
-    between machines.
+    Raises UserError, before engines start, where the machines do not have the way of the weights that the configuration
+    asks for.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class EngineStart:
         Engines that take turns with the trainer are up when this returns, and it is the trainer's turn.
         """
         machines = len({*trainer.nodes(), *engines.nodes()})
-        check_machines(machines, config.refit)
+        check_machines(machines, trainer.backend, config.refit)
         self._is_apart = machines > 1
         if self._is_apart:
             check_loadable(model, machines)

@@ -95,6 +95,14 @@ def test_moments_of_those_that_take_no_turns_may_be_in_eight_bits(make_config: C
             ["refit.delta=true", "refit.path=loader"],
             "^refit.delta=true is for direct refits, and refit.path=loader allows none: set refit.path to auto, or ",
         ),
+        (
+            ["refit.delta=true", "rollout.weights=nvfp4"],
+            "^refit.delta=true is for direct refits, and engines take rollout.weights=nvfp4 through their own loader",
+        ),
+        (
+            ["refit.path=direct", "rollout.weights=nvfp4"],
+            "^refit.path=direct is for direct refits, and engines take rollout.weights=nvfp4 through their own loader",
+        ),
         (["refit.transport=point_to_point"], "^refit.transport=point_to_point is now called refit.transport=tcp$"),
         (["data.overlong_prompts=cut"], "data.overlong_prompts=cut"),
         (["checkpoint.resume=yes"], "checkpoint.resume"),
