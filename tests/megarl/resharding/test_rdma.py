@@ -1,5 +1,7 @@
 """One-sided reads of NIXL, between endpoints of this process."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -47,6 +49,16 @@ def test_nothing_is_read_beyond_a_bucket(ends):
     memory = source.offer(0).memory
     with pytest.raises(TransferError, match=r"^reading from trainer rank 3 failed: NIXL_ERR_NOT_FOUND"):
         agent.begin_reads([(own, memory.addresses[0])], memory, "trainer rank 3", "trainer rank 3")
+
+
+def test_a_region_may_be_there_twice():
+    # Two names for one tensor; in a process of its own, which NIXL would end.
+    program = (
+        "import torch; from megarl.resharding.direct.transports.nixl_agent import NixlAgent; "
+        "agent, own = NixlAgent('a', is_read=True), torch.zeros(4096, dtype=torch.uint8); "
+        "assert len(agent.register([own, own]).addresses) == 2; agent.close()"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_a_rank_between_two_refits_computes_nothing(ends):

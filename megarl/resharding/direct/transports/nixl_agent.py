@@ -85,7 +85,8 @@ class NixlAgent:
         first = regions[0]
         index = max(first.get_device(), 0)
         described = [(region.data_ptr(), region.numel() * region.element_size(), index, "") for region in regions]
-        registration = self._nixl.nixlRegDList(self._kind(first.device.type), described)
+        # A region that is there twice ends the process (1.5) when it is registered no more.
+        registration = self._nixl.nixlRegDList(self._kind(first.device.type), list(dict.fromkeys(described)))
         with self._errors(f"registering memory of {first.device} for RDMA (ulimit -l)"):
             self._agent.registerMem(registration)
         self._registered.append(registration)
