@@ -45,7 +45,7 @@ def blocks(
         if is_zero_copy and not in_bucket:
             found += [_in_place(piece, tensors, end) for piece in pieces]
             continue
-        # What aligns the next piece is in a checksum within a group alone.
+        # Bytes that align the next piece are in a checksum within a group alone.
         for together in [[piece] for piece in pieces] if is_zero_copy else [pieces]:
             stretches = list(_stretches(together, bucket, tensors, end, limit))
             runs = _runs(stretches, limit) if bucket.device.type == "cpu" else [stretches]
