@@ -1,0 +1,63 @@
+"""Whole quickstarts, by model, engine and what the engine holds its weights in: what the policy learned.
+
+Each is `megarl quickstart` as anyone runs it: warm-up, GRPO to the last step, and an export that a fresh engine has to
+confirm.
+"""
+
+import argparse
+import json
+import subprocess
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from gaps import FAMILIES, FORMATS, ROOT
+from machine import describe, give_out
+from workload import MEGARL, environment
+
+from converters.number_formats import AS_TRAINED
+
+HEAD = (
+    "| model | engine | weights | steps | accuracy at first | at last | of the export, afresh | refit |\n"
+    "|---|---|---|---:|---:|---:|---:|---|"
+)
+
+
+def summary_of(family: str, engine: str, weights: str, output: Path) -> dict[str, Any]:
+    """Summary of a quickstart. Raises CalledProcessError where it fails, or its export is not confirmed."""
+    held_in = () if weights == AS_TRAINED else ("--weights", weights)
+    command = (*MEGARL, "quickstart", "--model", family, "--engine", engine, *held_in, "--output-dir", str(output))
+    subprocess.run(command, env=environment(threads=1), check=True, stdout=subprocess.DEVNULL)
+    (written,) = output.glob("**/summary.json")
+    return dict(json.loads(written.read_text()))
+
+
+def row(family: str, engine: str, weights: str, summary: dict[str, Any]) -> str:
+    """The row of a quickstart."""
+    accuracies = (f"{summary[f'accuracy_{when}']:.3f}" for when in ("first", "last", "export"))
+    return f"| {' | '.join((family, engine, weights, str(summary['steps']), *accuracies, summary['refit_path']))} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--engines", nargs="+", choices=FORMATS, default=["vllm", "sglang"])
+    parser.add_argument("--weights", nargs="+", default=[AS_TRAINED, "fp8_block"], help="what engines hold weights in")
+    parser.add_argument("--write", type=Path, help="file for the page; each row is also printed")
+    options = parser.parse_args()
+    page = [f"`make benchmark-quickstarts`, {date.today()}, {describe(ROOT)}.", "", HEAD]
+    print("\n".join(page), flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for family in options.models:
+            for engine in options.engines:
+                for weights in options.weights:
+                    output = Path(scratch) / f"{family}_{engine}_{weights}"
+                    page.append(row(family, engine, weights, summary_of(family, engine, weights, output)))
+                    print(page[-1], flush=True)
+    if options.write:
+        give_out("\n".join(["# Quickstarts to their last step", "", *page, ""]), options.write)
+
+
+if __name__ == "__main__":
+    main()
