@@ -10,12 +10,9 @@ from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
 from megarl.schema import RefitConfig
 
 
-def check_machines(machines: int, backend: str, config: RefitConfig) -> None:
-    """Raise UserError if `config` asks for a path that these machines do not have.
-
-    The `backend` is that of the ranks' collectives.
-    """
-    if config.transport == MAPPED_MEMORY_TRANSPORT["nccl"] and backend == "gloo":
+def check_machines(machines: int, config: RefitConfig, *, has_gpus: bool) -> None:
+    """Raise UserError if `config` asks for a path that these machines, and ranks without GPUs, do not have."""
+    if config.transport == MAPPED_MEMORY_TRANSPORT["nccl"] and not has_gpus:
         raise UserError(
             f"refit.transport={config.transport} is memory of GPUs, and the trainer's ranks have none: set it to auto"
         )

@@ -45,7 +45,7 @@ class EngineStart:
         Engines that take turns with the trainer are up when this returns, and it is the trainer's turn.
         """
         machines = len({*trainer.nodes(), *engines.nodes()})
-        check_machines(machines, trainer.backend, config.refit)
+        check_machines(machines, config.refit, has_gpus=trainer.has_gpus)
         self._is_apart = machines > 1
         if self._is_apart:
             check_loadable(model, machines)

@@ -189,16 +189,16 @@ def start(config):
 
 def test_what_ends_at_one_machine_is_refused_between_several():
     planned = RefitConfig()
-    check_machines(3, "gloo", planned)
-    check_machines(1, "nccl", replace(planned, path="loader", transport="cuda_ipc"))
+    check_machines(3, planned, has_gpus=False)
+    check_machines(1, replace(planned, path="loader", transport="cuda_ipc"), has_gpus=True)
     with pytest.raises(UserError, match=r"^refit\.path=loader goes .* run on 3 machines: set it to auto$"):
-        check_machines(3, "gloo", replace(planned, path="loader"))
+        check_machines(3, replace(planned, path="loader"), has_gpus=False)
     with pytest.raises(
         UserError, match=r"^refit\.transport=cuda_ipc is .* run on 3 machines: set it to auto, rdma or tcp$"
     ):
-        check_machines(3, "nccl", replace(planned, transport="cuda_ipc"))
+        check_machines(3, replace(planned, transport="cuda_ipc"), has_gpus=True)
 
 
 def test_memory_of_gpus_is_refused_where_there_are_none():
     with pytest.raises(UserError, match=r"^refit\.transport=cuda_ipc is memory of GPUs, .* none: set it to auto$"):
-        check_machines(1, "gloo", replace(RefitConfig(), transport="cuda_ipc"))
+        check_machines(1, replace(RefitConfig(), transport="cuda_ipc"), has_gpus=False)

@@ -183,6 +183,11 @@ class TrainerGroup(WorkerGroup):
         return self._parallel
 
     @property
+    def has_gpus(self) -> bool:
+        """Whether the ranks have GPUs, which is known before they have begun."""
+        return self._seats.role.gpus > 0
+
+    @property
     def adapter_alone(self) -> Lora | None:
         """The adapter that is trained, if refits send it without the weights."""
         adapter = self._options.adapter
