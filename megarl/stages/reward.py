@@ -50,6 +50,8 @@ def with_model_scores(groups: Sequence[PromptGroup], model: TrainerGroup, weight
     """
     sampled = [each for group in groups for each in group.trajectories if each.score is not None]
     greedy = [group.baseline for group in groups if group.baseline is not None and group.baseline.score is not None]
+    if not sampled and not greedy:
+        return list(groups)
     scores = model.scores(whole([*sampled, *greedy]))
     check_finite("reward model's score", scores, lambda index: f"response {index} of the step")
     added = [weight * value for value in scores.tolist()]

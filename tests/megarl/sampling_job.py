@@ -8,21 +8,26 @@ from types import SimpleNamespace
 
 import torch
 
+from converters.layouts.megatron import ParallelSizes
 from megarl.cluster.colocation import OwnGpus
 from megarl.cluster.engines.pending_request import PartialTurns
 from megarl.cluster.trainer.batch import opened_values
+from megarl.cluster.trainer.trainer_group import cut_batch, share_of
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rollout.protocol import Request
 from megarl.run.rollouts import Rollouts, RolloutWorkers
 from megarl.run.schedule import Schedule
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig, ScheduleConfig
+from megatron_ext.options.options import MegatronOptions
 
 TOKENIZER = make_tokenizer()
 # An async one: no process has to start.
 NUMBER, WHEN_ALLOWED = (
     f"{Path(__file__).parent / 'reward_functions.py'}:{name}" for name in ("as_number_later", "when_allowed")
 )
+
+ON_ONE_RANK = MegatronOptions(ParallelSizes(), torch.float32)
 
 
 class Answers:
@@ -104,6 +109,8 @@ class TenTimesTheToken:
         self.together: list[list[int]] = []
 
     def scores(self, batch):
+        # The controller does this for every call: a batch that cannot be cut reaches no model.
+        ((batch, _),) = [share_of(batch, each) for each in cut_batch(batch, ON_ONE_RANK, max_tokens=100)]
         self.together.append(opened_values(batch.tokens).tolist())
         last = opened_values(batch.tokens)[batch.lengths.cumsum() - 1].tolist()
         return torch.tensor([10.0 * float(TOKENIZER.decode(token)) for token in last])

@@ -153,3 +153,21 @@ def test_too_many_drops_end_a_run_in_the_step_that_they_are_for(scorer) -> None:
     assert [group.ordinal for group in sample(job, Clock()).sampled] == [2, 3]
     with pytest.raises(UserError, match="of 3 prompts only 0 of the 2 of a step"):
         sample(job, Clock())
+
+
+def test_a_replacement_without_a_score_is_no_work_for_the_reward_model() -> None:
+    model = TenTimesTheToken()
+    with Scorer(RewardConfig(function=NUMBER, on_error="drop")) as scorer:
+        engines = Answers("01", "00", "xx", *["01"] * 7)
+        dropping = {"dynamic_sampling": True, "filter_on": "reward"}
+        taken = sample(job_of(scorer, engines, reward_model=model, prompts_per_step=2, **dropping), Clock())
+    assert [group.ordinal for group in taken.groups] == [0, 3]
+    assert [group.ordinal for group in taken.sampled] == [0, 1, 2, 3]
+    assert len(model.together) == 2
+
+
+def test_a_batch_without_any_score_says_so_where_there_is_a_reward_model() -> None:
+    with Scorer(RewardConfig(function=NUMBER, on_error="drop")) as scorer:
+        job = job_of(scorer, Answers(*["xx"] * 10), reward_model=TenTimesTheToken(), prompts_per_step=2)
+        with pytest.raises(UserError, match="the reward function failed for all 4 responses"):
+            sample(job, Clock())
