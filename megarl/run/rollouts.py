@@ -313,9 +313,8 @@ class Rollouts:
             return all(ordinal in done for ordinal in self._schedule.unfinished)
 
     def _next_are(self, known: Collection[int]) -> bool:
-        """Whether all groups of a batch in order are finished, or known."""
-        batch = islice(self._schedule.untaken, self._config.loop.prompts_per_step)
-        return all(ordinal in known or ordinal in self._finished for ordinal in batch)
+        """Whether all groups of a batch are finished, or known."""
+        return self._schedule.takeable(known) is not None
 
     def _admit(self) -> None:
         """Draw as many prompts as there are slots for, and no more than the rest of the run needs."""
@@ -379,8 +378,9 @@ class Rollouts:
         """The ordinals of groups that the reward model scores now, in the order of their draws."""
         # How far the engines are ahead is of the clock. With `wait` it must decide neither which version samples the
         # draw that takes a dropped one's place, nor what is scored together, which rounds otherwise.
-        until = self._config.loop.prompts_per_step if self._config.schedule.in_flight == "wait" else None
-        return [each for each in islice(self._schedule.untaken, until) if each in self._unjudged]
+        is_one_batch = self._config.schedule.in_flight == "wait"
+        judged = self._schedule.takeable(self._unjudged) if is_one_batch else self._schedule.untaken
+        return [each for each in judged or () if each in self._unjudged]
 
     def _settle(self, group: PromptGroup) -> None:
         """Keep a group for a batch, or let the next draw take its slot if it teaches nothing."""

@@ -1,7 +1,7 @@
 """When prompts may be sampled, and which groups make the next batch: no clock, no processes, nothing but counting."""
 
 from bisect import bisect_left
-from collections.abc import KeysView, Mapping, Sequence
+from collections.abc import Collection, KeysView, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import ceil, inf
 from typing import Any
@@ -97,14 +97,16 @@ class Schedule:
         """Give back the slot of a draw whose group is not trained on: the next draw takes its place."""
         del self._draws[self._sampled(ordinal).ordinal]
 
-    def takeable(self) -> list[int] | None:
+    def takeable(self, known: Collection[int] = ()) -> list[int] | None:
         """The ordinals of the next batch, in order; None while a group of it is not finished.
+
+        With `known` ordinals it is the next batch if these were finished, too.
 
         The earliest finished groups overtake the fewest others, so if they overtake too many, all batches do.
         """
         batch, before = list[int](), -inf
         for draw in self._draws.values():
-            if draw.is_finished:
+            if draw.is_finished or draw.ordinal in known:
                 batch.append(draw.ordinal)
                 if len(batch) == self._batch:
                     return batch

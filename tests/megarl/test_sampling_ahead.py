@@ -4,7 +4,7 @@ from threading import Thread
 
 import pytest
 from eventually import eventually
-from sampling_job import Answers, RecordedGpus, TenTimesTheToken, job_of, sample
+from sampling_job import Answers, Holding, RecordedGpus, TenTimesTheToken, job_of, sample
 
 from megarl.rewards import RewardFailed
 from megarl.schema import ScheduleConfig
@@ -77,6 +77,23 @@ def test_engines_that_have_answered_all_of_a_batch_get_no_turn_before_the_reward
     gpus.given.clear()
     assert [group.ordinal for group in sample(job, Clock()).groups] == [2, 3]
     assert gpus.given[0] == model
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "recompute"])
+@pytest.mark.parametrize("model", [None, TenTimesTheToken()])
+def test_a_window_leaves_behind_what_is_being_sampled_with_a_reward_model_too(scorer, model, in_flight) -> None:
+    engines = Holding(*["01"] * 10, held=[0, 3])
+    ahead = ScheduleConfig(max_staleness=1, window=3, in_flight=in_flight)
+    job = job_of(scorer, engines, reward_model=model, prompts_per_step=2, schedule=ahead)
+    taken = []
+    taking = Thread(target=lambda: taken.append(job.rollouts.take(Clock())))
+    taking.start()
+    taking.join(10)
+    engines.released.set()
+    assert [[group.ordinal for group in each.groups] for each in taken] == [[1, 2]]
+    job.rollouts.hold()
+    job.rollouts.release()
+    assert sample(job, Clock()).groups[0].ordinal == 0, "two have overtaken it, and no third may"
 
 
 def test_a_token_that_is_too_old_is_named_and_not_trained_on(scorer) -> None:
