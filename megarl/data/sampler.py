@@ -43,6 +43,8 @@ class PromptSampler:
         if size < 1:
             raise ValueError(f"a sampler needs at least one prompt, got size={size}")
         self._size, self._shuffle, self._seed, self._digest = size, shuffle, seed, digest
+        self._other: tuple[int, npt.NDArray[np.int64]] | None = None
+        """The number and the order of another epoch than this one, the last that was asked for."""
         self._start_epoch(0, position=0)
 
     @property
@@ -63,8 +65,7 @@ class PromptSampler:
     def index_of(self, ordinal: int) -> int:
         """The index that was drawn, or will be, with this ordinal."""
         epoch, position = divmod(ordinal, self._size)
-        order = self._order if epoch == self._epoch else self._order_of(epoch)
-        return int(order[position])
+        return int(self._known_order_of(epoch)[position])
 
     def next(self, count: int) -> list[int]:
         """Return the next `count` indices."""
@@ -108,6 +109,15 @@ class PromptSampler:
 
     def _start_epoch(self, epoch: int, position: int) -> None:
         self._order, self._epoch, self._position = self._order_of(epoch), epoch, position
+
+    def _known_order_of(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The order of an epoch, which for the present one and the last other is not made anew."""
+        if epoch == self._epoch:
+            return self._order
+        # A run that goes on asks for one carried draw after the other, and they reach back into one epoch.
+        if self._other is None or self._other[0] != epoch:
+            self._other = epoch, self._order_of(epoch)
+        return self._other[1]
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         order = np.arange(self._size)

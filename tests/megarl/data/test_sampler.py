@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,3 +90,18 @@ def test_a_checkpoint_without_a_digest_is_taken():
     PromptSampler(2, True, 0, digest_of([[1], [2]])).load_state_dict(state)
     del state["digest"]
     PromptSampler(2, True, 0, digest_of([[1], [2]])).load_state_dict(state)
+
+
+def test_draws_of_the_epoch_before_are_found_without_ordering_it_anew_for_each(monkeypatch):
+    sampler = PromptSampler(100, True, 1)
+    expected = [*sampler.next(100), *sampler.next(50)]
+    make, made = np.random.default_rng, []
+
+    def counted(seed):
+        made.append(seed)
+        return make(seed)
+
+    monkeypatch.setattr(np.random, "default_rng", counted)
+    found = {ordinal: sampler.index_of(ordinal) for half in range(50) for ordinal in (half, 50 + half, 100 + half)}
+    assert [found[ordinal] for ordinal in range(150)] == expected
+    assert made == [(1, 0)]
