@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -69,7 +70,7 @@ def controller(config: MegarlConfig) -> Iterator[Rollouts]:
     loop, schedule = config.loop, config.schedule
     prompts = [Prompt(index, "any", [index % 100] * 32, "1", {}) for index in range(4096)]
     with (
-        ray_cluster(config.cluster, object_store_bytes=2 * 1024**3),
+        ray_cluster(replace(config.cluster, object_store_bytes=2 * 1024**3)),
         reserve([engine_role(config.cluster, config.rollout)], config.cluster) as seats,
         tempfile.TemporaryDirectory() as logs,
         Scorer(config.reward) as scorer,

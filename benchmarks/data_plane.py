@@ -184,7 +184,7 @@ def main() -> None:
     store = max(256 * 1024**2, STORE_BYTES_PER_TOKEN * options.responses * options.tokens)
     with (
         tempfile.TemporaryDirectory() as logs,
-        ray_cluster(ClusterConfig(), object_store_bytes=store),
+        ray_cluster(ClusterConfig(object_store_bytes=store)),
         reserve(_roles(ClusterConfig()), ClusterConfig()) as seats,
     ):
         trainer = Consumers(sizes, 2 * options.tokens + PROMPT_TOKENS, seats[POLICY], Path(logs))

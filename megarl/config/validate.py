@@ -87,6 +87,8 @@ _AT_LEAST: Mapping[str, float] = {
     "cluster.max_restarts": 0,
     "cluster.rendezvous_port": 0,
     "cluster.device_memory_bytes": 1,
+    # Ray (2.60) makes no smaller store.
+    "cluster.object_store_bytes": 75 * 1024**2,
     "checkpoint.every": 0,
     "checkpoint.keep_last": 1,
     "checkpoint.keep_every": 0,
@@ -173,6 +175,11 @@ def _check_job(config: MegarlConfig) -> None:
         raise UserError(
             f"cluster.nodes={config.cluster.nodes} waits for machines, and the run has this one alone: set"
             " cluster.address to their Ray cluster"
+        )
+    if config.cluster.address is not None and config.cluster.object_store_bytes is not None:
+        raise UserError(
+            "cluster.object_store_bytes is for a cluster that the run starts, and cluster.address names one that is"
+            " there: leave the former out, and start the latter's nodes with ray start --object-store-memory"
         )
     check_pools(config)
     check_loggers(config.tracking.loggers)

@@ -270,6 +270,10 @@ class ClusterConfig:
     `start_timeout_s`. null takes those that are there."""
     rendezvous_port: int = 0
     """Port at which the policy's Megatron ranks meet; 0 takes one that is free, as every other model's ranks do."""
+    object_store_bytes: int | None = None
+    """Shared memory that a cluster of this machine alone may take for the data of steps, in bytes; what has no room
+    there goes to disk. null is 30 % of the memory that is available, or half of what /dev/shm has free if that is less,
+    and 256 MiB at least."""
     trainer_cpus: float = 1.0
     """CPU cores that Ray sets aside for each Megatron rank."""
     engine_cpus: float = 1.0

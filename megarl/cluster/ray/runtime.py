@@ -11,6 +11,7 @@ from ray import _raylet
 from ray._private import ray_constants
 
 from megarl.cluster.ray.joining import join, wait_for_machines
+from megarl.cluster.ray.object_store import store_bytes_here
 from megarl.cluster.ray.ray_driver import undisturbed, without_monitors
 from megarl.process.errors import RunFailed
 from megarl.process.phase import phase
@@ -22,8 +23,6 @@ from megatron_ext.loopback import LOOPBACK
 _RAY = "r"
 LONGEST_SOCKET = f"{_RAY}/session_2026-01-31_23-59-59_999999_4194304/sockets/plasma_store"
 """Path of a socket in the folder of a Ray node, with the time and the process of its start."""
-# Prompts, responses and their statistics; weights never pass through Ray's object store.
-_OBJECT_STORE_BYTES = 256 * 1024**2
 _END_BYTES = 64 * 1024
 _TIMED_OUT = "timed out during startup"
 
@@ -40,10 +39,10 @@ class RayNotStarted(RunFailed):
 
 
 @contextmanager
-def ray_cluster(config: ClusterConfig, object_store_bytes: int = _OBJECT_STORE_BYTES) -> Iterator[None]:
+def ray_cluster(config: ClusterConfig) -> Iterator[None]:
     """Connect to the cluster at `config.address` when its machines are there, or start one that ends with the context.
 
-    One that is started has `object_store_bytes` of shared memory for what its processes send each other.
+    Raises UserError where there is no room for the object store that the configuration asks for.
 
     Inside another such context nothing is started: the runs share the cluster.
     """
@@ -60,6 +59,7 @@ def ray_cluster(config: ClusterConfig, object_store_bytes: int = _OBJECT_STORE_B
             with held():
                 ray.shutdown()
         return
+    object_store_bytes = store_bytes_here(config.object_store_bytes)
     with scratch_folder(LONGEST_SOCKET) as folder:
         try:
             with phase("starting Ray"):

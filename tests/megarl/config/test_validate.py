@@ -64,6 +64,11 @@ def test_moments_of_those_that_take_no_turns_may_be_in_eight_bits(make_config: C
             ],
             r"critic\.megatron\.exp_avg_sq_dtype=uint8 keeps moments in a form that cannot go to the host",
         ),
+        (["cluster.object_store_bytes=1000"], "cluster.object_store_bytes=1000 is too small: .* at least 78643200"),
+        (
+            ["cluster.object_store_bytes=1000000000", "cluster.address=auto"],
+            r"cluster\.object_store_bytes .* cluster\.address .*--object-store-memory",
+        ),
         (["cluster.device_memory_bytes=1000"], r"cluster\.device_memory_bytes limits .* no pool .* has shared=true"),
         (["cluster.pools.a={roles: [trainer], nodes: 0}"], r"cluster\.pools\.a\.nodes=0 is too small"),
         (["cluster.pools.a={roles: [trainer], nodes: 1, gpus: 0}"], r"cluster\.pools\.a\.gpus=0 is too small"),
