@@ -9,10 +9,10 @@ from megarl.process.phase import phase
 from megarl.process.signals import asked_to_stop
 from megarl.run.job import Job, open_job
 from megarl.run.opening import RunSetup
-from megarl.schema import LoopConfig, MegarlConfig
+from megarl.schema import MegarlConfig
 from megarl.stages.advantage import kl_in_reward, with_advantages
 from megarl.stages.batch import mini_batches, to_batch
-from megarl.stages.evaluate import EvalSettings, evaluate
+from megarl.stages.evaluate import EvalSettings, evaluate, evaluates_after
 from megarl.stages.filtering import left_out, without_small_groups
 from megarl.stages.metrics import step_metrics
 from megarl.stages.model_outputs import with_model_outputs
@@ -89,7 +89,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     with clock.stage("advantage"):
         groups = without_small_groups(taken.groups, algorithm)
         batch = job.trainer.place(to_batch(groups, algorithm))
-        gaps = replay_gaps(batch, job.trainer, temperature=config.rollout.temperature)
+        gaps = replay_gaps(batch, groups, job.trainer, version=version, temperature=config.rollout.temperature)
         batch = with_model_outputs(batch, groups, job.trainer, job.auxiliary, job.objective, config)
         kl = kl_in_reward(batch, job.objective.with_kl_coefficient(state.kl.coefficient))
         batch = with_advantages(batch, groups, config, kl=kl, kl_coefficient=state.kl.coefficient)
@@ -156,11 +156,6 @@ def _evaluate(job: Job) -> dict[str, float]:
     settings = EvalSettings.of(job.config, job.model.stop_token_ids)
     job.gpus.switch_to(job.engines)
     return evaluate(job.engines, job.data.eval_prompts, job.scorer, job.model.tokenizer, settings)
-
-
-def evaluates_after(step: int, loop: LoopConfig) -> bool:
-    """Whether to evaluate after `step`: every `eval_every` steps and after the last, or never if that is 0."""
-    return loop.eval_every > 0 and _due(step, loop.eval_every, loop.steps)
 
 
 def _due(step: int, every: int, last: int) -> bool:

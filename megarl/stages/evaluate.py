@@ -12,7 +12,7 @@ from megarl.diagnostics.answers import answer_of
 from megarl.diagnostics.pass_at_k import Answers, accuracy_by_source, by_source
 from megarl.rewards import Scorer
 from megarl.rollout.protocol import SamplingParameters
-from megarl.schema import MegarlConfig
+from megarl.schema import LoopConfig, MegarlConfig
 from megarl.stages.reward import begin_scoring, check_any_scored, text_of, with_outcomes
 from megarl.stages.rollout import answered, requests_for
 
@@ -66,6 +66,11 @@ def evaluate(
         "eval/truncated_fraction": float(np.mean([each.is_truncated for each in sampled])),
         "eval/response_length": float(np.mean([each.sampled_tokens for each in sampled])),
     }
+
+
+def evaluates_after(step: int, loop: LoopConfig) -> bool:
+    """Whether to evaluate after `step`: every `eval_every` steps and after the last, or never if that is 0."""
+    return loop.eval_every > 0 and (step == loop.steps or step % loop.eval_every == 0)
 
 
 def sample_all(

@@ -1,9 +1,14 @@
 """How far engine and trainer are apart where the engine's routing is replayed, and how far they would be without."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from megarl.cluster.trainer.batch import Batch, opened_values
 from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.data import PromptGroup
+from megarl.data.stretches import joined
+from megarl.stages.staleness import has_tokens_of, is_of_version
 
 _RESPONSES = 32
 """Responses of a step that are looked at: each costs two more forward passes."""
@@ -11,19 +16,28 @@ _PASSES: Mapping[str, bool] = {"experts/gap_replayed": True, "experts/gap_own_ro
 """Metric -> whether the trainer's tokens go to the engine's experts."""
 
 
-def replay_gaps(batch: Batch, policy: TrainerGroup, *, temperature: float) -> dict[str, float]:
+def replay_gaps(
+    batch: Batch, groups: Sequence[PromptGroup], policy: TrainerGroup, *, version: int, temperature: float
+) -> dict[str, float]:
     """Mean |engine - trainer| log-prob of trained tokens by either routing; nothing where none is replayed.
 
-    The policy has the weights that sampled. Some responses speak for all, from all over the batch.
+    The policy has the weights of `version`, and tokens that older ones sampled are left out: how far the policy has
+    moved is none of the gap. Some responses speak for all, from all over the batch.
     """
     if "routed_experts" not in batch.fields:
         return {}
-    some = batch.select(range(0, len(batch), -(-len(batch) // _RESPONSES)))
-    is_trained, sampled = some.values("trained"), some.values("rollout_log_probs")
-    if not bool(is_trained.any()):
+    trajectories = [each for group in groups for each in group.trajectories]
+    of_now = [place for place, each in enumerate(trajectories) if has_tokens_of(version, each.turns)]
+    if not of_now:
+        return {}
+    chosen = of_now[:: -(-len(of_now) // _RESPONSES)]
+    some = batch.select(chosen)
+    is_own = torch.from_numpy(joined(is_of_version(version, trajectories[place].turns) for place in chosen))
+    is_counted, sampled = some.values("trained") & is_own, some.values("rollout_log_probs")
+    if not bool(is_counted.any()):
         return {}
     gaps = {}
     for name, replay in _PASSES.items():
         own = opened_values(policy.log_probs(some, temperature=temperature, replay=replay))
-        gaps[name] = float((own - sampled)[is_trained].abs().mean())
+        gaps[name] = float((own - sampled)[is_counted].abs().mean())
     return gaps

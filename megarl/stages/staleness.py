@@ -9,6 +9,7 @@ from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Turn
 from megarl.data.stretches import Array, Runs, Stretch, Values, here
 from megarl.schema import MegarlConfig
+from megarl.stages.evaluate import evaluates_after
 from megarl.stages.fields import with_fields
 
 
@@ -16,14 +17,16 @@ def with_staleness(batch: Batch, groups: Sequence[PromptGroup], version: int, co
     """`batch`, that of `to_batch`, with what the configuration asks for; the trainer has the weights of `version`.
 
     Fields: `staleness` where `ratio_to` interpolates by it; `on_kept_kv` where engines keep keys and values, at tokens
-    of `version` in turns that older weights began: engine and trainer differ there by what was kept.
+    of `version` in turns that older weights began: engine and trainer differ there by what was kept. No token is where
+    these weights were evaluated, since engines compute anew what is in flight behind that.
     """
+    are_kept = not (config.data.eval_files and evaluates_after(version, config.loop))
 
     def staleness(versions: Array) -> Array:
         return (version - versions).astype(np.float32)
 
     def is_on_kept_kv(versions: Array) -> Array:
-        return (versions == version) & (versions[:1] < version)
+        return are_kept & (versions == version) & (versions[:1] < version)
 
     turns = [each.turns for group in groups for each in group.trajectories]
     fields: dict[str, list[Values]] = {}
@@ -32,6 +35,17 @@ def with_staleness(batch: Batch, groups: Sequence[PromptGroup], version: int, co
     if config.schedule.in_flight == "keep":
         fields["on_kept_kv"] = [_of_turns(each, is_on_kept_kv, np.bool_) for each in turns]
     return with_fields(batch, **fields)
+
+
+def has_tokens_of(version: int, turns: Sequence[Turn]) -> bool:
+    """Whether the weights of `version` sampled a token of the turns."""
+    known = (each.versions.values if isinstance(each.versions, Runs) else here(each.versions) for each in turns)
+    return any(bool((versions == version).any()) for versions in known)
+
+
+def is_of_version(version: int, turns: Sequence[Turn]) -> Values:
+    """Whether the weights of `version` sampled each token of the turns."""
+    return _of_turns(turns, lambda versions: versions == version, np.bool_)
 
 
 def _of_turns(turns: Sequence[Turn], of_versions: Callable[[Array], Array], dtype: npt.DTypeLike) -> Values:

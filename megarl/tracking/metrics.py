@@ -116,8 +116,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "experts/gap_replayed",
         "nats",
-        "mean |engine - trainer| log-probability of the trained tokens before the step's update, of at most 32 of its "
-        "responses, by the engine's routing; with algorithm.router_replay=rollout",
+        "mean |engine - trainer| log-probability before the step's update, of the trained tokens of at most 32 "
+        "responses that the weights of now sampled, by the engine's routing; with algorithm.router_replay=rollout, "
+        "where there are such tokens",
     ),
     Metric("experts/gap_own_routing", "nats", "the same of the same tokens, by the trainer's own routing"),
     Metric(
@@ -253,8 +254,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "staleness/kept_kv_gap",
         "nats",
-        "with schedule.in_flight=keep: mean |engine - trainer| log-prob of tokens that the newest weights sampled on "
-        "keys and values of older ones; null where there are none",
+        "with schedule.in_flight=keep: mean |engine - trainer| log-prob of tokens that the newest weights sampled in "
+        "responses which older ones began, whose keys and values they keep; null where there are none, and in the step "
+        "after an evaluation, behind which keys and values are computed anew",
     ),
     Metric(
         "eval/accuracy",

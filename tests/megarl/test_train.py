@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.schema import LoopConfig
-from megarl.train import evaluates_after
+from megarl.stages.evaluate import evaluates_after
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (2, [2, 4, 5]), (5, [5]), (9, [5])])
