@@ -65,16 +65,29 @@ Work = Callable[..., None]
 WORKS: dict[str, Work] = {"convert": converted, "export": exported, "export in FP8": exported_fp8}
 
 
-@pytest.fixture(params=WORKS)
-def work(request, source, megatron, tmp_path):
-    """A conversion, and all the files that it writes to tmp_path / "out" when nothing happens.
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("place")
+
+
+@pytest.fixture
+def tmp_path(place):
+    """The same folder in every test, empty.
 
     A checkpoint says where its tokenizer is, so only conversions to the same folder write the same bytes.
     """
+    yield place
+    shutil.rmtree(place)
+    place.mkdir()
+
+
+@pytest.fixture(params=WORKS, scope="module")
+def work(request, source, megatron, place):
+    """A conversion, and all the files that it writes to tmp_path / "out" when nothing happens."""
     function, origin = WORKS[request.param], source if request.param == "convert" else megatron
-    function(origin, tmp_path / "out")
-    expected = everything_in(tmp_path / "out")
-    shutil.rmtree(tmp_path / "out")
+    function(origin, place / "out")
+    expected = everything_in(place / "out")
+    shutil.rmtree(place / "out")
     return lambda out, **options: function(origin, out, **options), expected
 
 
