@@ -20,9 +20,12 @@ from megatron_ext.loopback import open_store
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
-def start_fork_server():
-    """Let all processes be forked from one that has imported this module and UCX; its environment is theirs."""
-    multiprocessing.set_forkserver_preload([__name__, "load_nixl"])
+def start_fork_server(*further):
+    """Let all processes be forked from one that has imported this module and UCX; its environment is theirs.
+
+    The first call in a process may name `further` modules.
+    """
+    multiprocessing.set_forkserver_preload([__name__, "load_nixl", *further])
     before = dict(os.environ)
     # Python 3.11.7 forgets the path when it preloads.
     os.environ.update(_ENVIRONMENT)

@@ -1,5 +1,4 @@
 import functools
-import multiprocessing
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_host import END_ID, Engines, Served, running_engines
+from engine_host import END_ID, Engines, Served, running_engines, vllm_pool, with_vllm
 from trainer_ranks import Trainer
-from transfer_ranks import start_fork_server
 from transformers import AutoModelForCausalLM
 from vllm_ranks import VOCABULARY, running_ranks, write_config
 
@@ -22,7 +20,6 @@ from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
 from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.rollout.transformers.engine import TransformersEngine
-from megarl.rollout.vllm.arguments import prepare_environment
 
 
 @pytest.fixture(scope="session")
@@ -77,8 +74,7 @@ def sglang_served(_shared, sglang_engines, folders):
 @pytest.fixture(scope="session")
 def vllm_process():
     """Calls a function in a process that has vLLM and never an engine: nothing is corrected but by the function."""
-    # Not waited for at the end, as a ProcessPoolExecutor is: vLLM's process takes seconds to end by itself.
-    with multiprocessing.get_context("spawn").Pool(1, initializer=prepare_environment) as process:
+    with vllm_pool() as process:
         yield lambda function, *arguments: process.apply(function, arguments)
 
 
@@ -251,7 +247,7 @@ def half_generated(pool, endless_prompt, kind):
 
 @pytest.fixture
 def make_trainer(pool):
-    start_fork_server()
+    with_vllm()
     made = []
     yield lambda *arguments: made.append(Trainer(*arguments[:2], pool, *arguments[2:])) or made[-1]
     for trainer in made:

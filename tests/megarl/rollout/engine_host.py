@@ -1,5 +1,6 @@
 """Engines in a process of their own: vLLM changes torch's threads and random state of the process it runs in."""
 
+import gc
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import psutil
 from safetensors.torch import load_file
+from transfer_ranks import start_fork_server
 
 from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, read_json
@@ -15,6 +17,7 @@ from megarl.quickstart.tiny_models import END, make_tokenizer
 from megarl.resharding.loader.buckets import Quantised, cut_into_buckets, views
 from megarl.resharding.shared_memory import Segment
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.vllm.arguments import prepare_environment
 from megarl.rollout.vllm.engine import VllmEngine
 
 SEGMENT_BYTES = 600_000
@@ -27,8 +30,28 @@ class EngineHost(BaseManager):
     """Serves every proxy call of every thread in a thread of its own, as an actor with concurrency does."""
 
 
+def make_engine(*arguments):
+    """An engine that leaves what vLLM has imported out of its searches for garbage; the one before it took it in."""
+    gc.freeze()
+    return VllmEngine(*arguments)
+
+
 EngineHost.register("stream", proxytype=IteratorProxy, create_method=False)
-EngineHost.register("engine", VllmEngine, method_to_typeid=dict.fromkeys(("generate_stream", "events"), "stream"))
+EngineHost.register("engine", make_engine, method_to_typeid=dict.fromkeys(("generate_stream", "events"), "stream"))
+
+
+def with_vllm():
+    """A context of multiprocessing whose processes are forked from one that has vLLM."""
+    start_fork_server("load_vllm")
+    return multiprocessing.get_context("forkserver")
+
+
+def vllm_pool():
+    """A process of its own that has vLLM and no engine.
+
+    Not waited for at the end, as a ProcessPoolExecutor is: vLLM's process takes seconds to end by itself.
+    """
+    return with_vllm().Pool(1, initializer=prepare_environment)
 
 
 class Engines:
@@ -63,7 +86,7 @@ class HostedEngines(Engines):
 
 @contextmanager
 def running_engines() -> Iterator[HostedEngines]:
-    host = EngineHost(ctx=multiprocessing.get_context("spawn"))
+    host = EngineHost(ctx=with_vllm())
     host.start()
     engines = HostedEngines(host)
     try:

@@ -4,11 +4,10 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
 import pytest
 import torch
-from engine_host import GREEDY, Served
+from engine_host import GREEDY, Served, vllm_pool
 from transformers import AutoModelForCausalLM
 
 from megarl.data.stretches import here
@@ -93,7 +92,7 @@ def of_a_queueing_engine(folders, prompt):
 
 
 def test_a_batch_that_is_on_its_way_is_of_the_weights_that_compute_it(folders, endless_prompt, check_kept):
-    with get_context("spawn").Pool(1) as process:
+    with vllm_pool() as process:
         turns = process.apply(of_a_queueing_engine, (folders, endless_prompt))
     for turn in turns:
         check_kept(folders, turn, old=0, new=1)

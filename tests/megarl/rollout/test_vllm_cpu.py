@@ -5,19 +5,18 @@ test_vllm_same_bits.py (linear layers), test_vllm_parallel.py (experts of data-p
 sleepers).
 """
 
-import multiprocessing
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_host import vllm_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.fp8 import dequantise, quantise
 from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8, NVFP4
 from megarl.rollout.vllm import cpu, cpu_experts, cpu_fp8, cpu_number_formats
-from megarl.rollout.vllm.arguments import prepare_environment
 
 
 def _linear_weights():
@@ -321,7 +320,7 @@ def _other_codes():
 
 def test_codes_in_fp8_stay_and_are_multiplied_on_any_cpu():
     # A process of its own: where an engine's configuration was made, one of the corrections is in force.
-    with multiprocessing.get_context("spawn").Pool(1, initializer=prepare_environment) as process:
+    with vllm_pool() as process:
         amx, stock, corrected, kept, right, others = process.apply(_codes)
     assert stock == ((amx, amx), False, False)
     assert corrected == ((True, True), True, True)

@@ -1,13 +1,11 @@
 """Block FP8 with powers of two beside vLLM's own functions for DeepGEMM: what they quantise and requantise."""
 
-import multiprocessing
-
 import pytest
 import torch
+from engine_host import vllm_pool
 
 from converters.fp8 import LARGEST_WEIGHT
 from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
-from megarl.rollout.vllm.arguments import prepare_environment
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -15,7 +13,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 @pytest.fixture(scope="module")
 def in_vllm():
     """Calls a function in a process that has vLLM."""
-    with multiprocessing.get_context("spawn").Pool(1, initializer=prepare_environment) as process:
+    with vllm_pool() as process:
         yield lambda function, *arguments: process.apply(function, arguments)
 
 

@@ -1,11 +1,11 @@
 """vLLM drafts with the policy's layers for multi-token prediction, and a refit writes them with the policy."""
 
 import math
-import multiprocessing
 import re
 
 import pytest
 import torch
+from engine_host import vllm_pool
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -13,7 +13,7 @@ from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.traced_layout import traced_layout
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
+from megarl.rollout.vllm.arguments import make_engine_config
 
 pytestmark = pytest.mark.long
 
@@ -75,7 +75,7 @@ def draft_after_refits(folder):
 
 def test_the_draft_is_refitted_and_changes_no_token(tmp_path):
     folder = write_tiny_model("deepseek_v3", tmp_path, fields={"num_nextn_predict_layers": 1})
-    with multiprocessing.get_context("spawn").Pool(1, initializer=prepare_environment) as process:
+    with vllm_pool() as process:
         untraced, differing, answers = process.apply(draft_after_refits, (folder,))
     assert untraced == {}
     assert differing == []

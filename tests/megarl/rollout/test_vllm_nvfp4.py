@@ -1,11 +1,9 @@
 """NVFP4 beside vLLM: its reference for weights, and its layers on a CPU."""
 
-import multiprocessing
-
 import torch
+from engine_host import vllm_pool
 
 from converters.number_formats import NVFP4
-from megarl.rollout.vllm.arguments import prepare_environment
 
 
 def _in_vllm(weight, codes):
@@ -46,7 +44,7 @@ def _linear_layer():
 def test_codes_are_those_of_vllm_and_layers_multiply_by_them():
     weight = torch.randn(64, 256) * torch.logspace(-5, 0, 64)[:, None]
     codes, scales = NVFP4.quantise(weight)
-    with multiprocessing.get_context("spawn").Pool(1, initializer=prepare_environment) as process:
+    with vllm_pool() as process:
         numbers, vllm_scales, unpacked = process.apply(_in_vllm, (weight, codes))
         stock, kept, right = process.apply(_linear_layer)
     assert torch.equal(scales.float(), vllm_scales)

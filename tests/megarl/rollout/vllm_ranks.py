@@ -1,7 +1,6 @@
 """vLLM models without an engine: one process for each tensor-parallel rank, which builds one model after another."""
 
 import json
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_host import vllm_pool
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -70,7 +70,7 @@ class Ranks:
 
 @contextmanager
 def running_ranks() -> Iterator[Ranks]:
-    processes = [multiprocessing.get_context("spawn").Pool(1) for _ in range(2)]
+    processes = [vllm_pool() for _ in range(2)]
     try:
         yield Ranks(processes)
     finally:
