@@ -1,5 +1,6 @@
 """Runs a function on several ranks, each a process of its own, and gives back what they return."""
 
+import gc
 import multiprocessing
 import tempfile
 import time
@@ -101,6 +102,8 @@ def _rank(
     function: Callable[..., Any], sizes: ParallelSizes, arguments: tuple, rank: int, init_method: str, folder: Path
 ) -> None:
     torch.set_num_threads(1)
+    # A search for garbage would copy all that earlier tests have left.
+    gc.freeze()
     try:
         parallel.initialize(sizes, rank, init_method)
         result = function(rank, sizes, *arguments)
