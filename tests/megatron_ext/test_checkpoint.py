@@ -68,16 +68,21 @@ OTHER = [
     ("EP2", "one rank"),
     ("DP2 SGD", "one rank SGD"),
     ("TP2", "PP2"),
-    ("VPP2", "TP2"),
     ("TP2 EP2", "DP2 plain"),
     ("CP2", "one rank"),
-    ("CP2", "TP2"),
     ("FSDP2", "one rank"),
     ("TP2", "FSDP2"),
 ]
 """Layout that is saved at -> layout that the run goes on at."""
 FURTHER_SAME = ["PP2", "DP2 plain"]
-FURTHER_OTHER = [("TP2", "one rank"), ("DP2", "one rank"), ("one rank", "DP2"), ("DP2 plain", "DP2")]
+FURTHER_OTHER = [
+    ("TP2", "one rank"),
+    ("DP2", "one rank"),
+    ("one rank", "DP2"),
+    ("DP2 plain", "DP2"),
+    ("VPP2", "TP2"),
+    ("CP2", "TP2"),
+]
 
 
 @pytest.fixture(scope="module")

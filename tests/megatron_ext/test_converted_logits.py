@@ -37,9 +37,10 @@ TP2_PP2_EP2 = ParallelSizes(
     expert_tensor_parallel_size=1,
 )
 TP2_PP2 = ParallelSizes(world_size=4, tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-# Each cut alone is in `test_model.py`.
+# Stages are among the long ones: five families go over them in `test_distributed_weights.py`.
 LAYOUTS = {
     "one": ParallelSizes(),
+    "TP2": ParallelSizes(world_size=2, tensor_model_parallel_size=2),
     "PP2 VPP2": ParallelSizes(world_size=2, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
     "TP2 PP2": TP2_PP2,
     "TP2 PP2 EP2": TP2_PP2_EP2,
@@ -159,7 +160,7 @@ def is_possible(architecture: Architecture, sizes: ParallelSizes) -> bool:
     return sizes.pipeline_model_parallel_size == 1 or not (tied and architecture.mtp_layers)
 
 
-@pytest.mark.parametrize("layout", but_long(LAYOUTS, "PP2 VPP2", "TP2 PP2 EP2"))
+@pytest.mark.parametrize("layout", but_long(LAYOUTS, "PP2 VPP2", "TP2 PP2", "TP2 PP2 EP2"))
 def test_logits_equal_those_of_transformers(layout: str, models: Mapping[str, Converted]) -> None:
     sizes = LAYOUTS[layout]
     possible = {name: model for name, model in models.items() if is_possible(model.architecture, sizes)}
