@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
@@ -117,7 +118,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
         "keeps_reference": config.algorithm.kl_coefficient > 0,
         "sends_whole_tensors": config.refit.path == "loader",
         "not_planned": _others(config),
-        **_work(config),
+        **_work(config, options.updates or config.algorithm.updates_per_step),
     }
 
 
@@ -135,16 +136,21 @@ def _lora(config: "MegarlConfig") -> "Lora | None":
     return Lora(lora.rank, lora.alpha, tuple(lora.target_modules)) if lora.rank else None
 
 
-def _work(config: "MegarlConfig") -> dict[str, Any]:
-    """The work of a step; prompts are taken to be half as long as the longest."""
+def _work(config: "MegarlConfig", updates: int) -> dict[str, Any]:
+    """The work of a step of so many updates; prompts are taken to be half as long as the longest."""
+    from megarl.algorithms import PolicyObjective
+    from megarl.models.auxiliary import wants_teachers
+    from megarl.stages.model_outputs import policy_passes
+
+    objective = PolicyObjective(replace(config.algorithm, updates_per_step=updates))
     return {
         "prompts": config.loop.prompts_per_step,
         "samples": config.loop.samples_per_prompt,
         "prompt_tokens": config.data.max_prompt_tokens / 2,
         "max_response_tokens": config.rollout.max_response_tokens,
         "max_tokens_per_micro_batch": config.loop.max_tokens_per_micro_batch,
-        "updates": config.algorithm.updates_per_step,
-        "log_prob_passes": 1 + (config.algorithm.kl_coefficient > 0),
+        "updates": updates,
+        "log_prob_passes": policy_passes(objective, has_teachers=wants_teachers(config)),
     }
 
 

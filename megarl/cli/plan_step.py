@@ -22,7 +22,12 @@ _WORK = (
     ("--max-response-tokens", "max_response_tokens", int, "the longest response (512)"),
     ("--micro-batch-tokens", "max_tokens_per_micro_batch", int, "tokens of a micro-batch (16384)"),
     ("--updates", "updates", int, "optimizer steps of a step (1)"),
-    ("--log-prob-passes", "log_prob_passes", int, "forward passes before the update (1; 2 with a reference)"),
+    (
+        "--log-prob-passes",
+        "log_prob_passes",
+        int,
+        "forward passes before the update (those of the recipe; 1 with several updates)",
+    ),
 )
 """Option, field of `Workload`, type, help."""
 OPTION_OF_FIELD = {f"the step's {field}": option for option, field, *_ in _WORK}
@@ -35,7 +40,7 @@ WORK_OF_A_STEP = {
     "max_response_tokens": 512,
     "max_tokens_per_micro_batch": 16384,
     "updates": 1,
-    "log_prob_passes": 1,
+    "log_prob_passes": None,
 }
 """The fields, with what they are where neither a recipe nor the command line says anything."""
 
@@ -81,6 +86,8 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
     work = {field: getattr(options, field) for _, field, *_ in _WORK}
     if work["response_tokens"] is None:
         work["response_tokens"] = max(1.0, work["max_response_tokens"] / 2)
+    if work["log_prob_passes"] is None:
+        work["log_prob_passes"] = int(work["updates"] > 1)
     if not 1 <= options.expert_load < math.inf:
         raise UserError(f"--expert-load {options.expert_load:g} must be a number of at least 1, the mean")
     if options.staleness < 0:

@@ -99,10 +99,15 @@ def wanted_auxiliary(config: MegarlConfig) -> dict[str, Wanted]:
         wanted["implicit_reward_model"] = Wanted("reward_model", reward_model, path, _build_implicit_reward_model)
     elif reward_model.path:
         wanted["reward_model"] = Wanted("reward_model", reward_model, Path(reward_model.path), _build_reward_model)
-    if Source.TEACHERS in sources or config.algorithm.distillation_coefficient:
-        for name, teacher in config.teachers.items():
-            wanted[_teacher(name)] = Wanted(f"teachers.{name}", teacher, Path(teacher.path), _build_teacher)
+    for name, teacher in config.teachers.items() if wants_teachers(config) else ():
+        wanted[_teacher(name)] = Wanted(f"teachers.{name}", teacher, Path(teacher.path), _build_teacher)
     return wanted
+
+
+def wants_teachers(config: MegarlConfig) -> bool:
+    """Whether a configuration asks for teachers, and has some."""
+    asked = Source.TEACHERS in ADVANTAGES[config.algorithm.advantage].sources
+    return bool(config.teachers) and (asked or config.algorithm.distillation_coefficient > 0)
 
 
 def auxiliary_options(config: MegarlConfig) -> dict[str, MegatronOptions]:

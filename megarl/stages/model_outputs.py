@@ -3,13 +3,34 @@
 from collections.abc import Sequence
 
 from megarl.algorithms import ADVANTAGES, PolicyObjective, Source, implicit_process_rewards
-from megarl.cluster.trainer.batch import Batch, opened_values, sequences_of
+from megarl.cluster.trainer.batch import REFERENCE, Batch, opened_values, sequences_of
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import PromptGroup
 from megarl.data.stretches import Values
 from megarl.models.auxiliary import AuxiliaryModels
 from megarl.schema import MegarlConfig
 from megarl.stages.fields import with_fields
+
+
+def policy_predictions(objective: PolicyObjective, *, has_teachers: bool) -> list[str]:
+    """Names of the predictions that a step asks the policy for before its first update.
+
+    Its own log-probs are computed only where something besides the loss of a single update asks for them: there, the
+    policy is still the one that sampled, and its present log-probs are the old ones. A loss whose ratio is to the
+    rollout's log-probs never asks for them.
+    """
+    algorithm = objective.algorithm
+    estimator = ADVANTAGES[algorithm.advantage]
+    several = algorithm.updates_per_step > 1 and algorithm.ratio_to == "old"
+    names = [f"{REFERENCE}log_probs"] if objective.needs_reference else []
+    if several or Source.OLD_POLICY in estimator.sources or has_teachers or objective.has_kl_in("reward"):
+        names += ["log_probs", *(["probability_squares"] if "probability_squares" in estimator.needs else [])]
+    return names
+
+
+def policy_passes(objective: PolicyObjective, *, has_teachers: bool) -> int:
+    """Forward passes over a batch in which the policy makes its predictions: one for each model, whatever its names."""
+    return len({name.startswith(REFERENCE) for name in policy_predictions(objective, has_teachers=has_teachers)})
 
 
 def with_model_outputs(
@@ -23,19 +44,10 @@ def with_model_outputs(
     """`batch` with a field for each prediction that the advantage, the rewards or the loss is made from.
 
     They stay where the ranks made them.
-
-    The policy's own log-probs are computed only where something besides the loss of a single update asks for them:
-    there, the policy is still the one that sampled, and its present log-probs are the old ones. A loss whose ratio is
-    to the rollout's log-probs never asks for them.
     """
-    algorithm, temperature = config.algorithm, config.rollout.temperature
-    estimator = ADVANTAGES[algorithm.advantage]
+    temperature = config.rollout.temperature
     fields: dict[str, Sequence[Values]] = {}
-    several = algorithm.updates_per_step > 1 and algorithm.ratio_to == "old"
-    names = ["reference_log_probs"] if objective.needs_reference else []
-    if several or Source.OLD_POLICY in estimator.sources or auxiliary.teachers or objective.has_kl_in("reward"):
-        names += ["log_probs", *(["probability_squares"] if "probability_squares" in estimator.needs else [])]
-    if names:
+    if names := policy_predictions(objective, has_teachers=bool(auxiliary.teachers)):
         fields |= policy.predictions(batch, names, temperature=temperature, replay=True)
     if "log_probs" in fields:
         fields["old_log_probs"] = fields.pop("log_probs")

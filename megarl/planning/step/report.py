@@ -97,6 +97,9 @@ def _stages(prediction: StepPrediction) -> Table:
     table = _table("Seconds of a step", "stage", "s", "share")
     total = prediction.step_seconds
     for name, seconds in prediction.seconds.items():
+        # A run without log-prob passes has no such stage.
+        if not seconds:
+            continue
         table.add_row(name, f"{seconds:.1f}", f"{seconds / total:.0%}")
     table.add_row("step", f"{total:.1f}", "rollout beside training" if prediction.step.overlaps else "")
     return table

@@ -52,6 +52,16 @@ def test_a_recipe_says_the_work(
     assert rollout("rollout.engine_args.enforce_eager=true") > 2 * rollout()
 
 
+def test_a_step_of_one_update_has_no_stage_of_log_probs(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> str:
+        assert main(["plan", *SMALL, "--colocated", "--recompute", "full", *words]) == 0
+        return capsys.readouterr().out
+
+    assert "log-probs" not in said()
+    assert "log-probs" in said("--updates", "4")
+    assert "log-probs" in said("--log-prob-passes", "1")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
