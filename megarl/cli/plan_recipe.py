@@ -87,6 +87,7 @@ def complete(options: argparse.Namespace) -> None:
 
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
+    from megarl.algorithms import PolicyObjective
     from megarl.config.purpose import check_plannable
     from megarl.config.validate import check_single_values
 
@@ -115,7 +116,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
         "megatron": config.megatron,
         "training_dtype": config.model.dtype,
         "lora": _lora(config),
-        "keeps_reference": config.algorithm.kl_coefficient > 0,
+        "keeps_reference": PolicyObjective(config.algorithm).needs_reference,
         "sends_whole_tensors": config.refit.path == "loader",
         "not_planned": _others(config),
         **_work(config, options.updates or config.algorithm.updates_per_step),

@@ -46,7 +46,7 @@ class TrainingOptions:
     lora: Lora | None = None
     """The adapter that is trained in place of the weights."""
     keeps_reference: bool = False
-    """A copy of the weights is kept for the KL; an adapter needs none."""
+    """A copy of the weights is kept for the KL or the loss; an adapter needs none."""
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any], dtype: str = "bf16") -> "TrainingOptions":

@@ -1,6 +1,7 @@
 """`megarl plan` of a whole step: what it prints, proposes and refuses."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,14 @@ def test_a_recipe_says_the_work(
     monkeypatch.chdir(tmp_path)
     assert rollout("rollout.max_response_tokens=4096") > 2 * rollout()
     assert rollout("rollout.engine_args.enforce_eager=true") > 2 * rollout()
+
+
+def test_a_loss_that_needs_a_reference_has_its_row_without_a_kl(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ["plan", "--config-name", "grpo_qwen3_1_7b", "algorithm.kl_coefficient=0"]
+    assert main([*recipe, "+algorithm=sppo"]) == 0
+    assert re.search(r"^reference +3\.44 GB", capsys.readouterr().out, re.MULTILINE)
+    assert main(recipe) == 0
+    assert "reference" not in capsys.readouterr().out
 
 
 def test_a_step_of_one_update_has_no_stage_of_log_probs(capsys: pytest.CaptureFixture[str]) -> None:
