@@ -61,8 +61,12 @@ def engine_activation_bytes(architecture: Architecture) -> int:
 
 
 def engine_weight_bytes(weights: RankWeights, number_format: NumberFormat | None) -> float:
-    """Bytes of a rank's weights: the embedding in bf16, the others in the engine's format with its scales."""
-    return weights.embedding * _BF16 + (weights.dense + weights.experts) * element_bytes(number_format)
+    """Bytes of a rank's weights: embedding and output layer in bf16, the others in the engine's format with its scales.
+
+    Norms and routers, which stay in bf16 as well, are too few to be told apart.
+    """
+    in_bf16 = weights.embedding + weights.output
+    return in_bf16 * _BF16 + (weights.dense + weights.experts) * element_bytes(number_format)
 
 
 def element_bytes(number_format: NumberFormat | None) -> float:

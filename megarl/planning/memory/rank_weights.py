@@ -10,7 +10,8 @@ from converters.layouts.megatron import parameter_part
 from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 from converters.layouts.rows import rows_of
 
-_EMBEDDING = "embedding.word_embeddings"
+_ENDS = {"embedding.word_embeddings": "embedding", "output_layer": "output"}
+"""How the parameters at the ends of a model begin, and the kind that they are."""
 
 
 class RankWeights(NamedTuple):
@@ -18,15 +19,22 @@ class RankWeights(NamedTuple):
 
     embedding: int
     """The embedding, which is looked up."""
+    output: int
+    """The output layer, unless it is the embedding, too."""
     dense: int
-    """All else that every token meets: attention, norms, dense and shared MLPs, routers, the output layer."""
+    """All else that every token meets: attention, norms, dense and shared MLPs, routers."""
     experts: int
     """Routed experts, of which a token meets a few."""
 
     @property
+    def multiplied(self) -> int:
+        """Elements with which every token is multiplied."""
+        return self.output + self.dense
+
+    @property
     def shared(self) -> int:
         """Elements that all ranks of a data-parallel group, context-parallel ones among them, have alike."""
-        return self.embedding + self.dense
+        return self.embedding + self.multiplied
 
     @property
     def total(self) -> int:
@@ -36,14 +44,19 @@ class RankWeights(NamedTuple):
 
 def rank_weights(architecture: Architecture, parallel: ParallelSizes, stage: int) -> RankWeights:
     """Elements of the parameters on a rank of pipeline stage `stage`; the first, if ranks differ by padding or rows."""
-    counts = {"embedding": 0, "dense": 0, "experts": 0}
+    counts = dict.fromkeys(RankWeights._fields, 0)
     for parameter, layers in stage_parameters(architecture, parallel, stage):
         elements = prod(part_shape(architecture, parallel, parameter, stage)) * layers
         if parameter.is_expert:
-            counts["experts"] += elements * (architecture.num_experts // parallel.expert_model_parallel_size)
-        else:
-            counts["embedding" if parameter.megatron.startswith(_EMBEDDING) else "dense"] += elements
+            elements *= architecture.num_experts // parallel.expert_model_parallel_size
+        counts[_kind(parameter)] += elements
     return RankWeights(**counts)
+
+
+def _kind(parameter: Parameter) -> str:
+    if parameter.is_expert:
+        return "experts"
+    return next((kind for name, kind in _ENDS.items() if parameter.megatron.startswith(name)), "dense")
 
 
 def part_shape(architecture: Architecture, parallel: ParallelSizes, parameter: Parameter, stage: int) -> Shape:

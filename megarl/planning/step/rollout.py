@@ -41,8 +41,9 @@ class Decoding:
         share = _expert_share(self.architecture)
         touched = 1 - (1 - share) ** sequences
         size = element_bytes(self.number_format)
-        read = (weights.dense + weights.experts * touched) * size + own * context * self.memory.kv_token
-        flops = 2 * (own * weights.dense + sequences * share * weights.experts)
+        read = weights.output * _BF16 + (weights.dense + weights.experts * touched) * size
+        read += own * context * self.memory.kv_token
+        flops = 2 * (own * weights.multiplied + sequences * share * weights.experts)
         computing = self.speeds.products(flops, read, is_fp8=self.number_format is not None)
         layer = self.speeds.reached.launched_layer_s if self.is_eager else self.speeds.reached.recorded_layer_s
         layers = self.architecture.num_layers
@@ -52,7 +53,7 @@ class Decoding:
         """Prompts of the engine of so many tokens in all."""
         weights = self._weights
         own = tokens / self.memory.attention_ranks
-        flops = 2 * (own * weights.dense + tokens * _expert_share(self.architecture) * weights.experts)
+        flops = 2 * (own * weights.multiplied + tokens * _expert_share(self.architecture) * weights.experts)
         computing = self.speeds.products(flops, 0, is_fp8=self.number_format is not None)
         return computing + self.architecture.num_layers * self._talking(own)
 

@@ -128,7 +128,7 @@ class Training:
     def _computing(self, stage: int, tokens: float, layers: list[int], moe: int) -> float:
         parallel = self.parallel
         weights = self._weights[stage]
-        dense = self.speeds.products(2 * tokens * weights.dense, weights.dense * _BF16)
+        dense = self.speeds.products(2 * tokens * weights.multiplied, weights.multiplied * _BF16)
         length = self.workload.sequence_tokens
         heads = self.architecture.transformer_config["num_attention_heads"] / parallel.tensor_model_parallel_size
         # Causal: half of the pairs, of two products.

@@ -9,7 +9,8 @@ from converters.architectures import read_architecture
 from converters.cost import formats
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.number_formats import FP8_BLOCK
-from megarl.planning.memory.engine import engine_memory, kv_token_bytes
+from megarl.config.folder import known_model
+from megarl.planning.memory.engine import engine_memory, engine_weight_bytes, kv_token_bytes
 from megarl.planning.memory.rank_weights import rank_weights
 from megarl.planning.refit import engine_sizes, read_model
 
@@ -55,6 +56,19 @@ def test_an_engine_in_fp8_has_the_bytes_of_its_formats(sizes: ParallelSizes) -> 
     expected = sum(held[each.hf_name].held(each.hf_box) for each in shard.placements)
     assert found.weights == pytest.approx(expected, rel=0.03)
     assert found.weights + found.working + found.kv_cache == pytest.approx(0.9 * 141e9)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tensor", [1, 4])
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b"])
+def test_an_engines_embedding_and_output_layer_stay_in_bf16(name: str, tensor: int, tied: bool) -> None:
+    architecture = read_architecture({**known_model(name), "tie_word_embeddings": tied})
+    shapes, dtypes = FP8_BLOCK.checkpoint(architecture)
+    sizes = engine_sizes(tensor, None)
+    found = engine_weight_bytes(rank_weights(architecture, sizes, 0), FP8_BLOCK)
+    held = sum(prod(shape) * dtypes[each].itemsize for each, shape in shapes.items())
+    # Norms and routers stay in bf16, too, and are on every rank.
+    assert found == pytest.approx(held / tensor, rel=0.003)
 
 
 def test_a_latent_is_on_every_rank_and_heads_are_shared_out() -> None:
