@@ -38,6 +38,7 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "keeps_reference": False,
     "memory_share": engine_kind(RolloutConfig().engine).memory_share({}),
     "is_eager": False,
+    "kv_bytes": 2,
     "sends_whole_tensors": False,
     "not_planned": {},
     **plan_step.WORK_OF_A_STEP,
@@ -168,4 +169,5 @@ def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
         "engine_dtype": dtype,
         "memory_share": kind.memory_share(config.rollout.engine_args),
         "is_eager": sizes.is_eager,
+        "kv_bytes": sizes.kv_bytes,
     }

@@ -123,7 +123,7 @@ def _in_closed_form(
         workers=parallel.world_size,
         weights=round(engine_weight_bytes(rank_weights(architecture, parallel, 0), chosen)),
         activations=engine_activation_bytes(architecture),
-        longest=round(kv_token_bytes(architecture, parallel) * tokens),
+        longest=round(kv_token_bytes(architecture, parallel, sizes.kv_bytes) * tokens),
         longest_tokens=tokens,
         data_parallel=parallel.world_size // parallel.tensor_model_parallel_size,
         share=kind.memory_share(rollout.engine_args),

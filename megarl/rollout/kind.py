@@ -53,6 +53,8 @@ class EngineSizes(NamedTuple):
     """bf16, or fp8 for weights in blocks."""
     is_eager: bool = False
     """Its kernels are launched one by one, without recorded graphs."""
+    kv_bytes: int = 2
+    """Bytes of a number of keys and values: 2 in the model's type, 1 in FP8."""
 
 
 class Cut(NamedTuple):
@@ -114,7 +116,8 @@ class EngineKind:
     offers: Collection[Ability]
     """All that may be asked of this kind; it lacks the rest."""
     sizes: Callable[[Arguments], EngineSizes]
-    """How an engine with these arguments cuts the model, for `megarl plan`; UserError where that has no such sizes."""
+    """How an engine with these arguments cuts and holds the model, for `megarl plan`; UserError where that has no such
+    sizes."""
     cuts: Callable[[Arguments], EngineCuts] = lambda _arguments: EngineCuts()
     """How an engine with these arguments cuts a model; UserError where its workers cannot be shared out like that."""
     quantised: "Callable[[Arguments, NumberFormat, Architecture], Arguments] | None" = None

@@ -42,14 +42,18 @@ def engine_memory(
     *,
     memory_bytes: float,
     utilization: float,
+    kv_bytes: int = _BF16,
 ) -> EngineMemory:
-    """Memory of a rank of an engine of `parallel` ranks, which takes `utilization` of a GPU of `memory_bytes`."""
+    """Memory of a rank of an engine of `parallel` ranks, which takes `utilization` of a GPU of `memory_bytes`.
+
+    A number of keys and values has `kv_bytes`.
+    """
     weights = engine_weight_bytes(rank_weights(architecture, parallel, 0), number_format)
     widths = engine_activation_bytes(architecture)
     return EngineMemory(
         weights=round(weights),
         working=round(widths + _CONTEXT_BYTES),
-        kv_token=kv_token_bytes(architecture, parallel),
+        kv_token=kv_token_bytes(architecture, parallel, kv_bytes),
         kv_cache=round(utilization * memory_bytes - weights - widths - _CONTEXT_BYTES),
         attention_ranks=parallel.world_size // parallel.tensor_model_parallel_size,
     )
@@ -79,12 +83,12 @@ def element_bytes(number_format: NumberFormat | None) -> float:
     )
 
 
-def kv_token_bytes(architecture: Architecture, parallel: ParallelSizes) -> float:
-    """Bytes of keys and values in bf16 that a rank has of a token: latent attention keeps one latent on every rank."""
+def kv_token_bytes(architecture: Architecture, parallel: ParallelSizes, kv_bytes: int = _BF16) -> float:
+    """Bytes of keys and values that a rank has of a token: latent attention keeps one latent on every rank."""
     config = architecture.transformer_config
     if architecture.multi_latent_attention:
         width = config["kv_lora_rank"] + config["qk_pos_emb_head_dim"]
     else:
         heads = max(1.0, config["num_query_groups"] / parallel.tensor_model_parallel_size)
         width = 2 * heads * config["kv_channels"]
-    return float(architecture.num_layers * width * _BF16)
+    return float(architecture.num_layers * width * kv_bytes)

@@ -25,6 +25,8 @@ class EngineOptions:
     utilization: float = 0.9
     """Share of a GPU that the engine takes: vLLM's `gpu_memory_utilization`."""
     is_eager: bool = False
+    kv_bytes: int = 2
+    """Bytes of a number of keys and values."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class StepPrediction:
             refit.number_format,
             memory_bytes=self.step.device.memory_bytes,
             utilization=self.step.engine.utilization,
+            kv_bytes=self.step.engine.kv_bytes,
         )
 
     @property

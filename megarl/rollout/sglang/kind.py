@@ -146,6 +146,7 @@ def _sizes(arguments: Arguments) -> EngineSizes:
         expert if expert > 1 else None,
         "bf16",
         is_eager=bool(arguments.get("disable_cuda_graph")),
+        kv_bytes=1 if arguments.get("kv_cache_dtype") == FP8_KEYS_AND_VALUES else 2,
     )
 
 

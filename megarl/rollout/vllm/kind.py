@@ -163,6 +163,7 @@ def _sizes(arguments: Arguments) -> EngineSizes:
         expert,
         "fp8" if arguments.get("quantization") == "fp8" else "bf16",
         is_eager=arguments.get("enforce_eager", False),
+        kv_bytes=1 if arguments.get("kv_cache_dtype") in FP8_KEYS_AND_VALUES else 2,
     )
 
 

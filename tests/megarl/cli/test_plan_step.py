@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,24 @@ def test_a_loss_that_needs_a_reference_has_its_row_without_a_kl(capsys: pytest.C
     assert re.search(r"^reference +3\.44 GB", capsys.readouterr().out, re.MULTILINE)
     assert main(recipe) == 0
     assert "reference" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("engine", "kv_cache_dtype"),
+    [("vllm", "fp8"), ("vllm", "fp8_e4m3"), ("sglang", "fp8_e4m3")],
+)
+def test_keys_and_values_in_fp8_are_twice_the_tokens(
+    engine: str, kv_cache_dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def step(dtype: str) -> dict[str, Any]:
+        recipe = ["--config-name", "grpo_qwen3_1_7b", f"rollout.engine={engine}", "~rollout.engine_args"]
+        assert main(["plan", *recipe, f"+rollout.engine_args.kv_cache_dtype={dtype}", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["step"]
+
+    whole, half = step("auto"), step(kv_cache_dtype)
+    assert half["engine_bytes"]["kv_cache"] == whole["engine_bytes"]["kv_cache"]
+    assert half["engine_tokens"] == pytest.approx(2 * whole["engine_tokens"], abs=1)
+    assert step("bfloat16") == whole
 
 
 def test_a_step_of_one_update_has_no_stage_of_log_probs(capsys: pytest.CaptureFixture[str]) -> None:
