@@ -96,6 +96,21 @@ _REFUSED: Mapping[str, Refusal] = {
     ADAPTER_SLOT: Refusal("the slot of the adapter that is trained comes with lora.merge=false"),
     "lora_paths": Refusal("refits alone fill the slot of the adapter that is trained"),
     "enable_custom_logit_processor": Refusal(OTHER_DISTRIBUTION),
+    # Merged under each request, which is asked for without them.
+    "preferred_sampling_params": Refusal(OTHER_DISTRIBUTION),
+    **{
+        name: Refusal(OTHER_DISTRIBUTION)
+        for name in (
+            "enable_watermark",
+            "watermark_default_enabled",
+            "watermark_enforce_all",
+            "watermark_config",
+            "watermark_key",
+            "watermark_key_b",
+        )
+    },
+    "enable_strict_thinking": Refusal(OTHER_DISTRIBUTION),
+    "dllm_algorithm": Refusal(OTHER_DISTRIBUTION),
     "schedule_policy": Refusal("requests of the lowest priority, the oldest draws, go first", (None, "fcfs", "lof")),
     "max_queued_requests": Refusal("the server would give up samples that are asked of it, and they would be lost"),
     "weight_version": Refusal("refits number the weights"),

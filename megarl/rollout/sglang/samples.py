@@ -20,6 +20,28 @@ from megarl.rollout.sampling import check_begun, check_sampling, derive_seed
 from megarl.rollout.sglang.client import CallRefusedError
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+NEUTRAL: Mapping[str, Any] = {
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "custom_params": None,
+    "watermark": {"enabled": False},
+    **dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag")),
+    "n": 1,
+    "beam_width": None,
+    "min_new_tokens": 0,
+    "ignore_eos": False,
+    **dict.fromkeys(("stop", "stop_regex")),
+    "no_stop_trim": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+}
+"""Sampling parameters of SGLang 0.5.23 that no request of ours uses, with the values by which they change nothing.
+
+They are sent all the same: what a request leaves out, a server takes from its own defaults.
+"""
 ADAPTER = "trained"
 """The name of the adapter in the slot of a server that has one."""
 
@@ -58,6 +80,7 @@ def question(request: Request, limits: Limits, *, interval: int) -> dict[str, An
     # The log-probs of an answer are those before top-p and top-k; after them they come with the tokens that are kept.
     is_cut = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
     shared = {
+        **NEUTRAL,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": min(sampling.top_k, limits.vocabulary) if sampling.top_k > 0 or not is_cut else limits.vocabulary,

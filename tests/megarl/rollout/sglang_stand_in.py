@@ -24,9 +24,21 @@ from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import hooks, worker
 from megarl.rollout.sglang.calls import ARGUMENTS, LOAD_FORMAT
 from megarl.rollout.sglang.parent import end_with_parent
+from megarl.rollout.sglang.samples import NEUTRAL
 from megarl.rollout.transformers.sampling import kept_log_probs
 
 STEP_S = 0.002
+SAMPLED = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_new_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "sampling_seed",
+    "stream_interval",
+}
+"""Sampling parameters that it heeds."""
 _TOLD_OF_TOKENS = {"output_token_logprobs", "output_token_sampling_logprobs", "output_token_sampling_mask"}
 SCHEDULER = "sglang::scheduler"
 """The name of the process that steps, in SGLang; here one that is asked for the state of the server alone."""
@@ -290,6 +302,7 @@ class StandIn:
                 raise RefusedError(f"Input length ({len(sample.prompt)} tokens) exceeds the maximum allowed length")
             if not 0 < sample.sampling["top_p"] <= 1:
                 raise RefusedError(f"top_p must be in (0, 1], got {sample.sampling['top_p']}.")
+            check_neutral(sample.sampling)
         self._running.update(samples)
         if asked["stream"]:
             return await self._stream(request, samples)
@@ -326,6 +339,12 @@ class StandIn:
                         await tell()
         finally:
             self._running.discard(sample)
+
+
+def check_neutral(sampling):
+    """SGLang would heed them, and this one does not."""
+    unknown = {name: value for name, value in sampling.items() if name not in SAMPLED}
+    assert unknown == {name: NEUTRAL[name] for name in unknown}
 
 
 def leave_a_segment():

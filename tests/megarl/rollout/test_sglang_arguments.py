@@ -33,6 +33,36 @@ def test_what_megarl_sets_cannot_be_given(folders):
             SGLANG.check({name: value})
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"preferred_sampling_params": '{"repetition_penalty": 1.3}'},
+        {"enable_watermark": True},
+        {"watermark_default_enabled": True},
+        {"watermark_enforce_all": True},
+        {"watermark_config": "marks.json"},
+        {"watermark_key": "key"},
+        {"watermark_key_b": "key"},
+        {"enable_strict_thinking": True},
+        {"dllm_algorithm": "LowConfidence"},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_would_sample_from_another_distribution_is_refused(folders, given):
+    with pytest.raises(UserError, match=f"{next(iter(given))}=.* it changes the distribution that is sampled from"):
+        server_arguments(folders[0], given, 1, "key")
+
+
+def test_what_is_switched_off_is_not_refused(folders):
+    server_arguments(folders[0], {"enable_watermark": False, "preferred_sampling_params": None}, 1, "key")
+
+
+def test_a_request_leaves_nothing_of_its_distribution_to_the_defaults_of_a_server():
+    (sample,) = question(Request([5], SamplingParameters()), Limits(512, 64), interval=64)["sampling_params"]
+    sent = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens", "ignore_eos", "watermark")
+    assert [sample[name] for name in sent] == [1.0, 1.0, -1, 0.0, 1.0, 0, False, {"enabled": False}]
+
+
 def test_what_an_engine_on_a_gpu_is_asked_for_has_a_bound_that_its_server_has_too(folders, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for given in ({}, {"max_running_requests": 2048}):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import get_args
 
@@ -15,8 +14,6 @@ from converters.errors import UserError
 from megarl.resharding.direct.connections import TransferError
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request, SamplingParameters, UpdateError
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.sglang import installation
-from megarl.rollout.sglang.kind import SGLANG
 from megatron_ext.memory.device_memory import CountedMemory
 
 pytestmark = [pytest.mark.sglang, pytest.mark.parametrize("kind", ["sglang"])]
@@ -80,20 +77,6 @@ def test_greedy_equals_huggingface_before_and_after_updates_and_sleep(
     trainer.load(folders[0])
     trainer.update(8)
     check(folders[0], 8)
-
-
-def test_the_tables_name_arguments_that_the_server_has(kind):
-    python, paths = installation.installation()
-    program = (
-        "import sys; from megarl.rollout.sglang import cpu; cpu.install()\n"
-        "from sglang.srt.arg_groups.arg_utils import record_fields; from sglang.srt.server_args import ServerArgs\n"
-        "print(*[field.name for field in record_fields(ServerArgs)])"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
-    names = subprocess.run([python, "-c", program], env=environment, check=True, capture_output=True, text=True)
-    known = {*names.stdout.split(), "model_path"}
-    assert {*SGLANG.refused, *SGLANG.tested, *SGLANG.without_weights, *SGLANG.able_to_sleep} <= known
-    assert {*SGLANG.float32_logits, *SGLANG.gpu_share(0.5), *(SGLANG.returning_experts or {})} <= known
 
 
 def test_weights_are_written_straight_into_its_parameters(served, folders, make_trainer, assert_greedy):

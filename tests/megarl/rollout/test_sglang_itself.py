@@ -1,0 +1,49 @@
+"""The code here, and what it says of SGLang, beside the installed one: a process without a server (`make test-sglang`)."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.sglang import installation
+from megarl.rollout.sglang.kind import SGLANG
+from megarl.rollout.sglang.samples import NEUTRAL, Limits, question
+
+pytestmark = pytest.mark.sglang
+MADE_BY_ITSELF = {
+    *("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized"),
+    # Makes a grammar of one that is asked for.
+    "ebnf_full_assistant",
+}
+"""Sampling parameters that SGLang fills in for itself."""
+
+
+@pytest.fixture(scope="module")
+def itself():
+    python, paths = installation.installation()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
+    program = Path(__file__).with_name("sglang_itself.py")
+    printed = subprocess.run([python, program], env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(printed.splitlines()[-1])
+
+
+def test_the_tables_name_arguments_that_the_server_has(itself):
+    known = {*itself["arguments"]}
+    assert {*SGLANG.refused, *SGLANG.tested, *SGLANG.without_weights, *SGLANG.able_to_sleep} <= known
+    assert {*SGLANG.float32_logits, *SGLANG.gpu_share(0.5), *(SGLANG.returning_experts or {})} <= known
+
+
+def test_a_request_says_every_sampling_parameter_that_there_is(itself):
+    """An argument of the server could say something else for one that is left out."""
+    (sent,) = question(Request([5], SamplingParameters()), Limits(512, 64), interval=64)["sampling_params"]
+    assert sent.keys() == itself["sampling"].keys() - MADE_BY_ITSELF
+
+
+def test_what_no_request_uses_has_the_value_that_changes_nothing(itself):
+    changed = {name: value for name, value in NEUTRAL.items() if value != itself["sampling"][name]}
+    # Without a word it follows the server's own default.
+    assert changed == {"watermark": {"enabled": False}}
+    assert itself["sampling"]["watermark"] is None
