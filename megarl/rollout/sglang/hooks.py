@@ -55,8 +55,22 @@ def answer_calls(original: Callable[..., Any], updater: Any, named_tensors: Any,
         return original(updater, named_tensors, load_format)
     from megarl.rollout.sglang import worker
 
-    worker.answer(updater.get_model_runner())
+    worker.answer(updater.get_model_runner(), _why_no_others(updater))
     return True, "Success"
+
+
+def _why_no_others(updater: Any) -> str | None:
+    """SGLang's own sentence for a worker that takes no new weights: something else holds, or made copies of, its own.
+
+    SGLang 0.5.23 says it in the call of which ours takes the place.
+    """
+    from sglang.srt.model_executor.model_runner_components import weight_updater
+
+    try:
+        updater._assert_weight_cache_inactive("update_weights_from_tensor")
+    except RuntimeError as error:
+        return str(error)
+    return weight_updater._unsupported_derived_weight_cache_error(updater.get_model())
 
 
 def tell_versions(original: Callable[..., None], stream: Any, *, req: Any) -> None:

@@ -46,6 +46,7 @@ _SERVER = "the server is of this run alone, and listens where the run finds it"
 _WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
 _OTHER_MODEL = "the engine would sample from another model than is trained, and no check of weights sees it"
 _ELSEWHERE = "weights lie elsewhere while it serves, and refits write to where they lay at the start"
+_COPIES = "copies that it makes of the weights when they are loaded, and computes with, would keep the old ones"
 _TOKENS = "requests are token ids, which have no text"
 
 REQUIRED: Mapping[str, Any] = {
@@ -85,6 +86,13 @@ _REFUSED: Mapping[str, Refusal] = {
     "enable_lmcache": Refusal(OUTLIVES_WEIGHTS, (None, False)),
     "cpu_offload_gb": Refusal(_ELSEWHERE, (None, 0)),
     "offload_group_size": Refusal(_ELSEWHERE, (None, -1)),
+    "weight_cache_mode": Refusal(
+        "the weights belong to a process that shares them with other engines, where a refit would change them, too",
+        (None, "off"),
+    ),
+    "enable_nvidia_megakernel": Refusal(_COPIES),
+    "enable_amd_monokernel": Refusal(_COPIES),
+    "enable_paged_experts": Refusal(_COPIES),
     "kv_cache_dtype": Refusal(
         "keys and values in any other type have not been compared with the trainer's",
         (None, "auto", "bfloat16", "bf16", FP8_KEYS_AND_VALUES),

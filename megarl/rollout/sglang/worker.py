@@ -49,6 +49,13 @@ class _Worker:
         self.taken: dict[str, bool] = {}
         """Name of a tensor -> whether the loader puts it anywhere."""
         self.profiler: Profiler | None = None
+        self.why_no_others: str | None = None
+        """SGLang's reason to take no weights in place of those that it has."""
+
+    def check_writable(self) -> None:
+        """Raise UpdateError where SGLang takes no new weights."""
+        if self.why_no_others is not None:
+            raise UpdateError(self.why_no_others)
 
     @functools.cached_property
     def slot(self) -> AdapterSlot:
@@ -56,11 +63,19 @@ class _Worker:
         return AdapterSlot(self.runner.lora_manager)
 
 
-def answer(runner: Any) -> None:
-    """Carry out the call that lies in the server's folder, in the worker that has SGLang's ModelRunner `runner`."""
+_WRITING = (WeightReceiver.open, WeightReceiver.receive)
+"""Methods by which weights come past the loader."""
+
+
+def answer(runner: Any, why_no_others: str | None = None) -> None:
+    """Carry out the call that lies in the server's folder, in the worker that has SGLang's ModelRunner `runner`.
+
+    Where there is a reason `why_no_others` may take the place of its weights, calls that write raise UpdateError.
+    """
     number: int = runner.weight_updater.tp_rank
     if not hasattr(runner, "megarl_worker"):
         runner.megarl_worker = _Worker(runner, number)
+    runner.megarl_worker.why_no_others = why_no_others
     CallFolder.of_this_server().answer(number, runner.megarl_worker)
 
 
@@ -71,6 +86,7 @@ def map_segments(worker: _Worker, segments: Sequence[str], segment_bytes: int) -
 
 def begin_loading(worker: _Worker) -> None:
     """Keep nothing of an update that was given up."""
+    worker.check_writable()
     worker.together.forget()
 
 
@@ -79,6 +95,7 @@ def load_bucket(worker: _Worker, bucket: Bucket) -> list[str]:
 
     SGLang 0.5.23 skips a tensor that it does not know without an error. See also `tracing.check_loadable`.
     """
+    worker.check_writable()
     tracing.check_loadable(worker.model)
     tensors = worker.together.ready(dict(loadable(bucket, worker.segments[bucket.segment])))
     new = {name: tensor for name, tensor in tensors.items() if name not in worker.taken}
@@ -120,6 +137,8 @@ def trace_layout(worker: _Worker, hf_shapes: Mapping[str, Shape], hf_dtypes: Map
 
 def call_receiver(worker: _Worker, method: Callable[..., Any], *arguments: Any) -> Any:
     """The `outcome` of a method of this worker's WeightReceiver."""
+    if method in _WRITING:
+        worker.check_writable()
     return outcome(method, worker.receiver, *arguments)
 
 

@@ -4,18 +4,92 @@ It runs in the environment that has SGLang: `python sglang_itself.py`.
 """
 
 import json
+import os
+import tempfile
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest import mock
 
-from megarl.rollout.sglang import cpu
+import torch
+
+from megarl.resharding.direct.weight_receiver import WeightReceiver
+from megarl.rollout.protocol import UpdateError
+from megarl.rollout.sglang import cpu, hooks, worker
+from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT, CallFolder
 
 cpu.install()
 
-from sglang.srt.arg_groups.arg_utils import record_fields  # noqa: E402 (what it needs is above)
+from sglang.kernels.ops.gemm import bf16_fp32  # noqa: E402 (what it needs is above)
+from sglang.srt.arg_groups.arg_utils import record_fields  # noqa: E402
+from sglang.srt.model_executor.model_runner_components import weight_updater  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
+WRITES = {
+    "begin_loading": (worker.begin_loading,),
+    "load_bucket": (worker.load_bucket, None),
+    "open": (worker.call_receiver, WeightReceiver.open, None, 0),
+    "receive": (worker.call_receiver, WeightReceiver.receive, 1),
+}
+READS = {
+    "stop_profiler": (worker.stop_profiler,),
+    "close": (worker.call_receiver, WeightReceiver.close),
+    "connect": (worker.call_receiver, WeightReceiver.connect, None),
+}
+
+
+def updates(folder):
+    """Reason for which SGLang takes no new weights -> call -> how a worker of SGLang's own class answers it."""
+    answers = {}
+    for reason in ("none", "a copy of the model's own", "a product from halves", "weights of a daemon"):
+        with ExitStack() as stack:
+            updater = updater_of(torch.nn.Linear(2, 2))
+            mode = "daemon" if reason == "weights of a daemon" else "off"
+            told = SimpleNamespace(weight_cache_mode=mode)
+            stack.enter_context(mock.patch.object(weight_updater, "get_model", lambda told=told: told))
+            if reason == "a copy of the model's own":
+                updater.get_model()._derived_weight_cache_error = "Online weight updates are not supported: a copy"
+            if reason == "a product from halves":
+                stack.enter_context(mock.patch.object(bf16_fp32, "_hpc_gemm_enabled", True))
+            answers[reason] = {name: asked(folder, updater, *call) for name, call in {**WRITES, **READS}.items()}
+    return answers
+
+
+def updater_of(model):
+    model.config = SimpleNamespace()
+    runner = SimpleNamespace(model=model)
+    runner.weight_updater = weight_updater.WeightUpdater(
+        tp_rank=0,
+        device="cpu",
+        gpu_id=0,
+        model_config=None,
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=None,
+        recapture_cuda_graph=None,
+        get_model_runner=lambda: runner,
+    )
+    return runner.weight_updater
+
+
+def asked(folder, updater, function, *arguments):
+    folder.put_call(function, arguments)
+    original = weight_updater.WeightUpdater.update_weights_from_tensor
+    assert hooks.answer_calls(original, updater, [], LOAD_FORMAT) == (True, "Success")
+    try:
+        return str(folder.take_answers(1)[0])
+    except UpdateError as error:
+        return f"UpdateError: {error}"
+    except Exception as error:  # noqa: BLE001 - of no transfer and no bucket
+        return type(error).__name__
+
 
 def main():
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[FOLDER_VARIABLE] = folder
+        answers = updates(CallFolder.of_this_server())
     found = {
+        "updates": answers,
         "arguments": [field.name for field in record_fields(ServerArgs)],
         "sampling": {name: getattr(SamplingParams(), name) for name in SamplingParams.__struct_fields__},
     }

@@ -54,7 +54,23 @@ def test_what_would_sample_from_another_distribution_is_refused(folders, given):
 
 
 def test_what_is_switched_off_is_not_refused(folders):
-    server_arguments(folders[0], {"enable_watermark": False, "preferred_sampling_params": None}, 1, "key")
+    given = {"enable_watermark": False, "preferred_sampling_params": None, "weight_cache_mode": "off"}
+    server_arguments(folders[0], given, 1, "key")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enable_nvidia_megakernel", True),
+        ("enable_amd_monokernel", True),
+        ("enable_paged_experts", True),
+        ("weight_cache_mode", "daemon"),
+        ("weight_cache_mode", "client"),
+    ],
+)
+def test_what_no_refit_reaches_is_refused(folders, name, value):
+    with pytest.raises(UserError, match=rf"{name}={value} is not supported: .*(keep the old ones|change them, too)"):
+        server_arguments(folders[0], {name: value}, 1, "key")
 
 
 def test_a_request_leaves_nothing_of_its_distribution_to_the_defaults_of_a_server():

@@ -1,4 +1,4 @@
-"""The code here, and what it says of SGLang, beside the installed one: a process without a server (`make test-sglang`)."""
+"""The code here, and what it says of SGLang, beside the installed one; no server is started (`make test-sglang`)."""
 
 import json
 import os
@@ -47,3 +47,22 @@ def test_what_no_request_uses_has_the_value_that_changes_nothing(itself):
     # Without a word it follows the server's own default.
     assert changed == {"watermark": {"enabled": False}}
     assert itself["sampling"]["watermark"] is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        ("a copy of the model's own", "Online weight updates are not supported: a copy"),
+        ("a product from halves", "the HPC-Ops bf16xfp32 GEMM optimization is enabled"),
+        ("weights of a daemon", "model weights are shared with the daemon"),
+    ],
+)
+def test_a_worker_that_keeps_copies_of_its_weights_takes_no_others(itself, reason, sentence):
+    """SGLang's own call refuses it, which the calls of ours do not reach."""
+    answers, usual = itself["updates"][reason], itself["updates"]["none"]
+    for call in ("begin_loading", "load_bucket", "open", "receive"):
+        assert answers[call].startswith("UpdateError: ")
+        assert sentence in answers[call]
+        assert not usual[call].startswith("UpdateError")
+    for call in ("stop_profiler", "connect", "close"):
+        assert answers[call] == usual[call]
