@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
-from megarl.rollout.argument_values import DTYPE, SHARE, SIZE, SWITCH, Values
+from megarl.rollout.argument_values import DTYPE, PREFIX, SHARE, SIZE, SWITCH, Values
 from megarl.rollout.kind import (
     QUANTISATION,
     Ability,
@@ -21,7 +21,7 @@ from megarl.rollout.kind import (
 from megarl.rollout.refusal_reasons import DRAFT, MOVED_EXPERTS, OTHER_DISTRIBUTION, OUTLIVES_WEIGHTS, SET_BY_MEGARL
 from megarl.rollout.sglang.installation import SET_UP, installed_version
 from megarl.rollout.slot_limits import SlotLimits
-from megatron_ext.options.supported_options import Refusal
+from megatron_ext.options.supported_options import Refusal, refuse
 
 if TYPE_CHECKING:
     from converters.architectures import Architecture, Lora
@@ -47,7 +47,11 @@ _WHOLE = "requests are spread over rollout.replicas engines, and each has one gr
 _OTHER_MODEL = "the engine would sample from another model than is trained, and no check of weights sees it"
 _ELSEWHERE = "weights lie elsewhere while it serves, and refits write to where they lay at the start"
 _COPIES = "copies that it makes of the weights when they are loaded, and computes with, would keep the old ones"
+_OTHER_CONFIG = "the trainer follows config.json, of which the engine would make another model"
 _TOKENS = "requests are token ids, which have no text"
+
+_READ_IN_FORMATS = ("auto", "safetensors", "dummy")
+_READERS = (*_READ_IN_FORMATS, "fastsafetensors", "instanttensor", "runai_streamer")
 
 REQUIRED: Mapping[str, Any] = {
     "host": "127.0.0.1",
@@ -76,14 +80,19 @@ _REFUSED: Mapping[str, Refusal] = {
     "grpc_mode": Refusal(_SERVER),
     "tokenizer_worker_num": Refusal(_SERVER, (None, 1)),
     "dp_size": Refusal(_WHOLE, (None, 1)),
+    "attn_dp_size": Refusal(_WHOLE, (None, 1)),
     "pp_size": Refusal(_WHOLE, (None, 1)),
     "nnodes": Refusal(_WHOLE, (None, 1)),
     "node_rank": Refusal(_WHOLE),
     "dist_init_addr": Refusal(_WHOLE),
     "disaggregation_mode": Refusal(_WHOLE, (None, "null")),
     "enable_eplb": Refusal(MOVED_EXPERTS),
+    "elastic_ep_backend": Refusal(MOVED_EXPERTS),
     "hicache_storage_backend": Refusal(OUTLIVES_WEIGHTS),
-    "enable_lmcache": Refusal(OUTLIVES_WEIGHTS, (None, False)),
+    "enable_lmcache": Refusal(OUTLIVES_WEIGHTS),
+    "enable_flexkv": Refusal(OUTLIVES_WEIGHTS),
+    "enable_unified_cache_external_linker": Refusal(OUTLIVES_WEIGHTS),
+    "radix_cache_backend": Refusal(OUTLIVES_WEIGHTS),
     "cpu_offload_gb": Refusal(_ELSEWHERE, (None, 0)),
     "offload_group_size": Refusal(_ELSEWHERE, (None, -1)),
     "weight_cache_mode": Refusal(
@@ -97,10 +106,22 @@ _REFUSED: Mapping[str, Refusal] = {
         "keys and values in any other type have not been compared with the trainer's",
         (None, "auto", "bfloat16", "bf16", FP8_KEYS_AND_VALUES),
     ),
-    "quantization": Refusal(_OTHER_MODEL, (None,)),
-    OVERRIDES: Refusal(
-        "the trainer follows config.json, of which the engine would make another model; change config.json"
+    "quantization_param_path": Refusal("the scales of keys and values in it stay as they are while weights change"),
+    "load_format": Refusal(
+        "weights come from elsewhere than the safetensors of the model's folder, or in another form", (None, *_READERS)
     ),
+    "quantization": Refusal(_OTHER_MODEL, (None,)),
+    "modelopt_quant": Refusal(_OTHER_MODEL),
+    "modelopt_checkpoint_restore_path": Refusal(_OTHER_MODEL),
+    "quantize_and_serve": Refusal(_OTHER_MODEL),
+    "rl_quant_profile": Refusal(_OTHER_MODEL),
+    "kt_weight_path": Refusal(_OTHER_MODEL),
+    "enable_w4a4_mxfp4_megamoe": Refusal(_OTHER_MODEL),
+    "forward_hooks": Refusal(_OTHER_MODEL, (None,)),
+    "delete_ckpt_after_loading": Refusal("the trainer, and servers that start later, read the model's folder, too"),
+    OVERRIDES: Refusal(f"{_OTHER_CONFIG}; change config.json"),
+    "decrypted_config_file": Refusal(f"{_OTHER_CONFIG}; change config.json"),
+    "model_config_parser": Refusal(_OTHER_CONFIG, (None, "auto", "hf")),
     ADAPTER_SLOT: Refusal("the slot of the adapter that is trained comes with lora.merge=false"),
     "lora_paths": Refusal("refits alone fill the slot of the adapter that is trained"),
     "enable_custom_logit_processor": Refusal(OTHER_DISTRIBUTION),
@@ -134,7 +155,6 @@ _TESTED: Mapping[str, str] = {
     "context_length": "megarl/rollout/conftest.py",
     "max_total_tokens": "megarl/rollout/conftest.py",
     "max_running_requests": "megarl/rollout/conftest.py",
-    "load_format": "megarl/rollout/test_sglang_server.py",
     "tp_size": "megarl/rollout/test_sglang_server.py",
     "ep_size": "megarl/rollout/test_sglang_server.py",
     "enable_return_routed_experts": "megarl/rollout/test_sglang_engine.py",
@@ -183,15 +203,15 @@ def _cuts(arguments: Arguments) -> EngineCuts:
     return EngineCuts(Cut(tensor, "tp_size"), Cut(tensor // expert, "tp_size" + " / ep_size" * (expert > 1)))
 
 
-_READ_IN_FORMATS = ("auto", "safetensors", "dummy")
+_BESIDE_FORMATS: Mapping[str, Refusal] = {
+    "load_format": Refusal("what it reads could not be quantised", (None, *_READ_IN_FORMATS)),
+    "model_impl": Refusal("layers of transformers in a number format have not been compared", (None, "auto", "sglang")),
+}
+"""Arguments that work, but not with `rollout.weights`."""
 
 
 def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture: "Architecture") -> Arguments:
-    if (load_format := arguments.get("load_format") or "auto") not in _READ_IN_FORMATS:
-        raise UserError(
-            f"rollout.engine_args.load_format={load_format} is not supported with rollout.weights={number_format.name}:"
-            f" what it reads could not be quantised; use one of {', '.join(_READ_IN_FORMATS)}"
-        )
+    refuse(arguments, _BESIDE_FORMATS, PREFIX, f" with rollout.weights={number_format.name}")
     for name in ("quantization", OVERRIDES):
         if arguments.get(name) is not None:
             raise UserError(

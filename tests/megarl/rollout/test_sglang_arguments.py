@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from converters.architectures import read_architecture
 from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
+from converters.number_formats import FP8_BLOCK
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.sglang import installation
@@ -77,6 +80,48 @@ def test_a_request_leaves_nothing_of_its_distribution_to_the_defaults_of_a_serve
     (sample,) = question(Request([5], SamplingParameters()), Limits(512, 64), interval=64)["sampling_params"]
     sent = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens", "ignore_eos", "watermark")
     assert [sample[name] for name in sent] == [1.0, 1.0, -1, 0.0, 1.0, 0, False, {"enabled": False}]
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"modelopt_quant": "fp8"}, "another model than is trained"),
+        ({"modelopt_checkpoint_restore_path": "quantised.pt"}, "another model than is trained"),
+        ({"quantize_and_serve": True}, "another model than is trained"),
+        ({"rl_quant_profile": "profile.pt"}, "another model than is trained"),
+        ({"kt_weight_path": "experts"}, "another model than is trained"),
+        ({"enable_w4a4_mxfp4_megamoe": True}, "another model than is trained"),
+        ({"forward_hooks": [{"name": "scale"}]}, "another model than is trained"),
+        ({"load_format": "flash_rl"}, "in another form; use auto or safetensors"),
+        ({"load_format": "bitsandbytes"}, "in another form"),
+        ({"model_config_parser": "mistral"}, "trainer follows config.json"),
+        ({"decrypted_config_file": "other.json"}, "trainer follows config.json"),
+        ({"quantization_param_path": "scales.json"}, "stay as they are while weights change"),
+        ({"enable_unified_cache_external_linker": True}, "outlive the weights"),
+        ({"radix_cache_backend": "flexkv"}, "outlive the weights"),
+        ({"enable_flexkv": True}, "outlive the weights"),
+        ({"elastic_ep_backend": "mooncake"}, "experts would move"),
+        ({"attn_dp_size": 2}, "one group of tensor-parallel workers"),
+        ({"delete_ckpt_after_loading": True}, "the model's folder"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_another_model_and_what_stays_from_older_weights_is_refused(folders, given, says):
+    with pytest.raises(UserError, match=rf"{next(iter(given))}=.* is not supported: .*{says}"):
+        server_arguments(folders[0], given, 1, "key")
+
+
+def test_readers_of_the_same_files_may_be_chosen(folders):
+    for reader in (None, "auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy"):
+        server_arguments(folders[0], {"load_format": reader}, 1, "key")
+
+
+def test_what_contradicts_a_number_format_is_refused_beside_it(folders):
+    architecture = read_architecture(read_json(folders[0] / CONFIG))
+    for name, value in {"load_format": "runai_streamer", "model_impl": "transformers"}.items():
+        SGLANG.check({name: value})
+        with pytest.raises(UserError, match=rf"{name}={value} is not supported with rollout\.weights=fp8_block"):
+            SGLANG.quantised({name: value}, FP8_BLOCK, architecture)
 
 
 def test_what_an_engine_on_a_gpu_is_asked_for_has_a_bound_that_its_server_has_too(folders, monkeypatch):
