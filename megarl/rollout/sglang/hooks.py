@@ -18,6 +18,7 @@ from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _STREAM = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
+_ENDS = "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id"
 _SAMPLER = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
 _SAMPLER_OF_BATCHES = "sglang.srt.layers.sampler.Sampler"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
@@ -36,6 +37,7 @@ def register() -> None:
     HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", answer_calls, HookType.AROUND)
     HookRegistry.register(f"{_STREAM}.accept", tell_versions, HookType.AROUND)
     HookRegistry.register(f"{_LOADER}._get_all_weights", quantise_what_is_read, HookType.AROUND)
+    HookRegistry.register(_ENDS, end_where_others_do, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
     HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLER_OF_BATCHES}._build_sampling_mask_output", keep_one_mask_column, HookType.AFTER)
@@ -115,6 +117,17 @@ def quantise_what_is_read(
     """
     weights = original(loader, model_config, model)
     return in_asked_format(weights, model_config.model_path, model_config.hf_config, model_config.dtype)
+
+
+def end_where_others_do(original: Callable[..., set[int]], config: Any) -> set[int]:
+    """Have responses end at the tokens of generation_config.json where there is one, as in other engines.
+
+    SGLang 0.5.23 ends them at those of config.json, too.
+    """
+    if config.hf_generation_config is None:
+        return original(config)
+    ends = config.hf_generation_config.eos_token_id
+    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
 
 def draw_by_seed(info: Any, _class: type, batch: Any, *_: Any, **__: Any) -> None:

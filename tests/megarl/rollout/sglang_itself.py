@@ -21,9 +21,12 @@ cpu.install()
 
 from sglang.kernels.ops.gemm import bf16_fp32  # noqa: E402 (what it needs is above)
 from sglang.srt.arg_groups.arg_utils import record_fields  # noqa: E402
+from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.model_executor.model_runner_components import weight_updater  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
+from transformers import GenerationConfig  # noqa: E402
 
 WRITES = {
     "begin_loading": (worker.begin_loading,),
@@ -84,12 +87,25 @@ def asked(folder, updater, function, *arguments):
         return type(error).__name__
 
 
+def ends():
+    """Tokens that end a response, with our hooks: config.json says 5, and generation_config.json each of these."""
+    hooks.register()
+    HookRegistry.apply_hooks()
+    given = {"none": None, "another": GenerationConfig(eos_token_id=[7, 8]), "no token": GenerationConfig()}
+    found = {}
+    for name, generation in given.items():
+        config = SimpleNamespace(hf_config=SimpleNamespace(eos_token_id=5), hf_generation_config=generation)
+        found[name] = sorted(ModelConfig._get_hf_eos_token_id(config))
+    return found
+
+
 def main():
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER_VARIABLE] = folder
         answers = updates(CallFolder.of_this_server())
     found = {
         "updates": answers,
+        "ends": ends(),
         "arguments": [field.name for field in record_fields(ServerArgs)],
         "sampling": {name: getattr(SamplingParams(), name) for name in SamplingParams.__struct_fields__},
     }

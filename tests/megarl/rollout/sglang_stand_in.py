@@ -173,7 +173,7 @@ class StandIn:
         self._arguments = arguments
         folder = Path(arguments["model_path"])
         config = json.loads((folder / "config.json").read_text())
-        self._ends = {config["eos_token_id"]}
+        self._ends = ends_of(folder, config)
         # Without the argument the server takes a request for experts, and tells of none.
         self._sizes = ()
         if arguments.get("enable_return_routed_experts"):
@@ -339,6 +339,12 @@ class StandIn:
                         await tell()
         finally:
             self._running.discard(sample)
+
+
+def ends_of(folder, config):
+    written = folder / "generation_config.json"
+    ends = (json.loads(written.read_text()) if written.exists() else config).get("eos_token_id")
+    return set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
 
 
 def check_neutral(sampling):

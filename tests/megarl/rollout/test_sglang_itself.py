@@ -66,3 +66,8 @@ def test_a_worker_that_keeps_copies_of_its_weights_takes_no_others(itself, reaso
         assert not usual[call].startswith("UpdateError")
     for call in ("stop_profiler", "connect", "close"):
         assert answers[call] == usual[call]
+
+
+def test_a_response_ends_where_other_engines_end_it(itself):
+    """By generation_config.json, and by config.json where there is none; SGLang takes the tokens of both."""
+    assert itself["ends"] == {"none": [5], "another": [7, 8], "no token": []}
