@@ -4,110 +4,34 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from converters.errors import UserError, did_you_mean
+from converters.errors import UserError
 from megarl.config.foreign import verl_keys as verl
 from megarl.config.foreign.engine_arguments import EXPERT_PARALLEL, OF_VERL, TENSOR_PARALLEL
 from megarl.config.foreign.recipe import OPEN, TranslatedRecipe
-from megarl.config.foreign.verl_settings import Unknown, read_settings
+from megarl.config.foreign.verl_settings import read_settings
+from megarl.config.foreign.verl_trainers import critic, megatron, optimizer
+from megarl.config.foreign.verl_translation import ACTOR, ALGORITHM, ROLLOUT, Translation
 from megarl.rollout import ENGINES
-from megatron_ext.options.arguments import megatron_fields
-
-_ACTOR, _ROLLOUT, _ALGORITHM = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm."
 
 
 def from_verl(given: Sequence[str], environment: Mapping[str, str]) -> TranslatedRecipe:
     """The recipe of a file or of overrides. Raises UserError for a value that cannot be translated."""
-    translation = _Translation(read_settings(given, environment))
-    for part in (_model, _data, _rollout, _algorithm, _kl, _corrections, _optimizer, _critic, _reward, _run, _cluster):
+    translation = Translation(read_settings(given, environment))
+    for part in (_model, _data, _rollout, _algorithm, _kl, _corrections, _run, optimizer, critic, _reward, _cluster):
         part(translation)
     return translation.finish()
 
 
-class _Translation:
-    """Settings of verl that are taken one by one, and the recipe that comes of them."""
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self.given = given
-        self.recipe = TranslatedRecipe()
-        self._taken: set[str] = set()
-
-    def take(self, key: str, default: Any = None) -> Any:
-        """The value of a key of verl, else verl's own default."""
-        self._taken.add(key)
-        value = self.given.get(key, verl.DEFAULTS.get(key, default))
-        return value.word.known() if isinstance(value, Unknown) else value
-
-    def count(self, key: str) -> int:
-        """The value of a key that counts something. Raises UserError for less than one, which would divide by zero."""
-        value = self.take(key)
-        if type(value) is not int or value < 1:
-            raise UserError(f"{key}={value} is no number of at least 1: change it, then translate again")
-        return value
-
-    def has(self, key: str) -> bool:
-        """Whether the key is given, and not as nothing."""
-        return self.given.get(key) is not None
-
-    def choose(self, key: str, table: Mapping[str, str]) -> str:
-        """The value of a key in megarl's words. Raises UserError for one that megarl does not have."""
-        value = self.take(key)
-        if value not in table:
-            raise UserError(
-                f"{key}={value} has no counterpart, there are {', '.join(table)}{did_you_mean(str(value), table)};"
-                " change it, then translate again"
-            )
-        return table[value]
-
-    def names_below(self, prefix: str) -> list[str]:
-        """The rests of the given keys that begin so."""
-        return [key.removeprefix(prefix) for key in self.given if key.startswith(prefix)]
-
-    def below(self, prefix: str) -> dict[str, Any]:
-        """The given settings below `prefix`, by the rest of their keys."""
-        return {name: self.take(prefix + name) for name in self.names_below(prefix)}
-
-    def absent(self, key: str, why: str) -> None:
-        """Say that a given setting has no counterpart."""
-        self._taken.add(key)
-        self.recipe.absent.setdefault(why, []).append(f"{key}={self.given[key]}")
-
-    def without_effect(self, key: str, why: str) -> None:
-        """Say that a given setting changes nothing."""
-        self._taken.add(key)
-        self.recipe.always.setdefault(why, []).append(f"{key}={self.given[key]}")
-
-    def finish(self) -> TranslatedRecipe:
-        """The recipe, after all that is left has been said."""
-        for key, name in verl.SAME.items():
-            if self.has(key):
-                self.recipe.set(name, self.take(key))
-        for key in sorted(self.given.keys() - self._taken):
-            if key.endswith("._target_"):  # a class of verl's own
-                continue
-            if (why := self._nothing(key)) or (why := verl.reason(verl.ALWAYS, key)):
-                self.without_effect(key, why)
-            elif self.given[key] not in (None, False, "", [], {}):
-                self.absent(key, verl.reason(verl.ABSENT, key) or "megarl has no such setting")
-        return self.recipe
-
-    def _nothing(self, key: str) -> str:
-        """Why a setting asks for nothing; empty where it does."""
-        switches = [switch for beginning, switch in verl.SWITCHED.items() if key.startswith(beginning)]
-        if switches and not self.given.get(switches[0]):
-            return f"nothing comes of it without {switches[0]}"
-        return "nothing is asked so" if key in verl.NEUTRAL and self.given[key] == verl.NEUTRAL[key] else ""
-
-
-def _model(t: _Translation) -> None:
+def _model(t: Translation) -> None:
     t.recipe.set("model.path", t.take("actor_rollout_ref.model.path", OPEN))
     if t.has("lora.target_modules"):
         modules = t.take("lora.target_modules")
         t.recipe.set("lora.target_modules", [modules] if isinstance(modules, str) else list(modules))
-    is_megatron = t.given.get(f"{_ACTOR}strategy") == "megatron" or bool(t.names_below(f"{_ACTOR}megatron."))
-    _megatron(t, "megatron", f"{_ACTOR}megatron.")
-    if t.has(dtype := f"{_ACTOR}megatron.dtype"):
+    is_megatron = t.given.get(f"{ACTOR}strategy") == "megatron" or bool(t.names_below(f"{ACTOR}megatron."))
+    megatron(t, "megatron", f"{ACTOR}megatron.")
+    if t.has(dtype := f"{ACTOR}megatron.dtype"):
         t.recipe.set("model.dtype", t.choose(dtype, verl.DTYPES))
-    if t.has(size := f"{_ACTOR}ulysses_sequence_parallel_size"):
+    if t.has(size := f"{ACTOR}ulysses_sequence_parallel_size"):
         t.recipe.set("megatron.context_parallel_size", t.take(size))
     # verl's Megatron recomputes as override_transformer_config says, and its FSDP by this key.
     recomputes = t.take("actor_rollout_ref.model.enable_gradient_checkpointing")
@@ -117,21 +41,7 @@ def _model(t: _Translation) -> None:
             t.recipe.set(f"megatron.{name}", value)
 
 
-def _megatron(t: _Translation, group: str, prefix: str) -> None:
-    """Parallel sizes and options of Megatron below `prefix`."""
-    for name in verl.PARALLEL:
-        if t.has(prefix + name):
-            t.recipe.set(f"{group}.{name}", t.take(prefix + name))
-    fields = megatron_fields()
-    for override in verl.OVERRIDES:
-        for name, value in t.below(prefix + override).items():
-            if name not in fields:
-                t.absent(f"{prefix}{override}{name}", "the installed megatron-core has no such option")
-            elif value is not None:
-                t.recipe.set_option(f"{group}.{name}", value, f"{prefix}{override}{name}={value}")
-
-
-def _data(t: _Translation) -> None:
+def _data(t: Translation) -> None:
     for key, name in (("data.train_files", "data.train_files"), ("data.val_files", "data.eval_files")):
         files = t.take(key)
         if files is not None:
@@ -144,42 +54,42 @@ def _data(t: _Translation) -> None:
     t.absent("data.truncation", verl.ABSENT["data.truncation"])
 
 
-def _rollout(t: _Translation) -> None:
-    engine = t.take(f"{_ROLLOUT}name")
+def _rollout(t: Translation) -> None:
+    engine = t.take(f"{ROLLOUT}name")
     if engine not in OF_VERL:
-        raise UserError(f"{_ROLLOUT}name={engine} is none of the engines that can be translated: {', '.join(OF_VERL)}")
+        raise UserError(f"{ROLLOUT}name={engine} is none of the engines that can be translated: {', '.join(OF_VERL)}")
     t.recipe.set("rollout.engine", engine)
-    arguments = {TENSOR_PARALLEL[engine]: t.count(f"{_ROLLOUT}tensor_model_parallel_size")}
+    arguments = {TENSOR_PARALLEL[engine]: t.count(f"{ROLLOUT}tensor_model_parallel_size")}
     for name, argument in OF_VERL[engine].items():
-        if (value := t.take(f"{_ROLLOUT}{name}")) is not None:
+        if (value := t.take(f"{ROLLOUT}{name}")) is not None:
             arguments[argument] = value
-    experts = t.take(f"{_ROLLOUT}expert_parallel_size", 1)
+    experts = t.take(f"{ROLLOUT}expert_parallel_size", 1)
     if experts > 1:
         name, is_switch = EXPERT_PARALLEL[engine]
         arguments[name] = True if is_switch else experts
     known = ENGINES[engine].arguments()
-    for name in t.names_below(below := f"{_ROLLOUT}engine_kwargs.{engine}."):
+    for name in t.names_below(below := f"{ROLLOUT}engine_kwargs.{engine}."):
         if known and name not in known:
             t.absent(below + name, "the installed engine has no such argument")
         else:
             arguments[name] = (t.count if name == TENSOR_PARALLEL[engine] else t.take)(below + name)
     t.recipe.set("rollout.engine_args", arguments)
-    quantization = t.take(f"{_ROLLOUT}quantization")
+    quantization = t.take(f"{ROLLOUT}quantization")
     if quantization == "fp8":
         t.recipe.set("rollout.weights", "fp8_block")
     elif quantization is not None:
         from converters.number_formats import NUMBER_FORMATS  # imports torch, which takes seconds
 
-        t.absent(f"{_ROLLOUT}quantization", f"rollout.weights has {', '.join(NUMBER_FORMATS)}")
-    if t.take(f"{_ROLLOUT}enable_rollout_routing_replay") or t.given.get(f"{_ACTOR}router_replay.mode") == "R3":
-        t.take(f"{_ACTOR}router_replay.mode")
+        t.absent(f"{ROLLOUT}quantization", f"rollout.weights has {', '.join(NUMBER_FORMATS)}")
+    if t.take(f"{ROLLOUT}enable_rollout_routing_replay") or t.given.get(f"{ACTOR}router_replay.mode") == "R3":
+        t.take(f"{ACTOR}router_replay.mode")
         t.recipe.set("algorithm.router_replay", "rollout")
-    if (temperature := t.take(f"{_ROLLOUT}val_kwargs.temperature")) and temperature > 0:
+    if (temperature := t.take(f"{ROLLOUT}val_kwargs.temperature")) and temperature > 0:
         t.recipe.set("loop.eval_temperature", temperature)
 
 
-def _algorithm(t: _Translation) -> None:
-    advantage = t.choose(f"{_ALGORITHM}adv_estimator", verl.ADVANTAGES)
+def _algorithm(t: Translation) -> None:
+    advantage = t.choose(f"{ALGORITHM}adv_estimator", verl.ADVANTAGES)
     options = {
         "gae": {"gamma": "gamma", "gae_lambda": "lam"},
         "reinforce_plus_plus": {"gamma": "gamma"},
@@ -187,14 +97,14 @@ def _algorithm(t: _Translation) -> None:
     }.get(advantage, {})
     t.recipe.set("algorithm.advantage", advantage)
     for name in ("gamma", "lam", "norm_adv_by_std_in_grpo"):
-        t.take(_ALGORITHM + name)
+        t.take(ALGORITHM + name)
     for option, name in options.items():
-        if (value := t.take(_ALGORITHM + name)) is not None:
+        if (value := t.take(ALGORITHM + name)) is not None:
             t.recipe.set(f"algorithm.advantage_options.{option}", value)
-    loss = t.choose(f"{_ACTOR}policy_loss.loss_mode", verl.POLICY_LOSSES)
+    loss = t.choose(f"{ACTOR}policy_loss.loss_mode", verl.POLICY_LOSSES)
     t.recipe.set("algorithm.policy_loss", loss)
-    clip, dual = t.take(f"{_ACTOR}clip_ratio"), t.take(f"{_ACTOR}clip_ratio_c")
-    low, high = t.take(f"{_ACTOR}clip_ratio_low", clip), t.take(f"{_ACTOR}clip_ratio_high", clip)
+    clip, dual = t.take(f"{ACTOR}clip_ratio"), t.take(f"{ACTOR}clip_ratio_c")
+    low, high = t.take(f"{ACTOR}clip_ratio_low", clip), t.take(f"{ACTOR}clip_ratio_high", clip)
     if loss in verl.CLIPPED:
         t.recipe.set("algorithm.policy_loss_options.clip_low", low)
         t.recipe.set("algorithm.policy_loss_options.clip_high", high)
@@ -203,31 +113,31 @@ def _algorithm(t: _Translation) -> None:
     for key, option in verl.POLICY_LOSS_OPTIONS.get(loss, {}).items():
         if t.has(key):
             t.recipe.set(f"algorithm.policy_loss_options.{option}", t.take(key))
-    aggregation = t.choose(f"{_ACTOR}loss_agg_mode", verl.AGGREGATIONS)
+    aggregation = t.choose(f"{ACTOR}loss_agg_mode", verl.AGGREGATIONS)
     t.recipe.set("algorithm.aggregation", verl.AGGREGATED.get(loss, aggregation))
-    if t.has(f"{_ACTOR}loss_scale_factor"):
-        t.recipe.set("algorithm.aggregation_options.length", t.take(f"{_ACTOR}loss_scale_factor"))
-    if t.take(f"{_ALGORITHM}filter_groups.enable"):
-        metric = t.take(f"{_ALGORITHM}filter_groups.metric", "acc")
+    if t.has(f"{ACTOR}loss_scale_factor"):
+        t.recipe.set("algorithm.aggregation_options.length", t.take(f"{ACTOR}loss_scale_factor"))
+    if t.take(f"{ALGORITHM}filter_groups.enable"):
+        metric = t.take(f"{ALGORITHM}filter_groups.metric", "acc")
         t.recipe.set("algorithm.filter_on", verl.FILTERS.get(metric, metric))
-    t.take(f"{_ALGORITHM}filter_groups.metric")
-    if (batches := t.take(f"{_ALGORITHM}filter_groups.max_num_gen_batches")) is not None:
+    t.take(f"{ALGORITHM}filter_groups.metric")
+    if (batches := t.take(f"{ALGORITHM}filter_groups.max_num_gen_batches")) is not None:
         t.recipe.set("algorithm.max_refills", batches if batches > 0 else verl.WITHOUT_LIMIT)
 
 
-def _kl(t: _Translation) -> None:
-    in_loss, in_reward = t.take(f"{_ACTOR}use_kl_loss"), t.take(f"{_ALGORITHM}use_kl_in_reward")
-    coefficient = t.take(f"{_ACTOR}kl_loss_coef")
-    estimator = f"{_ACTOR}kl_loss_type"
-    target, horizon = (t.take(f"{_ALGORITHM}kl_ctrl.{name}") for name in ("target_kl", "horizon"))
-    adaptive = t.take(f"{_ALGORITHM}kl_ctrl.type") == "adaptive"
-    reward_coefficient = t.take(f"{_ALGORITHM}kl_ctrl.kl_coef")
+def _kl(t: Translation) -> None:
+    in_loss, in_reward = t.take(f"{ACTOR}use_kl_loss"), t.take(f"{ALGORITHM}use_kl_in_reward")
+    coefficient = t.take(f"{ACTOR}kl_loss_coef")
+    estimator = f"{ACTOR}kl_loss_type"
+    target, horizon = (t.take(f"{ALGORITHM}kl_ctrl.{name}") for name in ("target_kl", "horizon"))
+    adaptive = t.take(f"{ALGORITHM}kl_ctrl.type") == "adaptive"
+    reward_coefficient = t.take(f"{ALGORITHM}kl_ctrl.kl_coef")
     if in_reward and in_loss:
-        t.absent(f"{_ALGORITHM}use_kl_in_reward", "the KL is in the loss or in the reward, and here it is in the loss")
+        t.absent(f"{ALGORITHM}use_kl_in_reward", "the KL is in the loss or in the reward, and here it is in the loss")
     elif in_reward:
-        coefficient, estimator = reward_coefficient, f"{_ALGORITHM}kl_penalty"
+        coefficient, estimator = reward_coefficient, f"{ALGORITHM}kl_penalty"
         t.recipe.set("algorithm.kl_in", "reward")
-    for key in (f"{_ACTOR}kl_loss_type", f"{_ALGORITHM}kl_penalty"):
+    for key in (f"{ACTOR}kl_loss_type", f"{ALGORITHM}kl_penalty"):
         t.take(key)
     if not (in_loss or in_reward) or not coefficient:
         return
@@ -238,8 +148,8 @@ def _kl(t: _Translation) -> None:
         t.recipe.set("algorithm.kl_horizon", horizon)
 
 
-def _corrections(t: _Translation) -> None:
-    prefix = f"{_ALGORITHM}rollout_correction."
+def _corrections(t: Translation) -> None:
+    prefix = f"{ALGORITHM}rollout_correction."
     if t.has(f"{prefix}rollout_is"):
         kind = t.choose(f"{prefix}rollout_is", verl.CORRECTIONS)
         high = t.take(f"{prefix}rollout_is_threshold", 2.0)
@@ -254,59 +164,7 @@ def _corrections(t: _Translation) -> None:
             )
 
 
-def _optimizer(t: _Translation) -> None:
-    batch, mini = t.count("data.train_batch_size"), t.count(f"{_ACTOR}ppo_mini_batch_size")
-    if batch % mini:
-        raise UserError(
-            f"data.train_batch_size={batch} cannot be cut into mini-batches of {_ACTOR}ppo_mini_batch_size={mini}: give"
-            " a batch that is a multiple of it"
-        )
-    t.recipe.set("algorithm.updates_per_step", batch // mini)
-    _optimizer_options(t, "megatron", f"{_ACTOR}optim.", batch // mini)
-
-
-def _optimizer_options(t: _Translation, group: str, prefix: str, updates: int) -> None:
-    """Options below `optim`; verl counts a schedule in rollouts, Megatron in optimizer steps."""
-    for name in verl.OPTIMIZER:
-        if (value := t.take(prefix + name)) is not None:
-            t.recipe.set(f"{group}.{name}", value)
-    for name in verl.COUNTED_IN_STEPS:
-        if (value := t.take(prefix + name)) is not None and value > 0:
-            t.recipe.set(f"{group}.{name}", value * updates)
-    ratio, steps = t.take(f"{prefix}lr_warmup_steps_ratio"), t.given.get("trainer.total_training_steps")
-    if ratio and steps and not t.recipe.get(f"{group}.lr_warmup_steps"):
-        t.recipe.set(f"{group}.lr_warmup_steps", round(ratio * steps) * updates)
-    if betas := t.take(f"{prefix}betas"):
-        t.recipe.set(f"{group}.adam_beta1", betas[0])
-        t.recipe.set(f"{group}.adam_beta2", betas[1])
-    fields = megatron_fields()
-    for name, value in t.below(f"{prefix}override_optimizer_config.").items():
-        if name in fields:
-            t.recipe.set(f"{group}.{name}", value)
-        else:
-            t.absent(f"{prefix}override_optimizer_config.{name}", "the installed megatron-core has no such option")
-
-
-def _critic(t: _Translation) -> None:
-    if t.recipe.get("algorithm.advantage") != "gae":
-        for name in t.names_below("critic."):
-            t.without_effect(f"critic.{name}", "this advantage has no critic")
-        t.take("trainer.critic_warmup")
-        return
-    _optimizer_options(t, "critic.megatron", "critic.optim.", t.recipe.get("algorithm.updates_per_step"))
-    _megatron(t, "critic.megatron", "critic.megatron.")
-    # A key that verl's critic does not set has verl's default there, and the policy's here.
-    for name in verl.PARALLEL:
-        if t.recipe.get(f"megatron.{name}") not in (None, True) and not t.recipe.get(f"critic.megatron.{name}"):
-            t.recipe.set(f"critic.megatron.{name}", None if name.startswith("virtual") else 1)
-    if (path := t.take("critic.model.path")) not in (None, t.recipe.get("model.path")):
-        t.recipe.set("critic.path", path)
-    t.recipe.set("critic.value_clip", t.take("critic.cliprange_value"))
-    if warmup := t.take("trainer.critic_warmup"):
-        t.recipe.set("critic.warmup_steps", warmup)
-
-
-def _reward(t: _Translation) -> None:
+def _reward(t: Translation) -> None:
     path, name = t.take("custom_reward_function.path"), t.take("custom_reward_function.name", "compute_score")
     if path:
         t.recipe.set("reward.function", f"{path}:{name}")
@@ -323,17 +181,17 @@ def _reward(t: _Translation) -> None:
         t.recipe.set("reward.overlong_penalty", penalty)
 
 
-def _run(t: _Translation) -> None:
-    prompts, samples = t.count("data.train_batch_size"), t.count(f"{_ROLLOUT}n")
+def _run(t: Translation) -> None:
+    prompts, samples = t.count("data.train_batch_size"), t.count(f"{ROLLOUT}n")
     t.recipe.set("loop.prompts_per_step", prompts)
     t.recipe.set("loop.samples_per_prompt", samples)
     longest = t.recipe.get("data.max_prompt_tokens") + t.recipe.get("rollout.max_response_tokens")
-    if t.given.get(f"{_ACTOR}use_dynamic_bsz") or not t.has(f"{_ACTOR}ppo_micro_batch_size_per_gpu"):
-        tokens = t.take(f"{_ACTOR}ppo_max_token_len_per_gpu") * t.recipe.get("megatron.context_parallel_size", 1)
+    if t.given.get(f"{ACTOR}use_dynamic_bsz") or not t.has(f"{ACTOR}ppo_micro_batch_size_per_gpu"):
+        tokens = t.take(f"{ACTOR}ppo_max_token_len_per_gpu") * t.recipe.get("megatron.context_parallel_size", 1)
     else:
-        tokens = t.take(f"{_ACTOR}ppo_micro_batch_size_per_gpu") * longest
+        tokens = t.take(f"{ACTOR}ppo_micro_batch_size_per_gpu") * longest
     for name in ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"):
-        t.take(_ACTOR + name)
+        t.take(ACTOR + name)
     t.recipe.set("loop.max_tokens_per_micro_batch", max(tokens, longest))
     steps, epochs = t.take("trainer.total_training_steps"), t.take("trainer.total_epochs")
     t.recipe.set("loop.steps", steps or _steps_of_epochs(t.recipe.get("data.train_files"), epochs, prompts))
@@ -364,7 +222,7 @@ def _steps_of_epochs(files: Any, epochs: int, prompts: int) -> int | str:
     return epochs * (rows // prompts)
 
 
-def _cluster(t: _Translation) -> None:
+def _cluster(t: Translation) -> None:
     """Trainer and engines of verl's hybrid engine: on the same GPUs, in turns."""
     nodes, gpus = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
     engine = t.recipe.get("rollout.engine")
@@ -376,6 +234,6 @@ def _cluster(t: _Translation) -> None:
     roles = ["trainer", "engine", *(["critic"] if t.recipe.get("algorithm.advantage") == "gae" else [])]
     t.recipe.set("cluster.pools.all", {"roles": roles, "nodes": nodes, "shared": True})
     for name in ("data_parallel_size", "pipeline_model_parallel_size"):
-        if t.given.get(_ROLLOUT + name, 1) != 1:
-            t.absent(_ROLLOUT + name, "an engine is one group of tensor parallelism, and there are more of them")
-    t.take(f"{_ROLLOUT}data_parallel_size")
+        if t.given.get(ROLLOUT + name, 1) != 1:
+            t.absent(ROLLOUT + name, "an engine is one group of tensor parallelism, and there are more of them")
+    t.take(f"{ROLLOUT}data_parallel_size")

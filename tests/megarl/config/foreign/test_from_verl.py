@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import verl_scripts
 import yaml
@@ -240,3 +242,28 @@ def test_settings_that_ask_for_nothing_are_no_loss() -> None:
     assert "actor_rollout_ref.actor.ppo_epochs=1" in said(recipe.always)
     asked = from_verl([*given, "actor_rollout_ref.actor.ppo_epochs=2", "global_profiler.tool=nsys"], {})
     assert said(asked.absent) == ["actor_rollout_ref.actor.ppo_epochs=2", "global_profiler.tool=nsys"]
+
+
+PPO = ["algorithm.adv_estimator=gae", "data.train_batch_size=16", f"{ACTOR}ppo_mini_batch_size=8"]
+WARM_UPS = [f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", "critic.optim.lr_warmup_steps_ratio=0.05"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_share_of_the_run_is_a_warm_up_or_is_said(tmp_path: Path, is_there: bool) -> None:
+    """In verl's own example the length is in epochs, so that the share depends on the data."""
+    file = tmp_path / "train.parquet"
+    if is_there:
+        pq.write_table(pa.table({"prompt": ["What?"] * 70}), file)
+    recipe = from_verl([*PPO, *WARM_UPS, "trainer.total_epochs=15", f"data.train_files={file}"], {})
+    found = [recipe.get(f"{group}.lr_warmup_steps") for group in ("megatron", "critic.megatron")]
+    # 15 epochs of 4 rollouts, with 2 optimizer steps each.
+    assert found == ([2 * 6, 2 * 3] if is_there else [None, None])
+    assert said(recipe.absent) == ([] if is_there else WARM_UPS)
+
+
+def test_a_warm_up_in_steps_counts_before_one_in_a_share() -> None:
+    given = [*PPO, *WARM_UPS, f"{ACTOR}optim.lr_warmup_steps=5", "trainer.total_training_steps=100"]
+    recipe = from_verl(given, {})
+    assert recipe.get("megatron.lr_warmup_steps") == 2 * 5
+    assert recipe.get("critic.megatron.lr_warmup_steps") == 2 * 5
+    assert WARM_UPS[0] in said(recipe.always)

@@ -1,0 +1,89 @@
+"""Trainers of a verl command, the policy's and the critic's: options of Megatron and of the optimizer."""
+
+from converters.errors import UserError
+from megarl.config.foreign import verl_keys as verl
+from megarl.config.foreign.recipe import OPEN
+from megarl.config.foreign.verl_translation import ACTOR, Translation
+from megatron_ext.options.arguments import megatron_fields
+
+
+def megatron(t: Translation, group: str, prefix: str) -> None:
+    """Parallel sizes and options of Megatron below `prefix`."""
+    for name in verl.PARALLEL:
+        if t.has(prefix + name):
+            t.recipe.set(f"{group}.{name}", t.take(prefix + name))
+    fields = megatron_fields()
+    for override in verl.OVERRIDES:
+        for name, value in t.below(prefix + override).items():
+            if name not in fields:
+                t.absent(f"{prefix}{override}{name}", "the installed megatron-core has no such option")
+            elif value is not None:
+                t.recipe.set_option(f"{group}.{name}", value, f"{prefix}{override}{name}={value}")
+
+
+def optimizer(t: Translation) -> None:
+    """Mini-batches and the policy's optimizer; the length of the run is known before."""
+    batch, mini = t.count("data.train_batch_size"), t.count(f"{ACTOR}ppo_mini_batch_size")
+    if batch % mini:
+        raise UserError(
+            f"data.train_batch_size={batch} cannot be cut into mini-batches of {ACTOR}ppo_mini_batch_size={mini}: give"
+            " a batch that is a multiple of it"
+        )
+    t.recipe.set("algorithm.updates_per_step", batch // mini)
+    _optimizer_options(t, "megatron", f"{ACTOR}optim.", batch // mini)
+
+
+def _optimizer_options(t: Translation, group: str, prefix: str, updates: int) -> None:
+    """Options below `optim`; verl counts a schedule in rollouts, Megatron in optimizer steps."""
+    for name in verl.OPTIMIZER:
+        if (value := t.take(prefix + name)) is not None:
+            t.recipe.set(f"{group}.{name}", value)
+    for name in verl.COUNTED_IN_STEPS:
+        if (value := t.take(prefix + name)) is not None and value > 0:
+            t.recipe.set(f"{group}.{name}", value * updates)
+    _warm_up(t, group, f"{prefix}lr_warmup_steps_ratio", updates)
+    if betas := t.take(f"{prefix}betas"):
+        t.recipe.set(f"{group}.adam_beta1", betas[0])
+        t.recipe.set(f"{group}.adam_beta2", betas[1])
+    fields = megatron_fields()
+    for name, value in t.below(f"{prefix}override_optimizer_config.").items():
+        if name in fields:
+            t.recipe.set(f"{group}.{name}", value)
+        else:
+            t.absent(f"{prefix}override_optimizer_config.{name}", "the installed megatron-core has no such option")
+
+
+def _warm_up(t: Translation, group: str, key: str, updates: int) -> None:
+    """The warm-up that verl has as a share of the run, unless it is given in steps."""
+    if not (ratio := t.take(key)):
+        return
+    if t.recipe.get(f"{group}.lr_warmup_steps"):
+        t.without_effect(key, "lr_warmup_steps says it")
+    elif (steps := t.recipe.get("loop.steps")) == OPEN:
+        t.absent(
+            key,
+            f"the length of the run follows from data that is not here: lr_warmup_steps is this share of loop.steps,"
+            f" times {updates}",
+        )
+    else:
+        t.recipe.set(f"{group}.lr_warmup_steps", int(ratio * steps) * updates)
+
+
+def critic(t: Translation) -> None:
+    """The critic of an advantage that has one, and its optimizer; the length of the run is known before."""
+    if t.recipe.get("algorithm.advantage") != "gae":
+        for name in t.names_below("critic."):
+            t.without_effect(f"critic.{name}", "this advantage has no critic")
+        t.take("trainer.critic_warmup")
+        return
+    _optimizer_options(t, "critic.megatron", "critic.optim.", t.recipe.get("algorithm.updates_per_step"))
+    megatron(t, "critic.megatron", "critic.megatron.")
+    # A key that verl's critic does not set has verl's default there, and the policy's here.
+    for name in verl.PARALLEL:
+        if t.recipe.get(f"megatron.{name}") not in (None, True) and not t.recipe.get(f"critic.megatron.{name}"):
+            t.recipe.set(f"critic.megatron.{name}", None if name.startswith("virtual") else 1)
+    if (path := t.take("critic.model.path")) not in (None, t.recipe.get("model.path")):
+        t.recipe.set("critic.path", path)
+    t.recipe.set("critic.value_clip", t.take("critic.cliprange_value"))
+    if warmup := t.take("trainer.critic_warmup"):
+        t.recipe.set("critic.warmup_steps", warmup)

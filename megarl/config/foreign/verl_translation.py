@@ -1,0 +1,86 @@
+"""Settings of a verl command that are taken one by one, and the recipe that comes of them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from converters.errors import UserError, did_you_mean
+from megarl.config.foreign import verl_keys as verl
+from megarl.config.foreign.recipe import TranslatedRecipe
+from megarl.config.foreign.verl_settings import Unknown
+
+ACTOR, ROLLOUT, ALGORITHM = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm."
+
+
+class Translation:
+    """Settings of verl that are taken one by one, and the recipe that comes of them."""
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
+        self.recipe = TranslatedRecipe()
+        self._taken: set[str] = set()
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of a key of verl, else verl's own default."""
+        self._taken.add(key)
+        value = self.given.get(key, verl.DEFAULTS.get(key, default))
+        return value.word.known() if isinstance(value, Unknown) else value
+
+    def count(self, key: str) -> int:
+        """The value of a key that counts something. Raises UserError for less than one, which would divide by zero."""
+        value = self.take(key)
+        if type(value) is not int or value < 1:
+            raise UserError(f"{key}={value} is no number of at least 1: change it, then translate again")
+        return value
+
+    def has(self, key: str) -> bool:
+        """Whether the key is given, and not as nothing."""
+        return self.given.get(key) is not None
+
+    def choose(self, key: str, table: Mapping[str, str]) -> str:
+        """The value of a key in megarl's words. Raises UserError for one that megarl does not have."""
+        value = self.take(key)
+        if value not in table:
+            raise UserError(
+                f"{key}={value} has no counterpart, there are {', '.join(table)}{did_you_mean(str(value), table)};"
+                " change it, then translate again"
+            )
+        return table[value]
+
+    def names_below(self, prefix: str) -> list[str]:
+        """The rests of the given keys that begin so."""
+        return [key.removeprefix(prefix) for key in self.given if key.startswith(prefix)]
+
+    def below(self, prefix: str) -> dict[str, Any]:
+        """The given settings below `prefix`, by the rest of their keys."""
+        return {name: self.take(prefix + name) for name in self.names_below(prefix)}
+
+    def absent(self, key: str, why: str) -> None:
+        """Say that a given setting has no counterpart."""
+        self._taken.add(key)
+        self.recipe.absent.setdefault(why, []).append(f"{key}={self.given[key]}")
+
+    def without_effect(self, key: str, why: str) -> None:
+        """Say that a given setting changes nothing."""
+        self._taken.add(key)
+        self.recipe.always.setdefault(why, []).append(f"{key}={self.given[key]}")
+
+    def finish(self) -> TranslatedRecipe:
+        """The recipe, after all that is left has been said."""
+        for key, name in verl.SAME.items():
+            if self.has(key):
+                self.recipe.set(name, self.take(key))
+        for key in sorted(self.given.keys() - self._taken):
+            if key.endswith("._target_"):  # a class of verl's own
+                continue
+            if (why := self._nothing(key)) or (why := verl.reason(verl.ALWAYS, key)):
+                self.without_effect(key, why)
+            elif self.given[key] not in (None, False, "", [], {}):
+                self.absent(key, verl.reason(verl.ABSENT, key) or "megarl has no such setting")
+        return self.recipe
+
+    def _nothing(self, key: str) -> str:
+        """Why a setting asks for nothing; empty where it does."""
+        switches = [switch for beginning, switch in verl.SWITCHED.items() if key.startswith(beginning)]
+        if switches and not self.given.get(switches[0]):
+            return f"nothing comes of it without {switches[0]}"
+        return "nothing is asked so" if key in verl.NEUTRAL and self.given[key] == verl.NEUTRAL[key] else ""
