@@ -166,19 +166,30 @@ def _corrections(t: Translation) -> None:
 
 def _reward(t: Translation) -> None:
     path, name = t.take("custom_reward_function.path"), t.take("custom_reward_function.name", "compute_score")
-    if path:
+    if t.take("reward_model.enable"):
+        _reward_model(t)
+    elif path:
         t.recipe.set("reward.function", f"{path}:{name}")
     else:
         for reward, sources in verl.REWARDS.items():
             t.recipe.set(f"reward.functions.{reward}", {"function": reward, "data_sources": list(sources)})
-    if t.take("reward_model.enable") and t.has("reward_model.model.path"):
-        t.recipe.set("reward_model.path", t.take("reward_model.model.path"))
     overlong = "reward_model.reward_kwargs.overlong_buffer_cfg."
     enabled = t.take(f"{overlong}enable")
     tokens, penalty = t.take(f"{overlong}len"), t.take(f"{overlong}penalty_factor", 1.0)
     if enabled and tokens:
         t.recipe.set("reward.overlong_buffer_tokens", tokens)
         t.recipe.set("reward.overlong_penalty", penalty)
+
+
+def _reward_model(t: Translation) -> None:
+    """The score of a model, beside which verl asks no rule; a term of any weight there would be a part of the sum."""
+    t.recipe.set("reward_model.path", t.take("reward_model.model.path", OPEN))
+    t.recipe.set("reward.functions.rule", {"function": "exact_match", "weight": 0.0})
+    if t.has(rule := "custom_reward_function.path"):
+        t.without_effect(rule, "the reward model's score is the only reward")
+    if t.recipe.get("loop.eval_every"):
+        t.recipe.set("loop.eval_every", 0)
+        t.absent("trainer.test_freq", "held-out responses are scored by rules alone, and none has weight here")
 
 
 def _run(t: Translation) -> None:

@@ -15,7 +15,8 @@ from megarl.cli.main import main
 from megarl.config.compose import compose
 from megarl.config.foreign.from_verl import from_verl
 from megarl.config.foreign.recipe import TranslatedRecipe, check
-from megarl.config.origins import leaves
+from megarl.config.origins import compose_open, leaves
+from megarl.rewards.terms import terms_of
 
 SHARED = {"nodes": 1, "shared": True}
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -267,3 +268,23 @@ def test_a_warm_up_in_steps_counts_before_one_in_a_share() -> None:
     assert recipe.get("megatron.lr_warmup_steps") == 2 * 5
     assert recipe.get("critic.megatron.lr_warmup_steps") == 2 * 5
     assert WARM_UPS[0] in said(recipe.always)
+
+
+def test_a_reward_model_is_the_only_reward(tmp_path: Path) -> None:
+    model = ["reward_model.enable=True", "reward_model.model.path=/models/judge"]
+    given = [*PPO, *model, "custom_reward_function.path=mine.py", "trainer.test_freq=5"]
+    recipe = from_verl(given, {})
+    check(recipe)
+    assert recipe.get("reward_model.path") == "/models/judge"
+    (tmp_path / "mine.yaml").write_text(recipe.yaml("A recipe"))
+    terms = terms_of(compose_open("mine", (), str(tmp_path))[0].reward)
+    assert [(term.weight, term.data_sources, term.source.truth_check()) for term in terms] == [(0.0, (), None)]
+    assert "custom_reward_function.path=mine.py" in said(recipe.always)
+    # Held-out responses are scored by rules alone.
+    assert recipe.get("loop.eval_every") == 0
+    assert said(recipe.absent) == ["trainer.test_freq=5"]
+
+
+def test_a_reward_model_without_a_path_is_said() -> None:
+    recipe = from_verl([*PPO, "reward_model.enable=True"], {})
+    assert recipe.get("reward_model.path") == "???"
