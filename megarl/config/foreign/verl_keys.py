@@ -32,6 +32,7 @@ DEFAULTS: Mapping[str, Any] = {
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
     "data.train_batch_size": 1024,
+    "lora.alpha": 16,
     "trainer.experiment_name": "gsm8k",
     "trainer.logger": ["console", "wandb"],
     "trainer.n_gpus_per_node": 8,

@@ -288,3 +288,9 @@ def test_a_reward_model_is_the_only_reward(tmp_path: Path) -> None:
 def test_a_reward_model_without_a_path_is_said() -> None:
     recipe = from_verl([*PPO, "reward_model.enable=True"], {})
     assert recipe.get("reward_model.path") == "???"
+
+
+@pytest.mark.parametrize(("given", "alpha"), [(["rank=8"], 16), (["rank=8", "alpha=32"], 32), ([], None)])
+def test_an_adapter_has_the_scale_that_it_has_there(given: list[str], alpha: int | None) -> None:
+    recipe = from_verl([f"actor_rollout_ref.model.lora_{each}" for each in given] or ["data.seed=1"], {})
+    assert recipe.get("lora.alpha") == alpha
