@@ -28,7 +28,9 @@ DEFAULTS: Mapping[str, Any] = {
     "algorithm.kl_penalty": "kl",
     "algorithm.lam": 1.0,
     "critic.cliprange_value": 0.5,
+    "critic.optim.clip_grad": 1.0,
     "critic.optim.lr": 1e-5,
+    "critic.optim.weight_decay": 0.01,
     "data.max_prompt_length": 512,
     "data.max_response_length": 512,
     "data.train_batch_size": 1024,
@@ -59,6 +61,7 @@ ALIASES: Mapping[str, str] = {
     "actor_rollout_ref.model.lora_alpha": "lora.alpha",
     "actor_rollout_ref.model.target_modules": "lora.target_modules",
     "actor_rollout_ref.model.lora_adapter_path": "lora.adapter_path",
+    "critic.grad_clip": "critic.optim.clip_grad",
     "data.gen_batch_size": "data.gen_batch_size",
 }
 """How a key is called in one version of verl -> in another; names that end in a dot are beginnings."""
@@ -96,6 +99,17 @@ OPTIMIZER = (
 """Below `optim`: options that Megatron calls so, too."""
 COUNTED_IN_STEPS = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
 """The same, in rollouts; Megatron counts optimizer steps."""
+OPTIMIZER_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("lr_decay_steps", "lr_wsd_decay_steps")),
+    **dict.fromkeys(("lr_decay_style", "weight_decay_incr_style"), "constant"),
+    **dict.fromkeys(("min_lr", "lr_warmup_init"), 0.0),
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_eps": 1e-8,
+    "lr_warmup_steps": 0,
+    "lr_wsd_decay_style": "exponential",
+}
+"""Option of Megatron -> its value in an optimizer of which verl is not told another."""
 PARALLEL = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),

@@ -82,6 +82,9 @@ def critic(t: Translation) -> None:
     for name in verl.PARALLEL:
         if t.recipe.get(f"megatron.{name}") not in (None, True) and not t.recipe.get(f"critic.megatron.{name}"):
             t.recipe.set(f"critic.megatron.{name}", None if name.startswith("virtual") else 1)
+    for name, value in verl.OPTIMIZER_DEFAULTS.items():
+        if t.recipe.get(f"megatron.{name}") is not None and t.recipe.get(f"critic.megatron.{name}") is None:
+            t.recipe.set(f"critic.megatron.{name}", value)
     if (path := t.take("critic.model.path")) not in (None, t.recipe.get("model.path")):
         t.recipe.set("critic.path", path)
     t.recipe.set("critic.value_clip", t.take("critic.cliprange_value"))

@@ -151,6 +151,8 @@ def test_ppo_with_megatron(tmp_path: Path) -> None:
         # verl's critic is not cut as the policy is, where nothing is said.
         "critic.megatron.pipeline_model_parallel_size": 1,
         "critic.megatron.lr": 1e-2,
+        "critic.megatron.weight_decay": 0.01,
+        "critic.megatron.clip_grad": 1.0,
         "critic.value_clip": 0.5,
         "critic.warmup_steps": 1,
         "rollout.engine": "vllm",
@@ -294,3 +296,28 @@ def test_a_reward_model_without_a_path_is_said() -> None:
 def test_an_adapter_has_the_scale_that_it_has_there(given: list[str], alpha: int | None) -> None:
     recipe = from_verl([f"actor_rollout_ref.model.lora_{each}" for each in given] or ["data.seed=1"], {})
     assert recipe.get("lora.alpha") == alpha
+
+
+def test_the_critic_has_its_own_optimizer() -> None:
+    names = {
+        "lr_warmup_steps": 10,
+        "weight_decay": 0.1,
+        "min_lr": 1e-7,
+        "lr_decay_style": "cosine",
+        "betas": [0.8, 0.9],
+    }
+    actor = [f"{ACTOR}optim.{name}={value}" for name, value in names.items()]
+    options = [f"+{ACTOR}optim.override_optimizer_config.adam_eps=1e-6", f"{ACTOR}grad_clip=0.5"]
+    recipe = from_verl([*PPO, *actor, *options, "critic.grad_clip=0.3"], {})
+    assert recipe.absent == {}
+    assert values(recipe, "critic.megatron.") == {
+        "critic.megatron.lr": 1e-5,
+        "critic.megatron.weight_decay": 0.01,
+        "critic.megatron.clip_grad": 0.3,
+        "critic.megatron.lr_warmup_steps": 0,
+        "critic.megatron.min_lr": 0.0,
+        "critic.megatron.lr_decay_style": "constant",
+        "critic.megatron.adam_beta1": 0.9,
+        "critic.megatron.adam_beta2": 0.999,
+        "critic.megatron.adam_eps": 1e-8,
+    }
