@@ -209,7 +209,10 @@ def _run(t: Translation) -> None:
     steps, epochs = t.take("trainer.total_training_steps"), t.take("trainer.total_epochs")
     t.recipe.set("loop.steps", steps or _steps_of_epochs(t.recipe.get("data.train_files"), epochs, prompts))
     t.recipe.set("loop.eval_every", max(0, t.take("trainer.test_freq")))
-    t.recipe.set("checkpoint.every", max(0, t.take("trainer.save_freq")))
+    saved = max(0, t.take("trainer.save_freq"))
+    t.recipe.set("checkpoint.every", saved)
+    if saved and not t.take("trainer.max_actor_ckpt_to_keep"):
+        t.recipe.set("checkpoint.keep_every", saved)
     if t.take("trainer.resume_mode") == "disable":
         t.recipe.set("checkpoint.resume", "never")
     loggers = t.take("trainer.logger")

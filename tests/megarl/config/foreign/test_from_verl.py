@@ -321,3 +321,16 @@ def test_the_critic_has_its_own_optimizer() -> None:
         "critic.megatron.adam_beta2": 0.999,
         "critic.megatron.adam_eps": 1e-8,
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "last", "every"),
+    [
+        ([], None, 20),
+        (["trainer.max_actor_ckpt_to_keep=null"], None, 20),
+        (["trainer.max_actor_ckpt_to_keep=3"], 3, None),
+    ],
+)
+def test_checkpoints_stay_as_they_do_there(given: list[str], last: int | None, every: int | None) -> None:
+    recipe = from_verl(["trainer.save_freq=20", *given], {})
+    assert [recipe.get(f"checkpoint.{name}") for name in ("every", "keep_last", "keep_every")] == [20, last, every]
