@@ -7,7 +7,7 @@ from megarl.algorithms import PreferenceObjective
 from megarl.cluster.trainer.batch import Batch, opened_values
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.run.opening import RunSetup
-from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
+from megarl.run.preferences import digest_of_pairs, draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
 from megarl.run.supervised import HeldOut, Training, open_training
 from megarl.schema import MegarlConfig
 from megatron_ext.log_probs import LogProbs
@@ -24,7 +24,7 @@ def dpo(config: MegarlConfig) -> None:
     if setup.is_finished():
         return
     train, held_out = read_pairs(setup)
-    sampler = setup.sampler(len(train))
+    sampler = setup.sampler(len(train), digest_of_pairs(train))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
     with open_training(setup) as training:
         batches = draw_pairs(setup, sampler, train, partial(_compared, training))

@@ -7,7 +7,7 @@ from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer.batch import Batch
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.run.opening import RunSetup
-from megarl.run.preferences import draw_pairs, held_out_metrics, pair_batch, read_pairs
+from megarl.run.preferences import digest_of_pairs, draw_pairs, held_out_metrics, pair_batch, read_pairs
 from megarl.run.supervised import HeldOut, open_training
 from megarl.schema import MegarlConfig
 from megatron_ext.packing.packing import RaggedBatch
@@ -23,7 +23,7 @@ def train_reward_model(config: MegarlConfig) -> None:
     if setup.is_finished():
         return
     train, held_out = read_pairs(setup)
-    batches = draw_pairs(setup, setup.sampler(len(train)), train)
+    batches = draw_pairs(setup, setup.sampler(len(train), digest_of_pairs(train)), train)
     with open_training(setup) as training:
         training.build(head="value")
         training.resume()

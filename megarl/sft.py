@@ -7,6 +7,7 @@ from megarl.algorithms import SftObjective, exact_matches
 from megarl.cluster.trainer.batch import Batch, opened_values
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import Conversation, PromptSampler, load_conversations
+from megarl.data.sampler import digest_of
 from megarl.run.batches import StepBatch
 from megarl.run.opening import RunSetup
 from megarl.run.supervised import HeldOut, conversation_batch, open_training
@@ -24,7 +25,8 @@ def sft(config: MegarlConfig) -> None:
     enough = settings.stop_at_exact_match
     if enough is not None and not held_out:
         raise UserError("sft.stop_at_exact_match needs held-out conversations: set sft.eval_files")
-    batches = setup.batches(setup.sampler(len(train)), lambda sampler, _: [_draw(sampler, train, config)])
+    sampler = setup.sampler(len(train), digest_of(conversation.token_ids for conversation in train))
+    batches = setup.batches(sampler, lambda sampler, _: [_draw(sampler, train, config)])
     with open_training(setup) as training:
         training.build()
         training.resume()

@@ -15,6 +15,7 @@ from megarl.algorithms import PreferenceObjective
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.trainer.batch import Batch, opened_values
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
+from megarl.data.sampler import digest_of
 from megarl.data.stretches import here
 from megarl.models.context import check_context
 from megarl.process.phase import phase
@@ -51,7 +52,7 @@ def spin(config: MegarlConfig) -> None:
     held_out = _read(setup, settings.eval_files) if settings.eval_files else []
     check_lengths(exchanges, config)
     check_context(config, (exchange.prompt for exchange in exchanges))
-    sampler = setup.sampler(len(exchanges))
+    sampler = setup.sampler(len(exchanges), digest_of(part for exchange in exchanges for part in exchange))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
     with open_training(setup, engines=True) as training:
         engines = training.processes.engines()

@@ -102,8 +102,9 @@ class PromptSampler:
         saved = state.get("digest", "")
         if saved and self._digest and saved != self._digest:
             raise UserError(
-                "the checkpoint's prompts are not those of this run, although there are as many, so their order cannot "
-                "be continued; resume with the same data files, chat template and data.max_prompt_tokens"
+                "the checkpoint's examples are not those of this run, although there are as many, so that their order "
+                "cannot be continued; resume with the same data files, chat template and, of prompts, "
+                "data.max_prompt_tokens"
             )
         self._start_epoch(state["epoch"], state["position"])
 

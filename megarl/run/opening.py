@@ -129,10 +129,10 @@ class RunSetup:
             print(f"all {self.step} steps are done; raise {key} to go on from the last one", flush=True)
         return True
 
-    def sampler(self, size: int, digest: str = "") -> PromptSampler:
+    def sampler(self, size: int, digest: str) -> PromptSampler:
         """Sampler of `size` examples, where the run stands. Raises UserError if the run drew from other examples.
 
-        Without a `digest` of them it knows others by their number alone.
+        The `digest` of their tokens tells them from as many others.
         """
         sampler = PromptSampler(size, self.config.data.shuffle, self.config.loop.seed, digest)
         if self.checkpoint is not None:

@@ -8,6 +8,7 @@ from megarl.algorithms import Metrics
 from megarl.algorithms.finite import check_finite
 from megarl.algorithms.ragged import Ragged
 from megarl.data import PreferencePair, PromptSampler, load_pairs
+from megarl.data.sampler import digest_of
 from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.opening import RunSetup
 from megarl.run.supervised import conversation_batch
@@ -24,6 +25,11 @@ def read_pairs(setup: RunSetup) -> tuple[list[PreferencePair], list[PreferencePa
         for files in (config.preference.train_files, config.preference.eval_files)
     )
     return train, held_out
+
+
+def digest_of_pairs(pairs: Sequence[PreferencePair]) -> str:
+    """Digest of the tokens of both replies, which differs where any of them, or their order, does."""
+    return digest_of(reply.token_ids for pair in pairs for reply in pair)
 
 
 def pair_batch(pairs: Sequence[PreferencePair]) -> RaggedBatch:

@@ -93,7 +93,9 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
 
 
 def self_play(run, engines, refit):
-    return run.setup.batches(run.setup.sampler(len(EXCHANGES)), partial(draw_iteration, run, engines, refit, EXCHANGES))
+    return run.setup.batches(
+        run.setup.sampler(len(EXCHANGES), ""), partial(draw_iteration, run, engines, refit, EXCHANGES)
+    )
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=4), st.integers(0, 3))
@@ -181,7 +183,7 @@ def test_a_checkpoint_of_other_data_is_refused_before_anything_starts(training):
     run = training(steps=1)
     run.learn(self_play(run, FakeEngines(lambda prompt: [9, 2]), lambda version: {}), None, None)
     with pytest.raises(UserError, match="prompt sampler has size=3 and this run size=4"):
-        training(steps=2).setup.sampler(4)
+        training(steps=2).setup.sampler(4, "")
 
 
 def test_a_pair_that_has_no_place_is_refused_before_anything_starts(training):
@@ -201,7 +203,7 @@ def test_training_ends_with_its_steps_or_when_it_is_enough(tmp_path):
         return [StepBatch(conversation_batch([Conversation([1, sampler.next(1)[0]], [False, True])], "token_mean"))]
 
     def batches():
-        return run.setup.batches(run.setup.sampler(2), make)
+        return run.setup.batches(run.setup.sampler(2, ""), make)
 
     run, measured = make_training(tmp_path / "all", steps=5), []
 

@@ -81,7 +81,7 @@ def test_a_run_goes_on_with_the_same_prompts_alone():
     sampler = PromptSampler(2, True, 0, digest)
     sampler.next(1)
     PromptSampler(2, True, 0, digest_of([[1, 2], [3]])).load_state_dict(sampler.state_dict())
-    with pytest.raises(UserError, match="prompts are not those of this run"):
+    with pytest.raises(UserError, match="examples are not those of this run"):
         PromptSampler(2, True, 0, digest_of([[1, 2], [4]])).load_state_dict(sampler.state_dict())
 
 
