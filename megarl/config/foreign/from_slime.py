@@ -83,8 +83,7 @@ def _algorithm(t: _Translation) -> None:
         t.recipe.set("algorithm.advantage_options", {"gamma": gamma, "gae_lambda": lambd})
         if "normalize_advantages" not in t.given:
             t.absent("advantage_estimator", "gae whitens advantages here, as with --normalize-advantages there")
-        t.recipe.set("critic.value_clip", t.take("value_clip"))
-        t.recipe.set("critic.warmup_steps", t.take("num_critic_only_steps"))
+        _critic(t)
     elif advantage == "reinforce_plus_plus":
         t.recipe.set("algorithm.advantage_options", {"gamma": gamma})
     elif advantage == "grpo" and t.take("disable_grpo_std_normalization"):
@@ -111,6 +110,15 @@ def _algorithm(t: _Translation) -> None:
             t.recipe.set("algorithm.dynamic_sampling", True)
         else:
             t.absent("dynamic_sampling_filter_path", "algorithm.filter_on, filter_low and filter_high say which groups")
+
+
+def _critic(t: _Translation) -> None:
+    for name, key in slime.CRITIC.items():
+        if (value := t.take(name)) is not None:
+            t.recipe.set(key, value)
+    nodes, gpus = map(t.take, slime.CRITIC_RANKS)
+    if nodes and gpus:
+        t.recipe.set("critic.ranks", nodes * gpus)
 
 
 def _kl(t: _Translation) -> None:
@@ -208,12 +216,14 @@ def _rest(t: _Translation) -> None:
             t.recipe.set(*slime.SWITCHES[name])
         elif name in t.taken:
             continue
-        elif why := slime.ALWAYS.get(name) or slime.ALWAYS.get(name.removeprefix("disable_").removeprefix("no_")):
+        elif why := _of_either(slime.ALWAYS, name):
             t.recipe.always.setdefault(why, []).append(shown(argument))
-        elif why := slime.ABSENT.get(name) or _beginning(name):
+        elif why := _of_either(slime.ABSENT, name) or _beginning(name):
             t.absent(name, why)
+        elif name in slime.CRITIC or name in slime.CRITIC_RANKS:
+            t.recipe.always.setdefault("this advantage has no critic", []).append(shown(argument))
         else:
-            translate(argument, t.given.values(), script)
+            translate(argument, t.given.values(), script, slime.NAMES)
     t.recipe.set("megatron.lr", slime.DEFAULTS["lr"])
     for assignment in script.assignments:
         override = OverridesParser.create().parse_override(assignment.text)
@@ -223,6 +233,11 @@ def _rest(t: _Translation) -> None:
     _compare(t, script.model)
 
 
+def _of_either(table: Mapping[str, str], name: str) -> str:
+    """The text for an argument, or for the one that it turns off; empty where there is none."""
+    return table.get(name) or table.get(name.removeprefix("disable_").removeprefix("no_"), "")
+
+
 def _beginning(name: str) -> str:
     return next((why for start, why in slime.ABSENT_BEGINNINGS.items() if name.startswith(start)), "")
 
@@ -230,7 +245,7 @@ def _beginning(name: str) -> str:
 def _compare(t: _Translation, model: list[Argument]) -> None:
     """Compare what the script says of the model with config.json, where it is there."""
     path = t.recipe.get("model.path", OPEN)
-    if path != OPEN and Path(path, "config.json").is_file():
-        check_model(model, path)
+    if path != OPEN and Path(str(path), "config.json").is_file():
+        check_model(model, str(path))
     if model:
         t.recipe.always.setdefault("config.json says what the model is", []).extend(each.flag for each in model)

@@ -68,8 +68,13 @@ def check_model(arguments: Iterable[Argument], model_path: str) -> None:
             )
 
 
-def translate(argument: Argument, others: Iterable[Argument], script: MegatronScript) -> None:
-    """Add one argument to the `script`; `others` are those beside it. Raises UserError as `read_megatron_script`."""
+def translate(
+    argument: Argument, others: Iterable[Argument], script: MegatronScript, of_slime: Iterable[str] = ()
+) -> None:
+    """Add one argument to the `script`; `others` are those beside it. Raises UserError as `read_megatron_script`.
+
+    The names `of_slime` are those of a script that is slime's, where an argument may be meant as one of them.
+    """
     name, fields = argument.name, megatron_fields()
     positive = name.removeprefix("no_")
     if positive in MODEL:
@@ -89,11 +94,12 @@ def translate(argument: Argument, others: Iterable[Argument], script: MegatronSc
         options, _ = parse_flags([f"--{no}{field_name}", *argument.words], {})
         script.assignments += [_assignment(argument, f"megatron.{key}", value) for key, value in options.items()]
     else:
-        known = [each.replace("_", "-") for each in (*fields, *RENAMED, *SWITCHES, *KEYS, *MODEL, *LEFT_OUT, *REFUSED)]
+        of_slime, names = tuple(of_slime), (*fields, *RENAMED, *SWITCHES, *KEYS, *MODEL, *LEFT_OUT, *REFUSED)
+        known = [each.replace("_", "-") for each in (*of_slime, *names)]
         advice = did_you_mean(name.replace("_", "-"), known, "--{}")
         raise UserError(
-            f"{argument.where}: {argument.flag} is known neither to Megatron-LM's training script nor to the installed"
-            f" megatron-core{advice or '; leave it out'}"
+            f"{argument.where}: {argument.flag} is known neither to {'slime nor to ' if of_slime else ''}Megatron-LM's"
+            f" training script nor to the installed megatron-core{advice or '; leave it out'}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Arguments of slime and what becomes of each here; all others are Megatron-LM's."""
+"""Arguments of slime, of this and earlier versions, and what becomes of each; all others are Megatron-LM's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -41,12 +41,22 @@ SAME: Mapping[str, str] = {
     "rollout_top_k": "rollout.top_k",
     "rollout_top_p": "rollout.top_p",
     "save": "output_dir",
+    "rollout_seed": "loop.seed",
     "save_interval": "checkpoint.every",
-    "seed": "loop.seed",
     "wandb_group": "tracking.run_name",
     "wandb_project": "tracking.project",
 }
 """Argument -> key of megarl that takes the same value."""
+
+CRITIC: Mapping[str, str] = {
+    "critic_lr": "critic.megatron.lr",
+    "critic_lr_warmup_iters": "critic.megatron.lr_warmup_steps",
+    "num_critic_only_steps": "critic.warmup_steps",
+    "value_clip": "critic.value_clip",
+}
+"""The same, where the advantage has a critic."""
+CRITIC_RANKS = ("critic_num_nodes", "critic_num_gpus_per_node")
+"""Arguments whose product is the number of the critic's ranks."""
 
 LISTS: Mapping[str, str] = {"rollout_stop_token_ids": "rollout.stop_token_ids"}
 """The same, for several values."""
@@ -84,7 +94,25 @@ _TURNS = "who waits for its turn on shared GPUs always has its memory on the hos
 _MODEL = "weights come from model.path, also those of the reference"
 _RUN = "a run goes on from the latest checkpoint in output_dir"
 
+_LOGGED = "it is logged, or checked, in any case"
+_NAMES = "files and names of a run follow from output_dir and tracking.*"
+_HEALTH = "cluster.silence_timeout_s says how long an engine may give no sign of life"
+_ROUTER = "requests are sent by megarl's own router"
+
 ALWAYS: Mapping[str, str] = {
+    **dict.fromkeys(("check_weight_update_equal", "get_mismatch_metrics", "use_rollout_entropy"), _LOGGED),
+    **dict.fromkeys(("critic_save", "wandb_random_suffix", "tb_experiment_name", "tb_project_name"), _NAMES),
+    **dict.fromkeys(
+        ("rollout_health_check_first_wait", "rollout_health_check_interval", "rollout_health_check_timeout"), _HEALTH
+    ),
+    **dict.fromkeys(("http_proxy", "use_distributed_post"), _ROUTER),
+    "balance_by_flops": "sequences are always dealt evenly",
+    "loss_mask_type": "only what the policy sampled is trained on",
+    "recompute_loss_function": "log-probs are always computed a part of the vocabulary at a time",
+    "release_train": _TURNS,
+    "rollout_data_transport": "rollouts come to the trainer's ranks by themselves",
+    "seed": "every random stream follows from loop.seed, which is --rollout-seed",
+    "tis_clip_low": "it is a bound of --use-tis",
     **dict.fromkeys(
         ("balance_data", "data_pad_size_multiplier", "micro_batch_size", "qkv_format", "use_dynamic_batch_size"),
         _PACKED,
@@ -116,10 +144,57 @@ _DATA = (
 )
 _OWN = "it has slime's own form: rewards are path/to/file.py:name in reward.function, all else is chosen by name"
 
+_SAMPLED = "a run samples what it trains on, and trains on what it samples"
+_NO_TEXTS = "responses are not written, only their metrics: a reward function of your own may write them"
+_ALL_WEIGHTS = "all weights are trained, but for model.freeze_moe_router, or those of an adapter: lora.rank"
+_SCORE = "a reward function returns a number, or a mapping whose score is the reward"
+_STATES = "the optimizer keeps its states for the whole run"
+_CONTEXT = "responses have rollout.max_response_tokens after any prompt, and an engine the limit of its own arguments"
+_FILES = "prompts come from files, and a step has as many as loop.prompts_per_step"
+
 ABSENT: Mapping[str, str] = {
     **dict.fromkeys(
-        ("eval_config", "eval_input_key", "eval_label_key", "label_key", "metadata_key", "tool_key"), _DATA
+        (
+            *("eval_config", "eval_input_key", "eval_label_key", "eval_tool_key", "label_key", "metadata_key"),
+            "tool_key",
+        ),
+        _DATA,
     ),
+    **dict.fromkeys(("debug_rollout_only", "debug_train_only"), _SAMPLED),
+    **dict.fromkeys(
+        ("load_debug_rollout_data", "load_debug_rollout_data_subsample", "load_forge_rollout_data"), _SAMPLED
+    ),
+    **dict.fromkeys(("dump_details", "save_debug_rollout_data", "save_debug_train_data"), _NO_TEXTS),
+    **dict.fromkeys(("freeze_indexer", "freeze_params_name_list", "only_train_params_name_list"), _ALL_WEIGHTS),
+    **dict.fromkeys(("eval_reward_key", "reward_key"), _SCORE),
+    **dict.fromkeys(("reset_optimizer_states", "use_stateless_adam"), _STATES),
+    **dict.fromkeys(("eval_max_context_len", "rollout_max_context_len"), _CONTEXT),
+    **dict.fromkeys(
+        ("fetch_trajectory_retry_times", "min_batch_collection_ratio", "rollout_buffer_url", "rollout_task_type"),
+        _FILES,
+    ),
+    **dict.fromkeys(
+        (
+            *("rollout_all_samples_process_path", "rollout_data_postprocess_path", "rollout_sample_filter_path"),
+            "rollout_sample_hook_path",
+        ),
+        _OWN,
+    ),
+    "allgather_cp": "megatron.cp_comm_type says how context-parallel ranks exchange keys and values",
+    "critic_load": "the critic begins with critic.path, a HuggingFace folder, or with the policy's weights",
+    "critic_train_only": "critic.warmup_steps are steps in which the critic alone learns",
+    "compute_advantages_and_returns": "algorithm.advantage says what is computed",
+    "eval_min_new_tokens": "a response may end with its first token",
+    "group_rm": "a reward function scores one response",
+    "keep_old_actor": "algorithm.ratio_to says which policy ratios compare with",
+    "mask_offpolicy_in_partial_rollout": "algorithm.corrections has masks of tokens and responses",
+    "megatron_config_path": "options of the critic are given as critic.megatron",
+    "qwen_gdn_backend": "layers are computed by megatron-core",
+    "rewards_normalization": "the advantage says how rewards are normalised: algorithm.advantage has others",
+    "rollout_external_engine_addrs": "engines are started by megarl",
+    "rollout_stop": "responses end at tokens: rollout.stop_token_ids",
+    "save_hf": "the last step is written as a HuggingFace folder, and megarl export makes one of a checkpoint",
+    "train_env_vars": "cluster.environment has the variables of all ranks and engines",
     "apply_chat_template_kwargs": "the chat template takes no arguments",
     "loss_type": "megarl sft fine-tunes on conversations, with keys of the group sft",
     "multimodal_keys": "models of images are not trained",
@@ -128,17 +203,23 @@ ABSENT: Mapping[str, str] = {
     "rm_url": "a reward is a function, and one of your own may ask a server",
     "rollout_num_gpus": "engines have the trainer's GPUs, or rollout.replicas says how many there are",
     "use_opd": "teachers are given as teachers.NAME.path",
-    "use_opsm": "algorithm.off_policy_mask leaves such responses out",
+    **dict.fromkeys(("opsm_delta", "use_opsm"), "algorithm.off_policy_mask leaves such responses out"),
     "use_routing_replay": "only the experts of the rollout are replayed: algorithm.router_replay",
     "normalize_advantages": "gae and reinforce_plus_plus always whiten advantages, others never",
 }
 """Argument without a counterpart -> what there is in its place."""
 
 ABSENT_BEGINNINGS: Mapping[str, str] = {
+    "ci_": "it is for slime's own tests",
     "custom_": _OWN,
+    "megatron_deepgemm_": "the trainer computes in model.dtype",
+    "memory_": "tracking.profile=STEP writes a timeline of all processes",
     **dict.fromkeys(("rollout_function", "data_source_path", "eval_function", "buffer_filter"), _OWN),
     "opd_": "teachers are given as teachers.NAME.path",
     "sglang_router": "requests are sent by megarl's own router",
     "update_weight": "refit.* says how weights move",
 }
 """How such arguments begin -> the same."""
+
+NAMES = (*DEFAULTS, *SAME, *CRITIC, *LISTS, *SWITCHES, *ALWAYS, *ABSENT, "use_tis")
+"""Names to look for the nearest in, where an argument is unknown."""

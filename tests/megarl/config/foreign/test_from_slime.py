@@ -20,6 +20,8 @@ MODEL = """MODEL_ARGS=(
    --moe-layer-freq [1]*94 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0
 )
 """
+FLAGS = (Path(__file__).parent / "slime_arguments.txt").read_text().split()
+"""Arguments that slime itself has, of its present and of earlier versions."""
 RUN = """#!/bin/bash
 # for rerun the task
 pkill -9 sglang
@@ -158,7 +160,7 @@ def test_the_command_prints_it_and_compares_the_model(
         ("--advantage-estimator grpo", "--advantage-estimator gspoo", "gspoo has no counterpart.*did you mean gspo?"),
         ("--global-batch-size 64", "--global-batch-size 60", "256 responses .* cannot be cut into batches of"),
         ("--rollout-num-gpus-per-engine 8", "--rollout-num-gpus-per-engine 5", "16 GPUs cannot be shared out"),
-        ("--use-tis", "--use-tiss", "--use-tiss is known neither"),
+        ("--use-tis", "--use-tiss", "--use-tiss is known neither to slime nor .*did you mean --use-tis?"),
         ("--use-tis", "--loss-type sft_loss", "which is megarl sft here"),
     ],
 )
@@ -174,3 +176,36 @@ def test_advantages_that_are_whitened_here_and_not_there_are_said(tmp_path: Path
     assert recipe.get("algorithm.advantage") == "gae"
     notes = [why for why, settings in recipe.absent.items() if "--advantage-estimator ppo" in settings]
     assert [why.split(",")[0] for why in notes] == ([] if normalized else ["gae whitens advantages here"])
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_no_argument_of_slime_is_called_unknown(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "run.yaml").write_text(f"{flag}: 1\n")
+    try:
+        from_slime(tmp_path / "run.yaml", {})
+    except UserError as error:  # for a value that it cannot have
+        sentence = error.sentence
+    else:
+        sentence = ""
+    assert "is known neither" not in sentence
+
+
+def test_the_critic_of_earlier_versions_has_its_own_settings(tmp_path: Path) -> None:
+    critic = "--critic-lr 1e-5 --critic-lr-warmup-iters 5 --critic-num-nodes 1 --critic-num-gpus-per-node 8"
+    given = {"BASE": "/b"}
+    recipe = from_slime(script(tmp_path, "--advantage-estimator grpo", f"--advantage-estimator ppo {critic}"), given)
+    assert values(recipe, "critic.") == {
+        "critic.ranks": 8,
+        "critic.value_clip": 0.2,
+        "critic.warmup_steps": 0,
+        "critic.megatron.lr": 1e-5,
+        "critic.megatron.lr_warmup_steps": 5,
+    }
+    none = from_slime(script(tmp_path, "--advantage-estimator grpo", f"--advantage-estimator grpo {critic}"), given)
+    assert values(none, "critic.") == {}
+    assert "--critic-lr 1e-5" in none.always["this advantage has no critic"]
+
+
+def test_the_seed_of_rollouts_is_the_seed_here(tmp_path: Path) -> None:
+    recipe = from_slime(script(tmp_path, "--use-tis", "--rollout-seed 7 --seed 8"), {"BASE": "/b"})
+    assert recipe.get("loop.seed") == 7
