@@ -77,7 +77,7 @@ test-parallel: setup
 
 test-sglang: export OMP_NUM_THREADS ?= 1
 test-sglang: setup .venv-sglang
-	$(PYTHON) -m pytest -m sglang $(ARGS) tests/megarl/rollout
+	$(PYTHON) -m pytest -m sglang $(ARGS) tests/megarl/rollout tests/megarl/refit
 
 test-slurm: export OMP_NUM_THREADS ?= 1
 test-slurm: setup

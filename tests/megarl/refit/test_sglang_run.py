@@ -1,4 +1,4 @@
-"""A whole job whose engine is SGLang's, over a server with its rules: refits, and a server that is killed."""
+"""A whole job whose engine is SGLang's, over a server with its rules and over its own: refits, and a killed server."""
 
 import sys
 from pathlib import Path
@@ -23,6 +23,8 @@ from megarl.train import train_step
 
 SEEN = "base_model.model.model.layers.0.mlp.gate_proj"
 """The one matrix of which the stand-in sees an adapter."""
+OWN_SERVER = "megarl.rollout.sglang.server"
+"""The module that a real server runs."""
 STAND_IN = Path(__file__).parents[1] / "rollout" / "sglang_stand_in.py"
 
 
@@ -59,9 +61,9 @@ def config(tmp_path):
     )
 
 
-def servers():
+def servers(program=str(STAND_IN)):
     found = psutil.Process().children(recursive=True)
-    return [each for each in found if each.is_running() and str(STAND_IN) in each.cmdline()]
+    return [each for each in found if each.is_running() and program in each.cmdline()]
 
 
 @pytest.mark.long
@@ -77,6 +79,25 @@ def test_a_run_over_sglang_goes_on_after_its_server_was_killed(stand_in, config,
             check_greedy(job, adapter)
         # The processes of the cluster are still there, and would not end them.
         assert psutil.wait_procs([killed, other], timeout=20)[1] == []
+
+
+@pytest.mark.sglang
+def test_sglangs_own_server_that_was_killed_comes_back_with_the_weights(config):
+    """The first refit brings the weights, to each: neither server reads any."""
+    config.rollout.engine_args = {"context_length": 64, "max_total_tokens": 1024, "max_running_requests": 4}
+    sampling = SamplingParameters(temperature=0, max_tokens=8)
+    with ray_cluster(ClusterConfig()), open_job(RunSetup.read(config, "train")) as job:
+        job.refit(0)
+        ((before,),) = job.engines.generate([Request([5, 6, 7], sampling)])
+        (killed,) = servers(OWN_SERVER)
+        killed.kill()
+        ((after,),) = job.engines.generate([Request([5, 6, 7], sampling)])
+        (other,) = servers(OWN_SERVER)
+        assert other != killed
+        assert len(before.token_ids) > 0
+        assert after.token_ids.tolist() == before.token_ids.tolist()
+        assert after.log_probs.tolist() == before.log_probs.tolist()
+        assert after.versions.tolist() == before.versions.tolist() == [0] * len(before.token_ids)
 
 
 def train_over_a_killed_server(job, direct):
