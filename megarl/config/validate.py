@@ -105,6 +105,7 @@ _ABOVE_ZERO = (
     "cluster.gpu_share",
     "cluster.start_timeout_s",
     "cluster.silence_timeout_s",
+    "cluster.engine_start_timeout_s",
     "cluster.collective_timeout_s",
     "refit.timeout_s",
     "refit.log_prob_tolerance",

@@ -167,9 +167,10 @@ class Processes:
 
     def engines(self) -> EngineGroup:
         """Engines that are placed, without a model."""
-        restarts = self._config.cluster.max_engine_restarts
+        cluster = self._config.cluster
+        limits = cluster.max_engine_restarts, cluster.engine_start_timeout_s
         return self._stack.enter_context(
-            EngineGroup(engine_configuration(self._config), self._seats[ENGINE], self._logs, restarts)
+            EngineGroup(engine_configuration(self._config), self._seats[ENGINE], self._logs, *limits)
         )
 
     def throughput(self, trainer: TrainerGroup, *stages: str) -> Throughput:

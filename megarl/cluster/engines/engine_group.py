@@ -22,7 +22,7 @@ from megarl.cluster.workers.worker_group import WorkerGroup
 from megarl.process.profiler import TimelineEvent
 from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Engine
-from megarl.schema import RolloutConfig
+from megarl.schema import ClusterConfig, RolloutConfig
 from megatron_ext.memory.device_memory import CountedMemory
 
 # Enough for events, requests, their end, a stream of tokens, an update and a question about health at the same time.
@@ -32,8 +32,18 @@ _CALLS_AT_ONCE = 6
 class EngineGroup(Engines):
     """Engines, each in a process of its own. A context manager: they end with it."""
 
-    def __init__(self, config: RolloutConfig, seats: Seats, logs: Path, restarts: int = 0) -> None:
-        """Engines that die are restarted, at most `restarts` times in all."""
+    def __init__(
+        self,
+        config: RolloutConfig,
+        seats: Seats,
+        logs: Path,
+        restarts: int = 0,
+        start_within_s: float = ClusterConfig.engine_start_timeout_s,
+    ) -> None:
+        """Engines that die are restarted, at most `restarts` times in all.
+
+        One whose processes are up starts within so many seconds, or has died.
+        """
         kind = engine_kind(config.engine)
         nodes = kind.nodes(config.engine_args)
         self.processes = WorkerGroup(seats, logs, calls_at_once=_CALLS_AT_ONCE)
@@ -41,7 +51,9 @@ class EngineGroup(Engines):
         at_once = kind.at_once(config.engine_args)
         handles = [EngineHandle(workers[start : start + nodes], at_once) for start in range(0, len(workers), nodes)]
         self._starter = EngineStarter(config, kind, self.processes)
-        again = Restarts(restarts, StartStages(self._starter.prepare, self._starter.load), up_within_s=seats.timeout_s)
+        self._start_within_s = start_within_s
+        stages = StartStages(self._starter.prepare, self._starter.load)
+        again = Restarts(restarts, stages, up_within_s=seats.timeout_s, start_within_s=start_within_s)
         shared = SharedByEngines(again, Router(handles, again), number_format(config.weights))
         super().__init__(handles, shared)
         self._step_began_s = time.monotonic()
@@ -97,7 +109,7 @@ class EngineGroup(Engines):
         """Wait for calls of engines that start; those of one that dies are left, and it is restarted."""
         while left := [call for call in calls if call.worker in self.processes.workers]:
             try:
-                wait(left)
+                wait(left, self._start_within_s, "cluster.engine_start_timeout_s")
                 return
             except WorkerGone:
                 if not self.restart_dead():

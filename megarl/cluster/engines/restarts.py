@@ -43,8 +43,8 @@ class _Restart:
     steps: Iterator[Sequence[Call[Any]]]
     """Steps of this stage that were not begun."""
     died_s: float
-    up_until_s: float
-    """When its processes have to be up."""
+    until_s: float
+    """When the present step has to have ended."""
     calls: list[Call[Any]] = field(default_factory=list)
     """Calls that the present step waits for."""
     is_up: bool = False
@@ -61,13 +61,14 @@ class Restarts:
     `hold_off`, an engine is prepared and no more.
     """
 
-    def __init__(self, many: int, start: StartStages, *, up_within_s: float) -> None:
-        """An engine's processes come up within so many seconds, or have died once more."""
+    def __init__(self, many: int, start: StartStages, *, up_within_s: float, start_within_s: float) -> None:
+        """An engine's processes come up within so many seconds, and then it starts, or it has died once more."""
         self.count = 0
         """How many there were."""
         self.give_weights: Callable[[], object] = lambda: None
         """Gives weights to those that are up and have none; engines that read a folder need nothing."""
-        self._many, self._start, self._up_within_s = many, start, up_within_s
+        self._many, self._start = many, start
+        self._up_within_s, self._start_within_s = up_within_s, start_within_s
         self._first: _Cause | None = None
         self._under_way: dict[EngineHandle, _Restart] = {}
         self._is_held_off = False
@@ -168,7 +169,7 @@ class Restarts:
             raise _one_too_many(first, self._many, happened)
         self.count += 1
         say(f"{happened}; {handle.name} is started again (restart {self.count} of {self._many}), and the others go on")
-        restart = _Restart(self._start.prepare(handle), died_s, up_until_s=time.monotonic() + self._up_within_s)
+        restart = _Restart(self._start.prepare(handle), died_s, until_s=time.monotonic() + self._up_within_s)
         self._under_way[handle] = restart
         self._advance(handle, restart)
 
@@ -177,6 +178,8 @@ class Restarts:
             while self._have_ended(handle, restart):
                 restart.is_up |= bool(restart.calls)
                 restart.calls = list(next(restart.steps, ()))
+                if restart.is_up:
+                    restart.until_s = time.monotonic() + self._start_within_s
                 if not restart.calls and not self._begins_to_load(handle, restart):
                     break
         except WorkerFailed as failure:
@@ -209,10 +212,19 @@ class Restarts:
             restart.calls = [call for call in restart.calls if call.reference in left]
         if left and restart.is_up and restart.signs.is_due:
             end_silent([call.worker for call in restart.calls], restart.signs)
-        if left and not restart.is_up and time.monotonic() > restart.up_until_s:
-            happened = f"the new process of {handle.name} was not up after {self._up_within_s:g} s"
-            raise WorkerGone(happened, "see to its machine (cluster.start_timeout_s)", handle.worker.log)
+        if left and time.monotonic() > restart.until_s:
+            # A process answers beside a start that hangs: its signs of life say nothing of that.
+            raise self._too_late(handle, restart)
         return not left
+
+    def _too_late(self, handle: EngineHandle, restart: _Restart) -> WorkerGone:
+        if restart.is_up:
+            happened = f"{handle.name} did not start within {self._start_within_s:g} s"
+            advice = "see the end of its log, and raise cluster.engine_start_timeout_s if it was only slow"
+        else:
+            happened = f"the new process of {handle.name} was not up after {self._up_within_s:g} s"
+            advice = "see to its machine (cluster.start_timeout_s)"
+        return WorkerGone(happened, advice, handle.worker.log)
 
 
 def _one_too_many(first: _Cause, many: int, last: str) -> WorkerGone:

@@ -25,12 +25,13 @@ LOOK_S = 5.0
 """How often workers that are waited for are asked for a sign of life: there may be thousands."""
 
 
-def wait(calls: Sequence[Call[R]], timeout_s: float = _LONGEST_S) -> list[R]:
+def wait(calls: Sequence[Call[R]], timeout_s: float = _LONGEST_S, key: str = "") -> list[R]:
     """Results of all `calls`, in order; raises as soon as one of them fails.
 
     The others may wait for the failed one in a collective, so waiting for them first would never end.
     Raises UserError or RunFailed if that was raised in the worker, WorkerGone if a process died, was silent for longer
-    than it may be or has not answered after `timeout_s`, else WorkerFailed with the reason and the end of its log.
+    than it may be or has not answered after `timeout_s`, which the configuration has under this `key`, else
+    WorkerFailed with the reason and the end of its log.
     """
     deadline = time.monotonic() + timeout_s
     pending, results, signs = list(calls), dict[ray.ObjectRef, R](), SignsOfLife[Worker, Call[Any]](LOOK_S)
@@ -43,7 +44,8 @@ def wait(calls: Sequence[Call[R]], timeout_s: float = _LONGEST_S) -> list[R]:
                 continue
             worker = pending[0].worker
             silent = f"{worker.log.stem} gave no answer for {timeout_s:g} s"
-            worker.failure = WorkerGone(silent, "see the end of its log", worker.log)
+            advice = f", and raise {key} if it was only slow" if key else ""
+            worker.failure = WorkerGone(silent, f"see the end of its log{advice}", worker.log)
             raise worker.failure
         for done in all_done:
             pending.remove(done)

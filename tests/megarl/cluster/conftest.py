@@ -61,10 +61,10 @@ def script(tmp_path, monkeypatch):
 def open_group(tmp_path):
     @contextmanager
     def make(replicas, restarts, gpus=lambda _engines: None, **cluster):
-        config = RolloutConfig(engine="echo", replicas=replicas)
+        config, limits = RolloutConfig(engine="echo", replicas=replicas), ClusterConfig(**cluster)
         with (
-            reserve([engine_role(ClusterConfig(), config)], ClusterConfig(**cluster)) as seats,
-            EngineGroup(config, seats[ENGINE], tmp_path, restarts) as engines,
+            reserve([engine_role(ClusterConfig(), config)], limits) as seats,
+            EngineGroup(config, seats[ENGINE], tmp_path, restarts, limits.engine_start_timeout_s) as engines,
         ):
             engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
             refit = Refit(None, engines, OnThePath(), ["weight"], timeout_s=60, gpus=gpus(engines))

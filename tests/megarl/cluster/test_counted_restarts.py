@@ -34,7 +34,7 @@ def steps(_: Engine) -> Iterator[Sequence[Call[Any]]]:
 
 
 def restarts(most: int, state: dict[str, Any] | None = None) -> Restarts:
-    made = Restarts(most, StartStages(steps, steps), up_within_s=60)
+    made = Restarts(most, StartStages(steps, steps), up_within_s=60, start_within_s=60)
     if state is not None:
         made.load_state_dict(json.loads(json.dumps(state)))
     return made

@@ -180,6 +180,21 @@ def test_engines_that_stand_still_are_ended_and_their_requests_go_on(open_group,
     assert said.count(" requests: they go on behind the 0 tokens there are\n") >= 1
 
 
+@pytest.mark.long
+def test_the_only_engine_that_hangs_in_its_start_is_ended_and_started_again(open_group, script, capsys):
+    script("start", suffix=".hang")
+    with open_group(1, restarts=4, engine_start_timeout_s=15) as (engines, refit):
+        refit(0)
+        script("generate")
+        script("make", "start", suffix=".hang")
+        assert answered(engines) == EXPECTED
+        assert eventually(lambda: back(engines))
+    said = capsys.readouterr().err
+    assert "engine_0 gave no answer for 15 s; engine_0 is started again (restart 1 of 4)" in said
+    for restart in (3, 4):
+        assert f"engine_0 did not start within 15 s; engine_0 is started again (restart {restart} of 4)" in said
+
+
 def test_processes_that_a_dead_one_left_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr("megarl.process.writers._LEAVE_S", 0.2)
     log = tmp_path / "engine_0.log"

@@ -45,7 +45,7 @@ def test_engines_that_die_start_in_their_turn_and_join_with_the_next_refit(open_
         made.append(SharedGpus(engines, {POLICY, ENGINE}, None))
         return made[0]
 
-    with open_group(2, restarts=9, gpus=gpus_of) as (engines, refit):
+    with open_group(2, restarts=11, gpus=gpus_of, engine_start_timeout_s=20) as (engines, refit):
         (gpus,), trainer = made, Trainer(tmp_path / "script")
         gpus.add(trainer)
         refit(0)
@@ -56,9 +56,10 @@ def test_engines_that_die_start_in_their_turn_and_join_with_the_next_refit(open_
         check_the_death_of_all_awake(engines, gpus, trainer, script)
         check_a_death_between_turns(engines, refit, gpus, trainer, script)
         check_that_one_that_starts_is_waited_for(engines, refit, gpus, trainer, script)
+        check_that_one_that_hangs_in_its_start_keeps_no_turn(engines, refit, gpus, trainer, script)
         gpus.switch_to(engines)
         assert answered(engines) == EXPECTED
-        assert states(engines) == [("serving", 6, 0)] * 2
+        assert states(engines) == [("serving", 7, 0)] * 2
 
 
 def died(engines, count):
@@ -130,6 +131,18 @@ def check_that_one_that_starts_is_waited_for(engines, refit, gpus, trainer, scri
     assert stages(engines) == ["loaded"]
     refit(6)
     assert died(engines, 8)
+
+
+def check_that_one_that_hangs_in_its_start_keeps_no_turn(engines, refit, gpus, trainer, script):
+    gpus.switch_to(engines)
+    script("generate")
+    script("start", suffix=".hang")
+    assert eventually(lambda: answered(engines) == EXPECTED and stages(engines) == ["load"])
+    gpus.switch_to(trainer)
+    assert died(engines, 10)
+    assert stages(engines) == ["prepared"]
+    gpus.switch_to(engines)
+    all_serve(engines, refit, gpus, trainer, 7)
 
 
 def all_serve(engines, refit, gpus, trainer, version):
