@@ -14,7 +14,7 @@ from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace, PackedTrace, untraced
 from converters.topology import Topology
-from megarl.cluster.engines.engines import Engines
+from megarl.cluster.engines.engines import REFIT_LIMIT, Engines
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.calls import wait, wait_together
 from megarl.cluster.workers.worker import Call, WorkerFailed
@@ -51,7 +51,13 @@ class DirectPath:
         self._config = config
         dtypes = trainer.weight_dtypes()
         quantisation = _quantisation(engines, architecture, dtypes)
-        self._trace = partial(_traces, architecture=architecture, policy_dtypes=dtypes, quantisation=quantisation)
+        self._trace = partial(
+            _traces,
+            architecture=architecture,
+            policy_dtypes=dtypes,
+            quantisation=quantisation,
+            timeout_s=config.timeout_s,
+        )
         traces = self._trace(engines)
         self._workers = engines.workers()
         self._trainer_nodes = trainer_nodes = trainer.nodes()
@@ -62,7 +68,7 @@ class DirectPath:
         self._transport = usual if config.transport == "auto" else config.transport
         self._restriction = ""
         if self._are_apart and self._transport == "rdma":
-            self._restriction = restriction(trainer.rdma_ports(), engines.rdma_ports())
+            self._restriction = restriction(trainer.rdma_ports(), engines.rdma_ports(config.timeout_s))
         self._spec = TransferSpec(
             architecture,
             trainer.parallel,
@@ -106,7 +112,7 @@ class DirectPath:
         workers = len(self._engines) * len(self._spec.traces)
         rendezvous = self._trainer.open_transfer(self._spec, self._transport, workers, timeout_s)
         topology = self._spec.topology if self._are_apart else None
-        relay_listeners = self._engines.open_transfer(self._spec)
+        relay_listeners = self._engines.open_transfer(self._spec, timeout_s)
         checked = self._config.verify == "checksum" or self._config.delta
         rendezvous = replace(rendezvous, topology=topology, relay_listeners=relay_listeners, with_checksum=checked)
         connecting = [*self._trainer.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]
@@ -146,7 +152,7 @@ class DirectPath:
         """Free the buckets, until the next `connect`."""
         self._is_connected = False
         self._trainer.close_transfer()
-        self._engines.close_transfer()
+        self._engines.close_transfer(self._config.timeout_s)
 
     def _send(self, version: int, receiving: Sequence[Call[Any]]) -> TransferStats:
         sending = self._trainer.begin_send(version, delta=self._config.delta)
@@ -154,7 +160,10 @@ class DirectPath:
         return sum(wait(sending), start=TransferStats())
 
     def _wait(self, of_trainer: Sequence[Call[Any]], of_engines: Sequence[Call[Any]]) -> None:
-        wait_together([*of_trainer, *of_engines], consequence=TransferError)
+        # The ranks have heard that everything came: what an engine does then needs none of them.
+        timeout_s = self._config.timeout_s
+        calls = [*of_trainer, *of_engines]
+        wait_together(calls, TransferError, last=of_engines, timeout_s=timeout_s, key=REFIT_LIMIT)
 
 
 def _news(failure: Exception) -> str:
@@ -193,6 +202,7 @@ def _traces(
     architecture: Architecture,
     policy_dtypes: Mapping[str, torch.dtype],
     quantisation: Quantisation | None,
+    timeout_s: float,
 ) -> list[LoadTrace]:
     """Traces of the workers of one engine; all engines are alike."""
     shapes: Mapping[str, Shape] = architecture.hf_shapes
@@ -201,7 +211,7 @@ def _traces(
     dtypes = held_dtypes(architecture, policy_dtypes, quantisation)
     try:
         # Equal ones unpack once: those of 8 engines of 32 workers of DeepSeek-V3 take 105 seconds.
-        first, *others = dict.fromkeys(map(tuple, engines.trace_layouts(shapes, dtypes)))
+        first, *others = dict.fromkeys(map(tuple, engines.trace_layouts(shapes, dtypes, timeout_s)))
     except UserError as error:
         raise NoDirectPathError(str(error)) from error
     traces = _unpacked(first)

@@ -4,9 +4,8 @@ from copy import copy
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from megarl.cluster.engines.engines import Engines
+from megarl.cluster.engines.engines import Engines, wait_in_refit
 from megarl.cluster.trainer.trainer_group import TrainerGroup
-from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker import Call, WorkerFailed
 from megarl.refit.direct import DirectPath, NoDirectPathError
 from megarl.refit.path import Path
@@ -74,11 +73,11 @@ class LoaderPath:
             self._open()
         loading: dict[int, list[Call[None]]] = {}
         for bucket in self._buckets:
-            wait(loading.pop(bucket.segment, []))
+            wait_in_refit(loading.pop(bucket.segment, []), self._config.timeout_s)
             self._trainer.write(bucket)
             loading[bucket.segment] = self._engines.begin(Engine.write, bucket)
         for references in loading.values():
-            wait(references)
+            wait_in_refit(references, self._config.timeout_s)
         return TransferStats(sum(bucket.size_bytes for bucket in self._buckets))
 
     def recover(self, failure: WorkerFailed) -> None:
@@ -121,7 +120,7 @@ class LoaderPath:
 
     def _map_segments(self, segments: list[str], segment_bytes: int) -> None:
         self._trainer.map_segments(segments, segment_bytes)
-        self._engines.map_segments(segments, segment_bytes)
+        self._engines.map_segments(segments, segment_bytes, self._config.timeout_s)
 
 
 def _quantised(trainer: TrainerGroup, engines: Engines, architecture: Architecture) -> Quantised | None:

@@ -112,7 +112,7 @@ class RefitConfig:
     log_prob_tolerance: float = 0.05
     """With verify=logprobs, the largest mean difference between engine and trainer, in nats per token."""
     timeout_s: float = 600.0
-    """How long the ranks of a refit wait for any sign of each other."""
+    """How long ranks wait for any sign of each other, and for an engine in what it does by itself, such as to load."""
 
 
 @dataclass

@@ -32,6 +32,8 @@ from megarl.rollout.protocol import Engine, EngineMemory, KeysAndValues, PauseMo
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
+REFIT_LIMIT = "refit.timeout_s"
+"""The key of the time in which an engine answers in a refit."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +125,10 @@ class Engines:
         """The machine of every worker of every engine, in the order of their ranks in a transfer."""
         return list(chain.from_iterable(handle.worker_nodes for handle in self.handles))
 
-    def rdma_ports(self) -> list[bool]:
+    def rdma_ports(self, timeout_s: float) -> list[bool]:
         """Whether the machine of every worker of every engine has a port of InfiniBand, RoCE or EFA."""
-        return list(chain.from_iterable(wait(self.begin(Engine.call_receivers, WeightReceiver.has_rdma_port))))
+        asking = self.begin(Engine.call_receivers, WeightReceiver.has_rdma_port)
+        return list(chain.from_iterable(wait_in_refit(asking, timeout_s)))
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
         """Samples of every request, in order."""
@@ -211,7 +214,7 @@ class Engines:
 
     def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
         """Fence all engines until `commit_update`."""
-        wait([handle.begin_update(version, names) for handle in self.handles], timeout_s)
+        wait_in_refit([handle.begin_update(version, names) for handle in self.handles], timeout_s)
 
     def commit_update(self, version: int, timeout_s: float, kv: KeysAndValues = "recompute") -> int:
         """Lift the fence: from here on all engines serve `version`. Returns the tokens that they recompute."""
@@ -219,7 +222,7 @@ class Engines:
         deadline, failures, recomputed = time.monotonic() + timeout_s, list[WorkerFailed](), 0
         for handle, call in committing:
             try:
-                recomputed += sum(wait([call], max(0.0, deadline - time.monotonic())))
+                recomputed += sum(wait_in_refit([call], max(0.0, deadline - time.monotonic())))
             except WorkerFailed as failure:
                 # The others have their weights all the same, and are to be known for it.
                 failures.append(failure)
@@ -232,19 +235,19 @@ class Engines:
         return recomputed
 
     def trace_layouts(
-        self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
+        self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype], timeout_s: float
     ) -> list[list[PackedTrace]]:
         """Trace the layout of each engine's workers: where they keep the tensors of a HuggingFace checkpoint.
 
         Raises UserError for engines whose layout cannot be traced.
         """
-        return wait(self.begin(Engine.trace_layout, dict(hf_shapes), dict(hf_dtypes)))
+        return wait_in_refit(self.begin(Engine.trace_layout, dict(hf_shapes), dict(hf_dtypes)), timeout_s)
 
-    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
+    def map_segments(self, segments: Sequence[str], segment_bytes: int, timeout_s: float) -> None:
         """Let every engine map the shared-memory segments of a refit."""
-        wait(self.begin(Engine.map_segments, list(segments), segment_bytes))
+        wait_in_refit(self.begin(Engine.map_segments, list(segments), segment_bytes), timeout_s)
 
-    def open_transfer(self, spec: TransferSpec) -> list[Address]:
+    def open_transfer(self, spec: TransferSpec, timeout_s: float) -> list[Address]:
         """Prepare all workers of all engines to be written along `spec`; where their neighbours find them."""
         # By reference: it holds the traces of all workers.
         stored: Any = ray.put(spec)
@@ -252,7 +255,7 @@ class Engines:
             handle.worker.begin(Engine.call_receivers.__name__, WeightReceiver.open, stored, replica)
             for replica, handle in enumerate(self.handles)
         ]
-        return list(chain.from_iterable(wait(opening)))
+        return list(chain.from_iterable(wait_in_refit(opening, timeout_s)))
 
     def begin_connect(self, rendezvous: Rendezvous) -> list[Call[list[None]]]:
         """Begin to let all workers meet the trainer's ranks, and each other."""
@@ -262,9 +265,9 @@ class Engines:
         """Begin to look, in every worker, which parameters would change if weights were received."""
         return self.begin(Engine.call_receivers, WeightReceiver.compare, version)
 
-    def close_transfer(self) -> None:
+    def close_transfer(self, timeout_s: float) -> None:
         """Free what belongs to the transfer that was opened, if any."""
-        wait(self.begin(Engine.call_receivers, WeightReceiver.close))
+        wait_in_refit(self.begin(Engine.call_receivers, WeightReceiver.close), timeout_s)
 
     def _first(self, ended: SimpleQueue[tuple[int, Future[list[Turn]]]]) -> tuple[int, Future[list[Turn]]]:
         while True:
@@ -294,3 +297,8 @@ class Engines:
                     raise
                 self._restarts.begin(handle)
         return results
+
+
+def wait_in_refit(calls: Sequence[Call[R]], timeout_s: float) -> list[R]:
+    """Wait, as `wait`, for calls of engines that need nobody else in a refit: one that does not answer has died."""
+    return wait(calls, timeout_s, REFIT_LIMIT)

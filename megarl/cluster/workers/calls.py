@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from math import inf
 from typing import Any, TypeVar
 
 import ray
@@ -42,11 +43,7 @@ def wait(calls: Sequence[Call[R]], timeout_s: float = _LONGEST_S, key: str = "")
             if left > LOOK_S:
                 end_silent([call.worker for call in pending], signs)
                 continue
-            worker = pending[0].worker
-            silent = f"{worker.log.stem} gave no answer for {timeout_s:g} s"
-            advice = f", and raise {key} if it was only slow" if key else ""
-            worker.failure = WorkerGone(silent, f"see the end of its log{advice}", worker.log)
-            raise worker.failure
+            raise _unanswering(pending[0].worker, timeout_s, key)
         for done in all_done:
             pending.remove(done)
             answer = answer_of(done)
@@ -60,20 +57,31 @@ def wait_together(
     calls: Sequence[Call[Any]],
     consequence: type[Exception],
     at_first: Callable[[Exception], None] = lambda _failure: None,
+    *,
+    last: Collection[Call[Any]] = (),
+    timeout_s: float = _LONGEST_S,
+    key: str = "",
 ) -> None:
     """Wait for calls of workers, of any groups, that need each other.
 
     Where one fails, the others soon fail for that reason, with a `consequence`; `at_first` is called with the first
     failure, so that it can tell those that do not hear of it. Raises, as `wait` does, the failure that says most: the
-    end of a process, then any error but a consequence.
+    end of a process, then any error but a consequence. Where all have ended but calls of `last`, which need nobody
+    any more, these have `timeout_s`.
     """
     pending, signs = list(calls), SignsOfLife[Worker, Call[Any]](LOOK_S)
     failures: list[Exception] = []
+    deadline = inf
     while pending:
-        done = _first_done(pending, _CONSEQUENCES_S if failures else LOOK_S)
+        if deadline == inf and all(call in last for call in pending):
+            deadline = time.monotonic() + timeout_s
+        left = max(0.0, deadline - time.monotonic())
+        done = _first_done(pending, _CONSEQUENCES_S if failures else min(left, LOOK_S))
         if done is None:
             if failures:
                 break
+            if left <= LOOK_S:
+                raise _unanswering(pending[0].worker, timeout_s, key)
             end_silent([call.worker for call in pending], signs)
             continue
         pending.remove(done)
@@ -96,6 +104,14 @@ def unfinished(calls: Sequence[Call[R]], timeout_s: float = 0.0) -> list[Call[R]
     references = [call.reference for call in calls]
     left = set(ray.wait(references, num_returns=len(references), timeout=timeout_s)[1])
     return [call for call in calls if call.reference in left]
+
+
+def _unanswering(worker: Worker, timeout_s: float, key: str) -> WorkerGone:
+    """The failure of a worker that did not answer in time."""
+    silent = f"{worker.log.stem} gave no answer for {timeout_s:g} s"
+    advice = f", and raise {key} if it was only slow" if key else ""
+    worker.failure = WorkerGone(silent, f"see the end of its log{advice}", worker.log)
+    return worker.failure
 
 
 def _first_done(calls: Sequence[Call[R]], timeout_s: float) -> Call[R] | None:

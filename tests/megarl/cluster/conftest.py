@@ -60,14 +60,22 @@ def script(tmp_path, monkeypatch):
 @pytest.fixture
 def open_group(tmp_path):
     @contextmanager
-    def make(replicas, restarts, gpus=lambda _engines: None, **cluster):
+    def make(
+        replicas,
+        restarts,
+        gpus=lambda _engines: None,
+        make_path=lambda _engines: OnThePath(),
+        refit_timeout_s=60,
+        **cluster,
+    ):
         config, limits = RolloutConfig(engine="echo", replicas=replicas), ClusterConfig(**cluster)
         with (
             reserve([engine_role(ClusterConfig(), config)], limits) as seats,
             EngineGroup(config, seats[ENGINE], tmp_path, restarts, limits.engine_start_timeout_s) as engines,
         ):
             engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
-            refit = Refit(None, engines, OnThePath(), ["weight"], timeout_s=60, gpus=gpus(engines))
+            path = make_path(engines)
+            refit = Refit(None, engines, path, ["weight"], timeout_s=refit_timeout_s, gpus=gpus(engines))
             engines.bring_back_with(refit.catch_up)
             yield engines, refit
 

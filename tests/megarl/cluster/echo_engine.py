@@ -159,6 +159,12 @@ class EchoEngine:
         pass_by("begin_update")
         self._is_fenced = True
 
+    def map_segments(self, segments, segment_bytes):
+        pass_by("map_segments")
+
+    def write(self, bucket):
+        pass_by("write")
+
     def reset_prefix_cache(self):
         pass_by("reset_prefix_cache")
         return 0

@@ -299,6 +299,17 @@ def play(group, *parts, at_first=lambda _failure: None):
     wait_together(group.begin_each("play", [(part,) for part in parts]), ConnectionError, at_first)
 
 
+def test_those_whom_nobody_needs_any_more_have_to_answer_in_time(make_group):
+    message = r"^worker_1 gave no answer for 0\.5 s: see the end of its log, and raise a\.key if it was only slow"
+    with pytest.raises(WorkerGone, match=message), make_group() as group:
+        wait_for_the_second(group)
+
+
+def wait_for_the_second(group):
+    calls = group.begin_each("play", [("pid",), ("sleep",)])
+    wait_together(calls, ConnectionError, last=calls[1:], timeout_s=0.5, key="a.key")
+
+
 def test_what_the_cluster_does_not_have_is_told_at_once_and_with_the_arithmetic():
     roles = [Role("trainer", 2, cpus=1, gpus=0), Role("engine", 1, cpus=2, gpus=0)]
     says = "2 trainer processes of 1 CPU and 1 engine process of 2 CPUs need 4 CPUs; there are 1: 1 machine of 1 CPU."

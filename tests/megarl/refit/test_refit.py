@@ -162,6 +162,23 @@ def check_that_the_last_engine_killed_in_a_rollout_changes_no_token(job, capsys)
     assert train_step(job, Clock())["log_prob_difference/max"] < 1e-4
 
 
+@pytest.mark.long
+def test_an_engine_that_hangs_when_everything_came_is_restarted_and_the_refit_repeated(open_run, capsys):
+    with open_run("rollout.engine=transformers", "refit.timeout_s=30") as job:
+        job.refit(0)
+        assert job.refit.description.startswith("direct")
+        run_in(job.engines.processes, 0, hang_when_written)
+        assert job.refit(1)["refit/repeated"] == 1
+        assert job.engines.end_step()["engines/restarts"] == 1
+    assert "engine_0 gave no answer for 30 s; engine_0 is started again" in capsys.readouterr().err
+
+
+def hang_when_written():
+    from megarl.rollout.transformers.weights import ModelWeights
+
+    ModelWeights.after_direct_write = lambda _: time.sleep(3600)
+
+
 class Sampled(NamedTuple):
     """All that one trajectory gives to training, by value."""
 

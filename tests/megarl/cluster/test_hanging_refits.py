@@ -1,0 +1,51 @@
+"""Engines that hang while they take weights through their loader: the refit goes on without them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from eventually import eventually
+from test_restarts import EXPECTED, answered, back, states
+
+from megarl.refit.loader import LoaderPath
+from megarl.schema import RefitConfig
+
+pytestmark = [pytest.mark.usefixtures("shared_cluster"), pytest.mark.long]
+
+LIMIT_S = 15
+
+
+class Ranks:
+    """Ranks that write nothing, since nobody reads it."""
+
+    def weight_dtypes(self):
+        return {"weight": torch.float32}
+
+    def map_segments(self, segments, segment_bytes):
+        pass
+
+    def write(self, bucket):
+        pass
+
+
+def through_the_loader(engines):
+    model = SimpleNamespace(hf_shapes={"weight": (4,)})
+    return LoaderPath(Ranks(), engines, model, RefitConfig(path="loader", timeout_s=LIMIT_S))
+
+
+def test_an_engine_that_hangs_in_its_loader_is_ended_and_the_others_have_the_weights(open_group, script, capsys):
+    bounds = {"make_path": through_the_loader, "refit_timeout_s": LIMIT_S}
+    with open_group(2, restarts=2, **bounds) as (engines, refit):
+        refit(0)
+        script("write", suffix=".hang")
+        assert refit(1)["refit/repeated"] == 1
+        assert answered(engines) == EXPECTED
+        assert eventually(lambda: back(engines))
+        script("map_segments", suffix=".hang")
+        assert refit(2)["refit/repeated"] == 1
+        assert eventually(lambda: back(engines))
+        assert states(engines) == [("serving", 2, 0)] * 2
+    said = capsys.readouterr().err
+    for restart in (1, 2):
+        assert f" gave no answer for {LIMIT_S} s; engine_" in said
+        assert f"(restart {restart} of 2), and the others go on" in said
