@@ -142,11 +142,14 @@ class EngineHandle:
         self.worker, *self.parts = processes
         self._state, self.version = "restarting", -1
 
-    def begin_update(self, version: int, names: Sequence[str]) -> Call[None]:
-        """Begin to fence it; from here on new requests go to engines that serve, if there are any."""
+    def begin_update(self, version: int, names: list[str]) -> Call[None]:
+        """Begin to fence it, for tensors of these `names` or of those behind a reference.
+
+        From here on new requests go to engines that serve, if there are any.
+        """
         if self._state == "serving":
             self._state = "updating"
-        return self.begin(Engine.begin_update, version, list(names))
+        return self.begin(Engine.begin_update, version, names)
 
     def committed(self, version: int) -> None:
         """Note that it serves the weights of this version."""

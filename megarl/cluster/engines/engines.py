@@ -214,7 +214,9 @@ class Engines:
 
     def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
         """Fence all engines until `commit_update`."""
-        wait_in_refit([handle.begin_update(version, names) for handle in self.handles], timeout_s)
+        # By reference: of a large model there are tens of thousands.
+        stored: Any = ray.put(list(names))
+        wait_in_refit([handle.begin_update(version, stored) for handle in self.handles], timeout_s)
 
     def commit_update(self, version: int, timeout_s: float, kv: KeysAndValues = "recompute") -> int:
         """Lift the fence: from here on all engines serve `version`. Returns the tokens that they recompute."""
