@@ -2,33 +2,38 @@
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import count
+from typing import NamedTuple
 
 from converters.errors import UserError
-from megarl.cluster.engines.engine_handle import EngineHandle, wait_for_living
+from megarl.cluster.engines.engine_handle import EngineHandle, is_death, wait_for_living
 from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
 from megarl.cluster.engines.progress_log import ProgressLog
 from megarl.cluster.engines.restarts import Restarts, say
-from megarl.cluster.workers.calls import unfinished
+from megarl.cluster.workers.calls import answered
 from megarl.cluster.workers.heartbeat import INTERVAL_S, Heartbeat
 from megarl.cluster.workers.streams import End, Stream, next_of
-from megarl.cluster.workers.worker import Call
+from megarl.cluster.workers.worker import Call, Failed, WorkerFailed
 from megarl.data import Turn
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.protocol import Engine, Event, Progress, Request
 
 _TICK_S = 0.2
 """How long an engine that is asked for the first time may go unheard while others are listened to."""
-_REMEMBERED = 64
-"""Calls after which it is time to forget those that have ended."""
-
 _MANY = 64
 """Where more requests are unanswered, answers are heard of together: the next batch does not wait for each of them."""
 _TOGETHER_S = 0.02
+
+
+class _Submitted(NamedTuple):
+    """A call by which an engine takes requests in, by their numbers. Calls may overtake each other there."""
+
+    handle: EngineHandle
+    call: Call[None]
+    numbers: list[int]
 
 
 class Router:
@@ -51,8 +56,7 @@ class Router:
         self._conversations = Conversations[EngineHandle]()
         self._streams: dict[Stream, EngineHandle] = {}
         self._progress: dict[Stream, ProgressLog] = {}
-        self._submitted: dict[EngineHandle, list[Call[None]]] = defaultdict(list)
-        """Calls by which engines take requests in, which may overtake each other there."""
+        self._submitted: list[_Submitted] = []
         self._moved = 0
         self._heartbeat = Heartbeat(handles)
         self._is_told = threading.Event()
@@ -131,7 +135,7 @@ class Router:
         with self._lock:
             for handle in handles:
                 handle.is_asleep = True
-            submitted = [call for handle in handles for call in self._submitted.pop(handle, ())]
+            submitted = [each.call for each in self._submitted if each.handle in handles]
         # The requests of a dead one go elsewhere.
         wait_for_living(submitted)
 
@@ -214,10 +218,7 @@ class Router:
         for handle, requests in shares.items():
             if not any(stream.worker is handle.worker for stream in self._streams):
                 self._hear_on(handle, ProgressLog())
-            submitted = self._submitted[handle]
-            submitted.append(handle.begin(Engine.submit, requests))
-            if len(submitted) >= _REMEMBERED:
-                submitted[:] = unfinished(submitted)
+            self._submitted.append(_Submitted(handle, handle.begin(Engine.submit, requests), list(requests)))
 
     def _hear_on(self, handle: EngineHandle, partials: ProgressLog) -> None:
         stream = handle.stream(Engine.events)
@@ -254,8 +255,31 @@ class Router:
                 # To wait for a result, and to wake whoever waits for its answer, costs as much as to read it.
                 time.sleep(_TOGETHER_S)
             if not found or time.monotonic() > next_look_s:
+                self._hear_of_submitted()
                 self._look_after()
                 next_look_s = time.monotonic() + INTERVAL_S
+
+    def _hear_of_submitted(self) -> None:
+        """Fail the requests that an engine did not take in; where it has died its stream says so, and they go on."""
+        with self._lock:
+            heard = dict(answered([each.call for each in self._submitted]))
+            ended = [each for each in self._submitted if each.call in heard]
+            self._submitted = [each for each in self._submitted if each.call not in heard]
+        for each in ended:
+            answer = heard[each.call]
+            if isinstance(answer, Failed) and not (
+                isinstance(answer.failure, WorkerFailed) and is_death(answer.failure)
+            ):
+                self._refuse(each, answer.failure)
+
+    def _refuse(self, submitted: _Submitted, failure: Exception) -> None:
+        with self._lock:
+            found = [self._pending[number] for number in submitted.numbers if number in self._pending]
+            # One that has died since may have left them to another.
+            refused = [each for each in found if each.worker is submitted.call.worker]
+            for each in refused:
+                self._take_back(each)
+        self._fail(refused, failure)
 
     def _hear(self, stream: Stream, events: Sequence[Event | Progress]) -> None:
         ended = []

@@ -114,6 +114,14 @@ def _unanswering(worker: Worker, timeout_s: float, key: str) -> WorkerGone:
     return worker.failure
 
 
+def answered(calls: Sequence[Call[R]]) -> "list[tuple[Call[R], R | Failed]]":
+    """The calls that have ended, each with its result, or why it failed."""
+    if not calls:
+        return []
+    left = {call.reference for call in unfinished(calls)}
+    return [(call, answer_of(call)) for call in calls if call.reference not in left]
+
+
 def _first_done(calls: Sequence[Call[R]], timeout_s: float) -> Call[R] | None:
     """The first of the calls that has ended; None if none has within the time."""
     return next(iter(_done(calls, timeout_s)), None)

@@ -2,16 +2,25 @@
 
 import pytest
 import ray
+from echo_engine import ask
 
-from megarl.cluster.workers.worker import Worker
+from megarl.cluster.workers.worker import Worker, WorkerFailed
 
 pytestmark = pytest.mark.usefixtures("shared_cluster", "script")
+
+
+class Unreadable:
+    """It comes into a process by a division by zero."""
+
+    def __reduce__(self):
+        return divmod, (1, 0)
 
 
 def test_calls_that_fail_are_heard_of_wait_for_their_turn_and_share_what_is_large(open_group, monkeypatch):
     """In one test, because processes take seconds to start."""
     with open_group(2, restarts=1) as (engines, refit):
         check_that_names_are_put_once(refit, monkeypatch)
+        check_that_requests_fail_that_an_engine_cannot_read(engines)
 
 
 def check_that_names_are_put_once(refit, monkeypatch):
@@ -26,3 +35,12 @@ def check_that_names_are_put_once(refit, monkeypatch):
     (first, second) = [names for method, *_, names in begun if method == "begin_update"]
     assert isinstance(first, ray.ObjectRef)
     assert first == second
+
+
+def check_that_requests_fail_that_an_engine_cannot_read(engines):
+    unreadable = ask(1)
+    unreadable.text = Unreadable()
+    with pytest.raises(WorkerFailed, match="division"):
+        engines.generate([unreadable])
+    assert [turn.token_ids[:-1] for (turn,) in engines.generate([ask(2), ask(3)])] == [[2, 102, 0], [3, 103, 0]]
+    assert [(handle.state, handle.load) for handle in engines.handles] == [("serving", 0)] * 2

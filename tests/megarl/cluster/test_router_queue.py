@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megarl.cluster.engines import router
 from megarl.cluster.engines.engine_handle import EngineHandle
 from megarl.cluster.engines.router import Router
-from megarl.cluster.workers.worker import WorkerGone
+from megarl.cluster.workers.worker import Call, WorkerGone
 from megarl.data import Turn
 from megarl.data.stretches import here
 from megarl.rollout.protocol import Event, Progress, Request, SamplingParameters
@@ -43,7 +43,7 @@ class Process:
     def begin(self, method, *arguments):
         if method == "submit":
             self.asked |= arguments[0]
-        return SimpleNamespace(worker=self)
+        return Call(self, None)
 
     def begin_stream(self, method):
         return f"{method} of {id(self)}"
@@ -209,7 +209,7 @@ ACTIONS = st.sampled_from(
 def test_the_oldest_go_first_in_bounded_numbers_and_all_any_serving_whoever_dies(script) -> None:
     with (
         mock.patch.object(router.threading, "Thread"),
-        mock.patch.object(router, "unfinished", return_value=[]),
+        mock.patch.object(router, "answered", return_value=[]),
         mock.patch.object(router, "say"),
     ):
         played = Played()
