@@ -61,6 +61,8 @@ class Router:
         self._heartbeat = Heartbeat(handles)
         self._is_told = threading.Event()
         self._is_closed = False
+        self._is_kept_out = False
+        """Whether another thread had to do with restarts when this one wanted to."""
         self._listener: threading.Thread | None = None
         self._failure: RuntimeError | None = None
         """Why nothing is heard any more."""
@@ -240,7 +242,9 @@ class Router:
         while not self._is_closed:
             found = []
             if self._streams:
-                found = next_of(list(self._streams), self._restarts.calls, _TICK_S)
+                # Where another thread goes on with them, a call that has ended would wake this one again and again.
+                calls = [] if self._is_kept_out else self._restarts.calls
+                found = next_of(list(self._streams), calls, _TICK_S)
             else:
                 self._is_told.wait(_TICK_S if self._pending else INTERVAL_S)
                 self._is_told.clear()
@@ -355,7 +359,8 @@ class Router:
         """Begin to restart who has died, go on with who is started, and send what waits to who serves."""
         try:
             # Who holds it has to do with restarts, for as long as a refit takes: others have answers to be heard of.
-            if self._restarts.lock.acquire(blocking=False):
+            self._is_kept_out = not self._restarts.lock.acquire(blocking=False)
+            if not self._is_kept_out:
                 try:
                     self._bring_back()
                 finally:
