@@ -11,7 +11,7 @@ from megarl.config.foreign import slime_flags as slime
 from megarl.config.foreign.arguments import Argument, read_arguments
 from megarl.config.foreign.engine_arguments import OF_SLIME, TENSOR_PARALLEL
 from megarl.config.foreign.megatron_script import MegatronScript, check_model, translate
-from megarl.config.foreign.recipe import OPEN, TranslatedRecipe
+from megarl.config.foreign.recipe import OPEN, TranslatedRecipe, steps_of_epochs
 from megarl.rollout import ENGINES
 
 
@@ -19,7 +19,7 @@ def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
     """The recipe of a script. Raises UserError for an argument that neither slime nor Megatron-LM has."""
     found = read_arguments(file, environment)
     translation = _Translation({argument.name: argument for argument in found.arguments})
-    for part in (_algorithm, _kl, _batch, _data, _engines, _cluster, _rest):
+    for part in (_algorithm, _kl, _batch, _data, _length, _engines, _cluster, _rest):
         part(translation)
     for place in found.skipped:
         translation.recipe.absent.setdefault("it stands in a branch or a loop of the script", []).append(place)
@@ -168,6 +168,20 @@ def _data(t: _Translation) -> None:
         t.recipe.set("tracking.loggers", ["console", "jsonl", "tensorboard", "wandb"])
 
 
+def _length(t: _Translation) -> None:
+    """The steps of a run, and its checkpoints, all of which stay in slime."""
+    epochs, prompts = t.take("num_epoch"), t.take("rollout_batch_size")
+    if "num_rollout" not in t.given:
+        files = t.recipe.get("data.train_files")
+        t.recipe.set("loop.steps", steps_of_epochs(files, epochs, prompts) if epochs and prompts else OPEN)
+    elif epochs:
+        t.recipe.always.setdefault("--num-rollout says it", []).append(shown(t.given["num_epoch"]))
+    if every := t.take("save_interval"):
+        t.recipe.set("checkpoint.keep_every", every)
+    t.recipe.set("data.shuffle", False)
+    t.recipe.set("loop.seed", t.take("rollout_seed"))
+
+
 def _engines(t: _Translation) -> None:
     engine, prefix = OF_SLIME
     t.recipe.set("rollout.engine", engine)
@@ -224,7 +238,8 @@ def _rest(t: _Translation) -> None:
             t.recipe.always.setdefault("this advantage has no critic", []).append(shown(argument))
         else:
             translate(argument, t.given.values(), script, slime.NAMES)
-    t.recipe.set("megatron.lr", slime.DEFAULTS["lr"])
+    for option in slime.OPTIMIZER:
+        t.recipe.set(f"megatron.{option}", slime.DEFAULTS[option])
     for assignment in script.assignments:
         override = OverridesParser.create().parse_override(assignment.text)
         t.recipe.set_option(override.key_or_group, override.value(), assignment.origin.split()[-1])

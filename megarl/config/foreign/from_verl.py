@@ -1,13 +1,11 @@
 """`megarl config --from-verl`: a recipe that does what a verl command does, and what has no counterpart."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 from converters.errors import UserError
 from megarl.config.foreign import verl_keys as verl
 from megarl.config.foreign.engine_arguments import EXPERT_PARALLEL, OF_VERL, TENSOR_PARALLEL
-from megarl.config.foreign.recipe import OPEN, TranslatedRecipe
+from megarl.config.foreign.recipe import OPEN, TranslatedRecipe, steps_of_epochs
 from megarl.config.foreign.verl_settings import read_settings
 from megarl.config.foreign.verl_trainers import critic, megatron, optimizer
 from megarl.config.foreign.verl_translation import ACTOR, ALGORITHM, ROLLOUT, Translation
@@ -207,7 +205,7 @@ def _run(t: Translation) -> None:
         t.take(ACTOR + name)
     t.recipe.set("loop.max_tokens_per_micro_batch", max(tokens, longest))
     steps, epochs = t.take("trainer.total_training_steps"), t.take("trainer.total_epochs")
-    t.recipe.set("loop.steps", steps or _steps_of_epochs(t.recipe.get("data.train_files"), epochs, prompts))
+    t.recipe.set("loop.steps", steps or steps_of_epochs(t.recipe.get("data.train_files"), epochs, prompts))
     t.recipe.set("loop.eval_every", max(0, t.take("trainer.test_freq")))
     saved = max(0, t.take("trainer.save_freq"))
     t.recipe.set("checkpoint.every", saved)
@@ -226,16 +224,6 @@ def _run(t: Translation) -> None:
     for key, value in (("tracking.project", project), ("tracking.run_name", run)):
         if value != OPEN:
             t.recipe.set(key, value)
-
-
-def _steps_of_epochs(files: Any, epochs: int, prompts: int) -> int | str:
-    """The steps of so many epochs, of which each leaves out a last batch that is not full."""
-    if not isinstance(files, list) or not all(Path(file).expanduser().is_file() for file in files):
-        return OPEN
-    import pyarrow.parquet as pq  # takes a second, which a script that cannot be read is not to cost
-
-    rows = sum(pq.read_metadata(Path(file).expanduser()).num_rows for file in files)
-    return epochs * (rows // prompts)
 
 
 def _cluster(t: Translation) -> None:

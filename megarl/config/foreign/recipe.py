@@ -10,7 +10,7 @@ import yaml
 from megarl.config.origins import OPEN, compose_open
 from megatron_ext.options.supported_options import REFUSED
 
-__all__ = ["OPEN", "TranslatedRecipe", "check"]
+__all__ = ["OPEN", "TranslatedRecipe", "check", "steps_of_epochs"]
 
 
 @dataclass
@@ -54,6 +54,16 @@ class TranslatedRecipe:
         for heading, notes in (("No counterpart", self.absent), ("So in any case", self.always)):
             lines += [f"# {heading}: {' '.join(settings)}: {why}." for why, settings in sorted(notes.items())]
         return "\n".join([*lines, yaml.safe_dump(self.values, sort_keys=False, width=110)])
+
+
+def steps_of_epochs(files: Any, epochs: int, prompts: int) -> int | str:
+    """The steps of so many epochs, of which each leaves out a last batch that is not full; open without the data."""
+    if not isinstance(files, list) or not all(Path(file).expanduser().is_file() for file in files):
+        return OPEN
+    import pyarrow.parquet as pq  # takes a second, which a script that cannot be read is not to cost
+
+    rows = sum(pq.read_metadata(Path(file).expanduser()).num_rows for file in files)
+    return epochs * (rows // prompts)
 
 
 def check(recipe: TranslatedRecipe) -> None:

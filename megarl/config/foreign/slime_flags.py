@@ -16,13 +16,19 @@ DEFAULTS: Mapping[str, Any] = {
     "kl_loss_type": "k1",
     "lambd": 1.0,
     "lr": 1e-6,
+    "lr_decay_style": "linear",
     "n_samples_per_prompt": 1,
     "num_critic_only_steps": 0,
     "rollout_num_gpus_per_engine": 1,
+    "rollout_seed": 42,
     "tis_clip": 2.0,
     "value_clip": 0.2,
+    "weight_decay": 0.01,
 }
 """Argument -> slime's default, where it counts for the recipe."""
+
+OPTIMIZER = ("lr", "lr_decay_style", "weight_decay")
+"""Options of Megatron among them, which slime leaves as Megatron-LM's training script has them or sets anew."""
 
 SAME: Mapping[str, str] = {
     "entropy_coef": "algorithm.entropy_coefficient",
@@ -123,7 +129,6 @@ ALWAYS: Mapping[str, str] = {
     **dict.fromkeys(("log_probs_chunk_size", "log_probs_max_tokens_per_gpu"), _PACKED),
     "apply_chat_template": "prompts are always chats",
     "num_gpus_per_node": "nodes are as the cluster has them",
-    "num_epoch": "the length of a run is loop.steps",
     "over_sampling_batch_size": "with dynamic_sampling, prompts are drawn one by one as they are needed",
     "rollout_global_dataset": "prompts are drawn from all files together",
     "rollout_skip_special_tokens": "rewards see the response as the tokenizer decodes it",

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from converters.errors import UserError
@@ -97,6 +99,7 @@ def test_a_script_becomes_a_recipe(tmp_path: Path) -> None:
         "loop.steps": 300,
         "loop.prompts_per_step": 32,
         "loop.samples_per_prompt": 8,
+        "loop.seed": 42,
         "loop.eval_every": 10,
         "loop.eval_samples": 16,
         "megatron.tensor_model_parallel_size": 4,
@@ -209,3 +212,31 @@ def test_the_critic_of_earlier_versions_has_its_own_settings(tmp_path: Path) -> 
 def test_the_seed_of_rollouts_is_the_seed_here(tmp_path: Path) -> None:
     recipe = from_slime(script(tmp_path, "--use-tis", "--rollout-seed 7 --seed 8"), {"BASE": "/b"})
     assert recipe.get("loop.seed") == 7
+
+
+def test_what_a_script_leaves_open_is_as_slime_has_it(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("hf-checkpoint: /m\nrollout-batch-size: 8\nnum-rollout: 5\nsave-interval: 4\n")
+    recipe = from_slime(tmp_path / "run.yaml", {})
+    assert values(recipe, "megatron.", "data.", "checkpoint.", "loop.seed") == {
+        "megatron.lr": 1e-6,
+        "megatron.weight_decay": 0.01,
+        "megatron.lr_decay_style": "linear",
+        "data.shuffle": False,
+        "checkpoint.every": 4,
+        "checkpoint.keep_every": 4,
+        "loop.seed": 42,
+    }
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(70, 3 * 2), (None, "???")])
+def test_epochs_become_steps_where_the_data_is_there(tmp_path: Path, rows: int | None, steps: int | str) -> None:
+    if rows:
+        pq.write_table(pa.table({"prompt": ["What?"] * rows}), tmp_path / "train.parquet")
+    recipe = from_slime(script(tmp_path, "--num-rollout 300", "--num-epoch 3"), {"BASE": str(tmp_path)})
+    assert recipe.get("loop.steps") == steps
+
+
+def test_epochs_do_not_count_beside_steps(tmp_path: Path) -> None:
+    recipe = from_slime(script(tmp_path, "--num-rollout 300", "--num-rollout 300 --num-epoch 3"), {"BASE": "/b"})
+    assert recipe.get("loop.steps") == 300
+    assert "--num-epoch 3" in recipe.always["--num-rollout says it"]
