@@ -52,7 +52,7 @@ def configuration(command: str, model: Path, folder: Path, seed: int) -> MegarlC
 
 
 def saved_by(run: Callable[[MegarlConfig], None], config: MegarlConfig, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
-    """What a run would save before its first step."""
+    """The checkpoint of a run before its first step."""
     samplers, make = [], opening.PromptSampler
     with monkeypatch.context() as patch:
         patch.setattr(opening, "PromptSampler", lambda *args: samplers.append(make(*args)) or samplers[-1])
