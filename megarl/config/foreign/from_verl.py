@@ -22,7 +22,7 @@ def from_verl(given: Sequence[str], environment: Mapping[str, str]) -> Translate
 
 def _model(t: Translation) -> None:
     t.recipe.set("model.path", t.take("actor_rollout_ref.model.path", OPEN))
-    if t.given.get("lora.rank"):
+    if t.given.get("lora.rank") and not t.has("lora.adapter_path"):
         t.recipe.set("lora.alpha", t.take("lora.alpha"))
     if t.has("lora.target_modules"):
         modules = t.take("lora.target_modules")

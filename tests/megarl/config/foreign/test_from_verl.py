@@ -292,7 +292,10 @@ def test_a_reward_model_without_a_path_is_said() -> None:
     assert recipe.get("reward_model.path") == "???"
 
 
-@pytest.mark.parametrize(("given", "alpha"), [(["rank=8"], 16), (["rank=8", "alpha=32"], 32), ([], None)])
+@pytest.mark.parametrize(
+    ("given", "alpha"),
+    [(["rank=8"], 16), (["rank=8", "alpha=32"], 32), ([], None), (["rank=8", "adapter_path=/a"], None)],
+)
 def test_an_adapter_has_the_scale_that_it_has_there(given: list[str], alpha: int | None) -> None:
     recipe = from_verl([f"actor_rollout_ref.model.lora_{each}" for each in given] or ["data.seed=1"], {})
     assert recipe.get("lora.alpha") == alpha
