@@ -98,6 +98,14 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"{name} {number} is too small: it must be at least 1")
     if options.temperature is not None and not 0 < options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature:g} must be a number above 0")
+    several = (options.samples or 1) > 1 or any(
+        word.lstrip("+").startswith("loop.eval_samples=") for word in (*options.files, *options.overrides)
+    )
+    if options.temperature is not None and not several:
+        raise UserError(
+            f"--temperature {options.temperature:g} is that of several responses, and one to a prompt is greedy: give"
+            " --samples, too, or leave it out"
+        )
 
 
 def json_of(model: str, metrics: Mapping[str, float]) -> str:
