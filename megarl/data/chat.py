@@ -67,7 +67,7 @@ class LengthBound:
         if self.exceeds(text, max_tokens):
             raise UserError(
                 f"{where}: the text has {len(text)} characters, which is more than {max_tokens} tokens can hold; "
-                "shorten it or take the row out"
+                "shorten it, take the row out, or raise loop.max_tokens_per_micro_batch"
             )
 
     def exceeds(self, text: str, max_tokens: int) -> bool:

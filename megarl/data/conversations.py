@@ -62,7 +62,7 @@ def load_conversations(
         if len(conversation.token_ids) > max_tokens:
             raise UserError(
                 f"{chat.where}: the conversation has {len(conversation.token_ids)} tokens, more than the limit of "
-                f"{max_tokens}; shorten it or take it out"
+                f"{max_tokens}; shorten it, take it out, or raise loop.max_tokens_per_micro_batch"
             )
     return conversations
 

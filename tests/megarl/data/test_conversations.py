@@ -101,7 +101,8 @@ def test_a_token_across_the_border_of_a_turn_is_refused(tmp_path):
     [
         (chat("1"), "no message has the role 'assistant'"),
         (chat("1", "2")[1:], "begins with a message of the assistant"),
-        (chat("1", "2345"), "has 8 tokens, more than the limit of 7"),
+        (chat("1", "2345"), "has 8 tokens, more than the limit of 7; .* raise loop.max_tokens_per_micro_batch"),
+        (chat("1", "2" * 1000), "more than 7 tokens can hold; .* raise loop.max_tokens_per_micro_batch"),
         ([{"role": "user", "content": None}], "message 0 must have a text"),
     ],
 )
