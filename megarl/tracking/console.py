@@ -12,6 +12,12 @@ from megarl.tracking.tracker import Logger, Run
 _SHOWN: tuple[tuple[str, str, int], ...] = (
     ("reward/mean", "reward {:.3f}", 1),
     ("eval/accuracy", "accuracy {:.3f}", 1),
+    ("sft/loss", "loss {:.3f}", 1),
+    ("preference/loss", "loss {:.3f}", 1),
+    ("preference/accuracy", "accuracy {:.3f}", 1),
+    ("sft/exact_match", "exact matches {:.3f}", 1),
+    ("spin/exact_match", "exact matches {:.3f}", 1),
+    ("preference/eval_accuracy", "held out {:.3f}", 1),
     ("throughput/tokens_per_s", "{:,.0f} tokens/s", 1),
     ("engines/kv_used", "KV cache {:.0%} used", 1),
     # The turns of a step on shared GPUs.

@@ -26,6 +26,14 @@ def test_the_text_shows_what_is_known_so_far():
     assert shown == "reward 0.500  accuracy 0.250  1,234 tokens/s  18 s left"
 
 
+def test_training_on_examples_shows_what_it_learns():
+    text = ProgressText(RUN, Clock())
+    assert text.update(1, {"sft/loss": 1.25, "sft/exact_match": 0.5}) == "loss 1.250  exact matches 0.500"
+    text = ProgressText(RUN, Clock())
+    found = {"preference/loss": 0.69, "preference/accuracy": 0.5, "preference/eval_accuracy": 0.75}
+    assert text.update(1, found) == "loss 0.690  accuracy 0.500  held out 0.750"
+
+
 def test_the_turns_of_a_step_are_said_with_the_memory_of_each():
     text = ProgressText(RUN, Clock())
     peaks = {"memory/engines": 60.5 * 2**30, "memory/trainers": 70.0 * 2**30, "memory/refit": 2**29}
