@@ -78,6 +78,7 @@ _AT_LEAST: Mapping[str, float] = {
     "sft.steps": 1,
     "sft.sequences_per_step": 1,
     "sft.eval_every": 1,
+    "sft.stop_at_exact_match": 0,
     **dict.fromkeys(
         (f"preference.{name}" for name in ("steps", "pairs_per_step", "eval_every", "steps_per_generation")), 1
     ),
@@ -112,6 +113,7 @@ _ABOVE_ZERO = (
 )
 _AT_MOST: Mapping[str, int] = {
     "rollout.top_p": 1,
+    "sft.stop_at_exact_match": 1,
     "reward.workers": 10_000,
     "cluster.rendezvous_port": 65535,
     # Kernels count the words of a bucket in int32.
@@ -158,8 +160,8 @@ def check_single_values(config: MegarlConfig) -> None:
         if _value(config, key) <= 0:
             raise UserError(f"{key}={_value(config, key)} is too small: it must be above 0")
     for key, maximum in _AT_MOST.items():
-        if _value(config, key) > maximum:
-            raise UserError(f"{key}={_value(config, key)} is too large: it must be at most {maximum}")
+        if (value := _value(config, key)) is not None and value > maximum:
+            raise UserError(f"{key}={value} is too large: it must be at most {maximum}")
     if negative := [token for token in config.rollout.stop_token_ids if token < 0]:
         raise UserError(f"rollout.stop_token_ids has {negative[0]}, and no token has a number below 0")
     check_each_part(config.algorithm)

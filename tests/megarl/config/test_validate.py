@@ -120,6 +120,8 @@ def test_moments_of_those_that_take_no_turns_may_be_in_eight_bits(make_config: C
             ["refit.bucket_bytes=4294967297"],
             "refit.bucket_bytes=4294967297 is too large: it must be at most 4294967296",
         ),
+        (["sft.stop_at_exact_match=30"], "sft.stop_at_exact_match=30.0 is too large: it must be at most 1"),
+        (["sft.stop_at_exact_match=-1"], "sft.stop_at_exact_match=-1.0 is too small: it must be at least 0"),
         (["rollout.top_p=1.5"], "rollout.top_p=1.5 is too large"),
         (["algorithm.policy_loss_options.clip_low=2"], "clip_low must be above 0 and at most 1, not 2"),
         (["rollout.top_k=0"], "rollout.top_k=0"),
