@@ -25,7 +25,7 @@ from megarl.resharding.direct.transports.nixl_agent import check_installed
 from megarl.rollout import ENGINES
 from megarl.rollout.kv_scales import KV_SCALES, with_kv_scales
 from megarl.rollout.sampling import COLDEST
-from megarl.schema import MegarlConfig
+from megarl.schema import MegarlConfig, PreferenceConfig
 from megarl.tracking import LOGGERS, check_loggers
 from megatron_ext.options.options import MtpTraining
 
@@ -250,6 +250,16 @@ def _check_preferences(config: MegarlConfig) -> None:
     PreferenceObjective(config.preference.beta, config.preference.label_smoothing)
 
 
+def _refuse_options_of_policies(config: MegarlConfig) -> None:
+    for name in ("beta", "label_smoothing"):
+        value = getattr(config.preference, name)
+        if value != getattr(PreferenceConfig(), name):
+            raise UserError(
+                f"preference.{name}={value} is for megarl dpo and spin, and the loss of a reward model has none: leave"
+                " it out"
+            )
+
+
 def _check_step(config: MegarlConfig) -> None:
     loop, algorithm = config.loop, config.algorithm
     if loop.prompts_per_step % algorithm.updates_per_step:
@@ -282,7 +292,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "sft": Command(_TRAINING, steps="sft.steps"),
     "dpo": _PREFERENCES,
-    "reward-model": Command((*_PREFERENCES.checks, refuse_lora), steps=_PREFERENCES.steps),
+    "reward-model": Command((*_PREFERENCES.checks, refuse_lora, _refuse_options_of_policies), steps=_PREFERENCES.steps),
     "spin": Command((*_PREFERENCES.checks, refuse_turns), steps=_PREFERENCES.steps),
     "eval": Command((_check_logs,)),
     "chat": Command((_check_logs,)),

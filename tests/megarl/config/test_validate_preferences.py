@@ -50,3 +50,13 @@ def test_the_recipes_are_valid(make_config: Callable[..., MegarlConfig], recipe:
 def test_training_is_refused(make_config: Callable[..., MegarlConfig], override: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         validate(make_config("quickstart_dpo", override), "dpo")
+
+
+@pytest.mark.parametrize("override", ["preference.beta=0.5", "preference.label_smoothing=0.1"])
+def test_a_reward_model_takes_no_option_of_the_loss_of_a_policy(
+    make_config: Callable[..., MegarlConfig], override: str
+) -> None:
+    with pytest.raises(
+        UserError, match=f"^{override} is for megarl dpo and spin, and the loss of a reward model has no"
+    ):
+        validate(make_config("quickstart_reward_model", override), "reward-model")
