@@ -1,11 +1,13 @@
 """Direct preference optimisation: pairs of replies, of which the policy learns to prefer the chosen one."""
 
+import sys
 from dataclasses import fields
 from functools import partial
 
 from megarl.algorithms import PreferenceObjective
 from megarl.cluster.trainer.batch import Batch, opened_values
 from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.config.lora import without_adapter
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import digest_of_pairs, draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
 from megarl.run.supervised import HeldOut, Training, open_training
@@ -15,7 +17,7 @@ from megatron_ext.packing.packing import RaggedBatch, pack
 
 
 def dpo(config: MegarlConfig) -> None:
-    """Train `config.model` on the pairs of `config.preference`; its own first weights are the reference.
+    """Train `config.model` on the pairs of `config.preference`; the model without any adapter is the reference.
 
     The result is a HuggingFace folder below `config.output_dir`.
     """
@@ -24,6 +26,8 @@ def dpo(config: MegarlConfig) -> None:
     if setup.is_finished():
         return
     train, held_out = read_pairs(setup)
+    if sentence := without_adapter(config.lora):
+        print(f"warning: {sentence}", file=sys.stderr, flush=True)
     sampler = setup.sampler(len(train), digest_of_pairs(train))
     objective = PreferenceObjective(settings.beta, settings.label_smoothing)
     with open_training(setup) as training:

@@ -37,6 +37,16 @@ def without_dropout(config: LoraConfig) -> str | None:
     return f"the adapter in lora.path={config.path} has lora_dropout={dropout:g}, and goes on without dropout"
 
 
+def without_adapter(config: LoraConfig) -> str | None:
+    """A sentence where an adapter goes on, so that the policy does not begin as its reference."""
+    if config.path is None:
+        return None
+    return (
+        f"the reference is the model without the adapter in lora.path={config.path}, from which the policy begins: for"
+        " a reference with it, name the model that its run wrote beside it in model.path, and lora.rank in its place"
+    )
+
+
 def check_lora(config: MegarlConfig) -> None:
     """Raise UserError for what cannot be chosen with an adapter, and for choices of an adapter that is not trained."""
     adapter = adapter_options(config.lora, config.loop.seed)
