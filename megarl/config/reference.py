@@ -15,7 +15,7 @@ from megarl.schema import MegarlConfig
 
 _HEADER = """# Configuration
 
-Made from `megarl/schema/config.py` and `megarl/schema/algorithm.py` by `make docs`; change them.
+Made from the files of `megarl/schema/` by `make docs`; change them.
 
 A run is a recipe of `configs/` with overrides: `megarl train --config-name NAME KEY=VALUE ...`. Options of Megatron
 (`megatron.*`) may also be given as Megatron's own flags: `--tensor-model-parallel-size 8`. A recipe of your own lies in

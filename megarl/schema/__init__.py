@@ -8,15 +8,14 @@ from megarl.schema.algorithm import (
     RewardModelConfig,
     TeacherConfig,
 )
+from megarl.schema.cluster import ClusterConfig, PoolConfig
 from megarl.schema.config import (
     CheckpointConfig,
-    ClusterConfig,
     DataConfig,
     LoopConfig,
     LoraConfig,
     MegarlConfig,
     ModelConfig,
-    PoolConfig,
     RefitConfig,
     RewardConfig,
     RewardTermConfig,
