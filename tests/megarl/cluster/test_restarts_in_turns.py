@@ -139,8 +139,9 @@ def check_that_one_that_hangs_in_its_start_keeps_no_turn(engines, refit, gpus, t
     script("start", suffix=".hang")
     assert eventually(lambda: answered(engines) == EXPECTED and stages(engines) == ["load"])
     gpus.switch_to(trainer)
+    # Prepared anew, and no more: it is the trainer's turn.
     assert died(engines, 10)
-    assert stages(engines) == ["prepared"]
+    assert eventually(lambda: stages(engines) == ["prepared"])
     gpus.switch_to(engines)
     all_serve(engines, refit, gpus, trainer, 7)
 
