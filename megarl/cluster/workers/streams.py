@@ -1,9 +1,9 @@
 """Calls of workers that give their results one by one: whichever comes first, of any number of them."""
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import ray
 
@@ -19,6 +19,8 @@ class Stream:
 
     worker: Worker
     references: ray.ObjectRefGenerator
+    begun: list[Any] = field(default_factory=list, compare=False)
+    """A result whose arrays are to come, as the worker gave it, and references to those that have."""
 
     @classmethod
     def begin(cls, worker: Worker, method: str, *arguments: Any) -> "Stream":
@@ -30,6 +32,10 @@ _AT_ONCE = 64
 """Results of a stream that are taken before others are looked at."""
 
 Waited = TypeVar("Waited", bound=Stream | Call[Any])
+
+
+TO_COME: Final = object()
+"""In place of a result of which parts are still to come: its process may have been stopped in between."""
 
 
 class End(NamedTuple):
@@ -48,7 +54,9 @@ def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
         if not (ready := _ready(left, 1, LOOK_S)):
             end_silent([stream.worker for stream in left], signs)
         for stream in ready:
-            result = _next(stream)
+            result = next_part(stream)
+            if result is TO_COME:
+                continue
             if not isinstance(result, End):
                 yield stream, result
             elif result.failure is None:
@@ -71,7 +79,9 @@ def _there(stream: Stream) -> Iterator[Any]:
     """The results of a stream that has one, as many as are there, or to its `End`."""
     is_there = True
     while is_there:
-        yield (result := _next(stream))
+        result = next_part(stream)
+        if result is not TO_COME:
+            yield result
         is_there = not isinstance(result, End) and stream.references.next_ready()
 
 
@@ -84,22 +94,31 @@ def _ready(waited_for: Collection[Waited], count: int, timeout_s: float) -> list
     return [by_references[each] for each in done]
 
 
-def _next(stream: Stream) -> Any:
-    """The next result of a stream, or its `End`."""
-    result = next(stream.references, None)
-    if result is None:
-        return End()
-    answer = answer_of(Call[Any](stream.worker, result))
-    if isinstance(answer, Failed):
-        return End(answer.failure)
-    rest, arrays = answer
-    references = arrays_behind(stream, arrays) if arrays else []
-    return End(references.failure) if isinstance(references, Failed) else put_back(rest, references)
+def next_part(stream: Stream) -> Any:
+    """Take what a stream has next: a result or the last part of one, `TO_COME` for another part, or the `End`."""
+    begun, reference = stream.begun, next(stream.references, None)
+    if reference is None:
+        # A failure comes as the last thing of a stream, in place of any array or of the None behind them.
+        return _end_with(stream, begun[-1]) if len(begun) > 1 else End()
+    if not begun:
+        answer = answer_of(Call[Any](stream.worker, reference))
+        if isinstance(answer, Failed):
+            return End(answer.failure)
+        rest, count = answer
+        if count:
+            begun.append(answer)
+            return TO_COME
+        return put_back(rest, [])
+    begun.append(reference)
+    (rest, count), *references = begun
+    if len(references) <= count:
+        return TO_COME
+    begun.clear()
+    end = _end_with(stream, references.pop())
+    return put_back(rest, references) if end.failure is None else end
 
 
-def arrays_behind(stream: Stream, count: int) -> list[ray.ObjectRef] | Failed:
-    """References to the arrays of the result that came last."""
-    # A failure comes as the last thing of a stream, in place of any of them or of the None behind them.
-    *arrays, last = islice(stream.references, count + 1)
+def _end_with(stream: Stream, last: ray.ObjectRef) -> End:
+    """How a stream ends if this is the last that it gave: with a failure, if it is one."""
     answer = answer_of(Call[Any](stream.worker, last))
-    return answer if isinstance(answer, Failed) else arrays
+    return End(answer.failure if isinstance(answer, Failed) else None)

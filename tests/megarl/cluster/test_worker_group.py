@@ -1,10 +1,13 @@
 """Groups of worker processes: results in order, and the first failure with its reason."""
 
+import os
 import platform
 import re
 import signal
 import stat
+import sys
 import textwrap
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -28,7 +31,7 @@ from megarl.cluster.ray.runtime import ray_cluster
 from megarl.cluster.workers import calls, heartbeat
 from megarl.cluster.workers.calls import wait, wait_together
 from megarl.cluster.workers.heartbeat import Ranks
-from megarl.cluster.workers.streams import Stream, arrays_behind, results_of
+from megarl.cluster.workers.streams import End, Stream, next_of, next_part, results_of
 from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
 from megarl.cluster.workers.worker_group import WorkerGroup, in_order_of_gpus
 from megarl.data.stretches import Stored, ValuesGone, here
@@ -220,10 +223,51 @@ def test_long_arrays_of_a_stream_stay_with_the_worker_until_they_are_read(make_g
             wait([second.begin("lose")])
         # A failure in place of an array, and of what follows the last one.
         for count, arrays in ((3, 1), (1, 1)):
-            references = iter([*(ray.put(np.arange(3)) for _ in range(arrays)), first.begin("fail").reference])
-            assert "a fault of the program" in arrays_behind(Stream(first, references), count).failure.reason
+            given = [ray.put(("rest", count)), *(ray.put(np.arange(3)) for _ in range(arrays))]
+            stream = Stream(first, iter([*given, first.begin("fail").reference]))
+            end = next(part for part in iter(partial(next_part, stream), None) if isinstance(part, End))
+            assert "a fault of the program" in end.failure.reason
     assert caught.value.details == "ObjectRef(00ff) is gone"
     assert "the end of its own log says why" in caught.value.sentence
+
+
+def test_one_that_stops_in_the_midst_of_a_result_holds_nobody_up(make_group):
+    with make_group() as group:
+        stopping, other = group.workers
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        ray.get(stopping.actor.__ray_call__.remote(lambda _: stop_before_the_arrays()))
+        pid, _ = group.call("pid")
+        streams = [Stream.begin(stopping, "give", 2)]
+        assert eventually(
+            lambda: not next_of(streams, [], 0.1) and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        )
+        streams.append(Stream.begin(other, "give", 1))
+        found = []
+        assert eventually(lambda: found.extend(next_of(streams, [], 0.1)) or len(found) == 2)
+        assert [stream for stream, _ in found] == streams[1:] * 2
+        os.kill(pid, signal.SIGCONT)
+        assert [number for _, (number, _, _) in results_of(streams[:1])] == [0, 1]
+
+
+def stop_before_the_arrays():
+    """Stop this process once, when the first part of a result is on its way and its arrays are not."""
+    from megarl.cluster.workers import worker_actor
+
+    taken_out = worker_actor.taken_out
+
+    def take_out(result):
+        worker_actor.taken_out = taken_out
+        rest, arrays = taken_out(result)
+        return rest, Stopping(arrays)
+
+    worker_actor.taken_out = take_out
+
+
+class Stopping(list):
+    def __iter__(self):
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__iter__()
 
 
 def test_a_death_is_told_and_not_its_consequence_which_comes_first(make_group, tmp_path):
