@@ -72,9 +72,9 @@ class Link:
 
     def _next(self) -> Any:
         try:
-            if not self._connection.poll(self._timeout_s):
-                raise TransferError(f"{self.peer} said nothing for {self._timeout_s:g} s (refit.timeout_s)")
             message = self._connection.recv()
+        except BlockingIOError as error:  # the kernel's deadline, as the handshake set it
+            raise TransferError(f"{self.peer} said nothing for {self._timeout_s:g} s (refit.timeout_s)") from error
         except (EOFError, OSError) as error:
             raise TransferError(f"{self.peer} is gone") from error
         if isinstance(message, Failure):

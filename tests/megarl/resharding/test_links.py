@@ -1,5 +1,6 @@
 """Links between ranks: what is said while something else is waited for."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -75,3 +76,18 @@ def test_a_check_raises_what_ends_a_wait(ends):
         assert ready(selector, [here], 5.0) == [here]
     with pytest.raises(TransferError, match=r"^a source is gone$"):
         here.check()
+
+
+@pytest.mark.parametrize("begun", [b"", b"\0"])
+def test_a_peer_that_is_silent_or_stops_in_mid_message_is_given_up(begun):
+    listener = Listener(LOOPBACK)
+    with ThreadPoolExecutor(1) as pool:
+        accepting = pool.submit(listener.accept, b"key", 5.0)
+        here = connect(listener.address, b"key", "a source", 0.2)
+        here.send(Hello(0, ""))
+        there, _ = accepting.result()
+    os.write(there.fileno(), begun)
+    with pytest.raises(TransferError, match=r"^a source said nothing for 0\.2 s \(refit\.timeout_s\)$"):
+        here.receive(Acknowledgement)
+    for each in (here, there, listener):
+        each.close()
