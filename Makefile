@@ -9,7 +9,7 @@ OUTPUT ?=
 # the long files are not all at the end.
 TEST_WORKERS ?= 3
 
-.PHONY: help setup environment benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-checkpoint benchmark-collectives clean
+.PHONY: help setup environment benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-quickstarts benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-checkpoint benchmark-collectives clean
 
 help:
 	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|fp8_block_ue8m0|int8_channel|mxfp8|nvfp4] [SCHEDULE=async] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
@@ -48,6 +48,7 @@ help:
 	@echo "make benchmark-router-replay [ARGS=...]   how far engine and trainer differ by their choice of experts"
 	@echo "make benchmark-kv-scales [ARGS=...]    keys and values in FP8 with scales of 1, calibrated ones and bounds"
 	@echo "make benchmark-gaps [ARGS=...]         engine beside trainer after each refit, by model, engine and number format"
+	@echo "make benchmark-quickstarts [ARGS=...]  whole quickstarts, by model, engine and number format: what they learn"
 
 setup: environment $(if $(SGLANG),.venv-sglang)
 
@@ -58,7 +59,7 @@ benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
 # Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
-test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-packing benchmark-train-step benchmark-schedules benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-collectives: export OMP_NUM_THREADS ?= 1
+test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-quickstarts benchmark-packing benchmark-train-step benchmark-schedules benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-collectives: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
@@ -206,6 +207,9 @@ benchmark-kv-scales: setup
 
 benchmark-gaps: setup
 	$(PYTHON) benchmarks/gaps.py $(ARGS)
+
+benchmark-quickstarts: setup .venv-sglang
+	$(PYTHON) benchmarks/quickstarts.py $(ARGS)
 
 clean:
 	rm -rf .venv .venv-sglang .venv-megatron-next .venv-peers .venv-algorithm-peers *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gaps import FAMILIES, FORMATS, ROOT
-from machine import describe, give_out
+from machine import at_least_one, describe, give_out
 from workload import MEGARL, environment
 
 from converters.number_formats import AS_TRAINED
@@ -24,13 +24,14 @@ HEAD = (
 )
 
 
-def summary_of(family: str, engine: str, weights: str, output: Path) -> dict[str, Any]:
+def summary_of(family: str, engine: str, weights: str, steps: int | None, output: Path) -> dict[str, Any]:
     """Summary of a quickstart. Raises CalledProcessError where it fails, or its export is not confirmed."""
     held_in = () if weights == AS_TRAINED else ("--weights", weights)
-    command = (*MEGARL, "quickstart", "--model", family, "--engine", engine, *held_in, "--output-dir", str(output))
+    length = () if steps is None else ("--steps", str(steps))
+    options = ("--model", family, "--engine", engine, *held_in, *length, "--output-dir", str(output))
+    command = (*MEGARL, "quickstart", *options)
     subprocess.run(command, env=environment(threads=1), check=True, stdout=subprocess.DEVNULL)
-    (written,) = output.glob("**/summary.json")
-    return dict(json.loads(written.read_text()))
+    return dict(json.loads((output / "summary.json").read_text()))
 
 
 def row(family: str, engine: str, weights: str, summary: dict[str, Any]) -> str:
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--engines", nargs="+", choices=FORMATS, default=["vllm", "sglang"])
     parser.add_argument("--weights", nargs="+", default=[AS_TRAINED, "fp8_block"], help="what engines hold weights in")
+    parser.add_argument("--steps", type=at_least_one, help="steps of each, which else has its own number")
     parser.add_argument("--write", type=Path, help="file for the page; each row is also printed")
     options = parser.parse_args()
     page = [f"`make benchmark-quickstarts`, {date.today()}, {describe(ROOT)}.", "", HEAD]
@@ -53,7 +55,8 @@ def main() -> None:
             for engine in options.engines:
                 for weights in options.weights:
                     output = Path(scratch) / f"{family}_{engine}_{weights}"
-                    page.append(row(family, engine, weights, summary_of(family, engine, weights, output)))
+                    summary = summary_of(family, engine, weights, options.steps, output)
+                    page.append(row(family, engine, weights, summary))
                     print(page[-1], flush=True)
     if options.write:
         give_out("\n".join(["# Quickstarts to their last step", "", *page, ""]), options.write)
