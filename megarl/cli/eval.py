@@ -78,6 +78,7 @@ def _run(options: argparse.Namespace) -> int:
     refuse_checkpoint(Path(options.model))
     with phase("reading the configuration"):
         config = compose("eval", overrides_of(options))
+        _check_temperature(options, config.loop.eval_samples)
         check_input_paths(config, "eval")
         from megarl.config.validate import validate
 
@@ -98,10 +99,10 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"{name} {number} is too small: it must be at least 1")
     if options.temperature is not None and not 0 < options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature:g} must be a number above 0")
-    several = (options.samples or 1) > 1 or any(
-        word.lstrip("+").startswith("loop.eval_samples=") for word in (*options.files, *options.overrides)
-    )
-    if options.temperature is not None and not several:
+
+
+def _check_temperature(options: argparse.Namespace, samples: int) -> None:
+    if options.temperature is not None and samples == 1:
         raise UserError(
             f"--temperature {options.temperature:g} is that of several responses, and one to a prompt is greedy: give"
             " --samples, too, or leave it out"

@@ -71,9 +71,10 @@ def wait_together(
     """
     pending, signs = list(calls), SignsOfLife[Worker, Call[Any]](LOOK_S)
     failures: list[Exception] = []
+    need_others = {call.reference for call in calls} - {call.reference for call in last}
     deadline = inf
     while pending:
-        if deadline == inf and all(call in last for call in pending):
+        if deadline == inf and not need_others:
             deadline = time.monotonic() + timeout_s
         left = max(0.0, deadline - time.monotonic())
         done = _first_done(pending, _CONSEQUENCES_S if failures else min(left, LOOK_S))
@@ -85,6 +86,7 @@ def wait_together(
             end_silent([call.worker for call in pending], signs)
             continue
         pending.remove(done)
+        need_others.discard(done.reference)
         if isinstance(answer := answer_of(done), Failed):
             if not failures:
                 at_first(answer.failure)

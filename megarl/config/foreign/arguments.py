@@ -140,3 +140,13 @@ def _of_value(name: str, node: yaml.Node, where: str) -> Iterator[Argument]:
         return
     values = [] if value is True else value if isinstance(value, list) else [value]
     yield Argument(name, tuple(Word(str(each), where) for each in values), where)
+
+
+def number_or_text(word: str) -> Any:
+    """The word as a number where it is one."""
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word

@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from converters.errors import UserError, did_you_mean
 from megarl.config.foreign import slime_flags as slime
-from megarl.config.foreign.arguments import Argument, read_arguments
+from megarl.config.foreign.arguments import Argument, number_or_text, read_arguments
 from megarl.config.foreign.engine_arguments import OF_SLIME, TENSOR_PARALLEL
 from megarl.config.foreign.megatron_script import MegatronScript, check_model, translate
 from megarl.config.foreign.recipe import OPEN, TranslatedRecipe, steps_of_epochs
@@ -46,16 +46,6 @@ class _Translation:
         """Say that a given argument has no counterpart."""
         self.taken.add(name)
         self.recipe.absent.setdefault(why, []).append(shown(self.given[name]))
-
-
-def number_or_text(word: str) -> Any:
-    """The word as a number where it is one."""
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
 
 
 def shown(argument: Argument) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError, did_you_mean
 from megarl.config.assignment import Assignment, override
-from megarl.config.foreign.arguments import Argument, read_arguments
+from megarl.config.foreign.arguments import Argument, number_or_text, read_arguments
 from megarl.config.foreign.megatron_flags import KEYS, LEFT_OUT, MODEL, NEGATIVE, REFUSED, RENAMED, SWITCHES, left_out
 from megatron_ext.options.arguments import megatron_fields, parse_flags
 from megatron_ext.options.model_fields import LATENT_ATTENTION_FIELDS, MODEL_FIELDS
@@ -166,17 +166,13 @@ def _value(argument: Argument, said: Mapping[str, Any]) -> Any:
     if name == "moe_layer_freq":
         return _pattern(_literal(words[0], argument), said["num_layers"])
     if len(words) > 1:
-        return [_number(word) for word in words]
-    return _number(words[0])
+        return [_value_of(word) for word in words]
+    return _value_of(words[0])
 
 
-def _number(word: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return {"true": True, "false": False, "none": None}.get(word.lower(), word)
+def _value_of(word: str) -> Any:
+    value = number_or_text(word)
+    return {"true": True, "false": False, "none": None}.get(word.lower(), value)
 
 
 def _literal(text: str, argument: Argument) -> Any:

@@ -2,6 +2,7 @@
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from one_link import connect
@@ -12,18 +13,25 @@ from megarl.resharding.direct.wire import Acknowledgement, Failure, Hello
 from megatron_ext.loopback import LOOPBACK
 
 
-@pytest.fixture
-def ends():
-    """Both ends of a link."""
+@contextmanager
+def met(timeout_s: float):
+    """Both ends of a link, of which the first waits for so long."""
     listener = Listener(LOOPBACK)
     with ThreadPoolExecutor(1) as pool:
         accepting = pool.submit(listener.accept, b"key", 5.0)
-        here = connect(listener.address, b"key", "a source", 5.0)
+        here = connect(listener.address, b"key", "a source", timeout_s)
         here.send(Hello(0, ""))
         there, _ = accepting.result()
     yield here, there
     for each in (here, there, listener):
         each.close()
+
+
+@pytest.fixture
+def ends():
+    """Both ends of a link."""
+    with met(5.0) as both:
+        yield both
 
 
 def test_what_a_check_finds_is_received_in_its_order(ends):
@@ -80,14 +88,7 @@ def test_a_check_raises_what_ends_a_wait(ends):
 
 @pytest.mark.parametrize("begun", [b"", b"\0"])
 def test_a_peer_that_is_silent_or_stops_in_mid_message_is_given_up(begun):
-    listener = Listener(LOOPBACK)
-    with ThreadPoolExecutor(1) as pool:
-        accepting = pool.submit(listener.accept, b"key", 5.0)
-        here = connect(listener.address, b"key", "a source", 0.2)
-        here.send(Hello(0, ""))
-        there, _ = accepting.result()
-    os.write(there.fileno(), begun)
-    with pytest.raises(TransferError, match=r"^a source said nothing for 0\.2 s \(refit\.timeout_s\)$"):
-        here.receive(Acknowledgement)
-    for each in (here, there, listener):
-        each.close()
+    with met(0.2) as (here, there):
+        os.write(there.fileno(), begun)
+        with pytest.raises(TransferError, match=r"^a source said nothing for 0\.2 s \(refit\.timeout_s\)$"):
+            here.receive(Acknowledgement)
