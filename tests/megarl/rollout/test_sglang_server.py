@@ -92,6 +92,13 @@ def test_weights_are_written_straight_into_its_parameters(served, folders, make_
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
 
 
+@pytest.mark.parametrize("transport", ["rdma", "tcp"])
+def test_weights_come_from_another_machine(served, folders, make_trainer, assert_greedy, transport):
+    trainer = make_trainer(served.engine, folders[0])
+    trainer.connect(transport=transport)
+    check_that_changes_any_serving(trainer, served, assert_greedy)
+
+
 def test_a_transfer_that_fails_leaves_the_engine_fenced(served, folders, make_trainer, assert_greedy):
     trainer = make_trainer(served.engine, folders[0])
     trainer.connect(timeout_s=5.0)

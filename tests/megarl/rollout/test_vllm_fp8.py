@@ -93,3 +93,11 @@ def test_greedy_equals_huggingface_with_the_decoded_weights(
     check(first_rounded)
     trainer.update(7)
     check(second_rounded)
+    # As between machines, too.
+    for version, (transport, weights, expected) in enumerate(
+        [("rdma", first, first_rounded), ("tcp", second, second_rounded)], start=8
+    ):
+        trainer.connect(transport=transport)
+        trainer.load(weights)
+        trainer.update(version)
+        check(expected)

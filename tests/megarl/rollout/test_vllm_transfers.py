@@ -26,6 +26,13 @@ def test_an_engine_serves_what_was_written_into_its_parameters(served, folders, 
     assert_greedy(folders[1], PROMPTS[0], served.greedy(PROMPTS[0]))
 
 
+@pytest.mark.parametrize("transport", ["rdma", "tcp"])
+def test_weights_come_from_another_machine(served, folders, make_trainer, assert_greedy, transport):
+    trainer = make_trainer(served.engine, folders[0])
+    trainer.connect(transport=transport)
+    check_that_changes_any_serving(trainer, served, assert_greedy)
+
+
 @both_kinds
 def test_a_comparison_says_whether_a_load_left_what_the_plan_would(served, kind, folders, make_trainer, assert_greedy):
     trainer = make_trainer(served.engine, folders[0])

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import secrets
+from datetime import timedelta
 from multiprocessing.managers import BaseManager
 
 import torch
@@ -16,8 +17,10 @@ from converters.topology import Topology
 from megarl.resharding.direct.quantised_shard import Quantisation
 from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.transfer_spec import TransferSpec, held_dtypes
+from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.weight_receiver import WeightReceiver
+from megatron_ext.loopback import open_store
 
 RANKS = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
 
@@ -76,12 +79,16 @@ class Trainer:
         self._processes.append(process)
         return process.rank(self.spec, rank)
 
-    def connect(self, timeout_s=20.0):
+    def connect(self, timeout_s=20.0, transport="shared_memory"):
+        store = None
+        if TRANSPORTS[transport].needs_store:
+            self._store = open_store(LOOPBACK, timedelta(seconds=timeout_s))
+            store = LOOPBACK, self._store.port
         listeners = [rank.open() for rank in self.ranks]
         workers = len(self.spec.traces)
         relay_listeners = self._engine.call_receivers(WeightReceiver.open, self.spec, 0)
         rendezvous = Rendezvous(
-            "shared_memory", secrets.token_bytes(16), listeners, None, workers, timeout_s, relay_listeners
+            transport, secrets.token_bytes(16), listeners, store, workers, timeout_s, relay_listeners
         )
         connecting = [self._pool.submit(rank.connect, rendezvous) for rank in self.ranks]
         self._engine.call_receivers(WeightReceiver.connect, rendezvous)
