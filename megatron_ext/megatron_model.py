@@ -14,6 +14,7 @@ from torch import Tensor
 
 from converters.architectures import Architecture, Head, with_head
 from converters.formats.safetensors import HuggingFaceCheckpoint
+from converters.layouts.megatron import ModuleNames
 from megatron_ext import compat, device
 from megatron_ext.attention.context_parallel import cut
 from megatron_ext.checkpoint.distributed_weights import load_distributed
@@ -31,6 +32,7 @@ from megatron_ext.memory.device_memory import StatePart
 from megatron_ext.memory.offload import OffloadableState, optimizer_tensors
 from megatron_ext.model.model import build_model, local_tensors
 from megatron_ext.model.multi_token_prediction import prepare_layers
+from megatron_ext.model.specs import module_names
 from megatron_ext.objective import Objective, StepResult
 from megatron_ext.optimizer.fully_sharded import all_finite, own_rows
 from megatron_ext.optimizer.optimizer import Wrapped, build_optimizer, build_scheduler, wrap_distributed
@@ -86,6 +88,11 @@ class MegatronModel:
         self.residence = OffloadableState(self._weight_tensors)
         """Where the state is: all of it on the device, until somebody moves it."""
         self._wait_for_reader: Callable[[], None] | None = None
+
+    @property
+    def module_names(self) -> ModuleNames:
+        """The names by which `local_tensors` are known."""
+        return module_names(self.bare_chunks[0].config)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's weights by the names of its Megatron layout: the tensors that train steps change.

@@ -18,6 +18,7 @@ from converters.formats.safetensors import (
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
+from megatron_ext.model.backbone import Backbone
 from megatron_ext.model.model import local_tensors
 from megatron_ext.model.specs import module_names
 
@@ -25,7 +26,7 @@ _SHARD_SIZE_BYTES = 5 * 10**9
 
 
 def load_huggingface(
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[Backbone],
     architecture: Architecture,
     parallel: ParallelSizes,
     rank: int,
@@ -39,7 +40,7 @@ def load_huggingface(
     """
     # Copies of weights are not compared: one process does that before, and each of thousands would read them whole.
     check_structure(checkpoint, architecture)
-    shard = megatron_layout(architecture, parallel.unsharded, module_names=module_names()).shard(rank)
+    shard = megatron_layout(architecture, parallel.unsharded, module_names=module_names(chunks[0].config)).shard(rank)
     tensors = local_tensors(chunks)
     check_tensors(shard.local_shapes, tensors)
     missing = architecture.hf_zero_if_missing - checkpoint.shapes.keys()
@@ -70,7 +71,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
 
 
 def export_huggingface(
-    chunks: Sequence[torch.nn.Module],
+    chunks: Sequence[Backbone],
     architecture: Architecture,
     parallel: ParallelSizes,
     rank: int,
@@ -94,7 +95,7 @@ def export_huggingface(
         dtypes = architecture.hf_dtypes(dtype or next(chunks[0].parameters()).dtype)
         create_checkpoint(partial, architecture.hf_shapes, dtypes, shard_size_bytes)
     barrier()
-    source = megatron_layout(architecture, parallel, module_names=module_names())
+    source = megatron_layout(architecture, parallel, module_names=module_names(chunks[0].config))
     transfers = plan(source, huggingface_layout(architecture.hf_shapes))
     copy_transfers([each for each in transfers if each.source_rank == rank], tensors, open_for_writing(partial))
     barrier()

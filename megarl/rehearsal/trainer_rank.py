@@ -13,14 +13,13 @@ from torch import Tensor
 
 from converters.architectures import Architecture, Head, read_architecture, with_head
 from converters.errors import UserError
-from converters.layouts.megatron import megatron_layout
+from converters.layouts.megatron import ModuleNames, megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.rehearsal.activations import ActivationBytes, MicroBatchSize, rehearse_micro_batch
 from megarl.rehearsal.alive import Alive
 from megatron_ext import compat
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.memory.offload import optimizer_tensors
-from megatron_ext.model.specs import module_names
 from megatron_ext.optimizer.fully_sharded import own_rows
 from megatron_ext.options.options import MegatronOptions
 
@@ -97,23 +96,26 @@ def rehearse_rank(trained: TrainedModel, rank: int, size: MicroBatchSize) -> Reh
 def build(trained: TrainedModel, rank: int) -> MegatronModel:
     """The model of a rank, ready for its first step; see `TrainerWorker.build`."""
     model = MegatronModel(read_architecture(trained.hf_config), trained.options, rank, head=trained.head)
-    check_layout(model.local_tensors(), trained, trained.options.parallel.unsharded, rank)
+    names = model.module_names
+    check_layout(model.local_tensors(), names, trained, trained.options.parallel.unsharded, rank)
     if trained.is_frozen:
         model.freeze()
         return model
     model.add_adapters()
     model.prepare_training(total_steps=1)
-    check_layout(model.local_tensors(), trained, trained.options.parallel, rank)
+    check_layout(model.local_tensors(), names, trained, trained.options.parallel, rank)
     if trained.reference:
         model.keep_reference()
     compat.prime_optimizer_state(model.optimizer)
     return model
 
 
-def check_layout(tensors: Mapping[str, Tensor], trained: TrainedModel, parallel: ParallelSizes, rank: int) -> None:
+def check_layout(
+    tensors: Mapping[str, Tensor], module_names: ModuleNames, trained: TrainedModel, parallel: ParallelSizes, rank: int
+) -> None:
     """Compare the tensors of a rank with what the layout of these sizes says it holds; see `rehearse_rank`."""
     architecture, options = trained.architecture(), trained.options
-    shard = megatron_layout(architecture, parallel, module_names=module_names()).shard(rank)
+    shard = megatron_layout(architecture, parallel, module_names=module_names).shard(rank)
     types = architecture.hf_dtypes(options.params_dtype)
     expected = {
         placement.local_name: (shard.local_shapes[placement.local_name], types[placement.hf_name])

@@ -22,6 +22,7 @@ from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
 from megatron_ext.lora.lora import Adapter, LinearLayer, Rows
 from megatron_ext.memory.host_copies import HostCopies, HostTensor
+from megatron_ext.model.backbone import Backbone
 from megatron_ext.model.specs import module_names
 from megatron_ext.weights import check_finite
 
@@ -39,21 +40,22 @@ class Adapters:
 
     def __init__(
         self,
-        chunks: Sequence[torch.nn.Module],
+        chunks: Sequence[Backbone],
         architecture: Architecture,
         lora: Lora,
         parallel: ParallelSizes,
         rank: int,
     ) -> None:
-        if module_names() == "te":
+        self._module_names = module_names(chunks[0].config)
+        if self._module_names == "te":
             raise UserError(
-                "lora: adapters are not there for Transformer Engine's modules yet; run where it is not installed, or"
+                "lora: adapters are not there for Transformer Engine's modules: set megatron.transformer_impl=local, or"
                 " train the weights (lora.rank=0)"
             )
         self.lora = lora
         self._base, self._parallel, self._rank = architecture, parallel, rank
         self._architecture = adapter_architecture(architecture, lora)
-        self._shard = megatron_layout(self._architecture, parallel, module_names=module_names()).shard(rank)
+        self._shard = megatron_layout(self._architecture, parallel, module_names=self._module_names).shard(rank)
         for chunk in chunks:
             chunk.requires_grad_(False)
             if isinstance(embedding := getattr(chunk, "embedding", None), torch.nn.Module):
@@ -109,7 +111,7 @@ class Adapters:
             dtype = next(linear.weight.dtype for linear, _ in self._linears.values())
             create_adapter(partial, shapes, dtype)
         barrier()
-        source = megatron_layout(self._architecture, self._parallel, module_names=module_names())
+        source = megatron_layout(self._architecture, self._parallel, module_names=self._module_names)
         transfers = [each for each in plan(source, huggingface_layout(shapes)) if each.source_rank == self._rank]
         copy_transfers(transfers, tensors, open_for_writing(partial))
         barrier()
@@ -168,7 +170,7 @@ class Adapters:
             adapter.enabled = enabled
 
     def _attach(self, chunks: Sequence[torch.nn.Module]) -> dict[str, _Linear]:
-        base = megatron_layout(self._base, self._parallel, module_names=module_names()).shard(self._rank)
+        base = megatron_layout(self._base, self._parallel, module_names=self._module_names).shard(self._rank)
         shapes: dict[str, dict[str, dict[str, Shape]]] = defaultdict(lambda: defaultdict(dict))
         for local_name, shape in self._shard.local_shapes.items():
             path, matrix, factor = local_name.rsplit(".", 2)

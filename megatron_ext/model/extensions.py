@@ -45,8 +45,8 @@ def check_transformer_engine_suffices(extensions: Extensions) -> None:
     modules = [each for each in fields(extensions) if each.name != "experts_in_group_score"]
     if wanted := [each.name for each in modules if getattr(extensions, each.name) != each.default]:
         raise UserError(
-            f"the model needs {', '.join(wanted)}, which is not supported with Transformer Engine; run it where"
-            " Transformer Engine is not installed"
+            f"the model needs {', '.join(wanted)}, which Transformer Engine's modules do not have: set"
+            " megatron.transformer_impl=local"
         )
 
 

@@ -16,9 +16,14 @@ from megatron_ext import compat, device, versions
 from megatron_ext.attention.rotary import rotate_by_position
 from megatron_ext.model.backbone import Backbone, LanguageModel, ValueModel
 from megatron_ext.model.extensions import scale_embedding
-from megatron_ext.model.specs import block_spec, module_names, multi_token_prediction_spec
+from megatron_ext.model.specs import block_spec, multi_token_prediction_spec
 from megatron_ext.optimizer.fully_sharded import own_rows
-from megatron_ext.options.device_fields import default_fields, required_fields
+from megatron_ext.options.device_fields import (
+    TRANSFORMER_ENGINE,
+    chosen_implementation,
+    default_fields,
+    required_fields,
+)
 from megatron_ext.options.model_fields import without_model_fields
 from megatron_ext.options.supported_options import check_supported
 from megatron_ext.routing.router_loss_options import ROUTER_LOSS_OPTIONS
@@ -58,7 +63,7 @@ def build_model(
     something else, or whose value megatron-core refuses.
     """
     compat.install()
-    megatron_layout(architecture, parallel, module_names=module_names())  # checks the sizes
+    megatron_layout(architecture, parallel, module_names="local")  # checks the sizes
     config = transformer_config(
         architecture, parallel, params_dtype=params_dtype, overrides=overrides or {}, shared_prefixes=shared_prefixes
     )
@@ -115,17 +120,23 @@ def transformer_config(
     own = {name: value for name, value in overrides.items() if name not in ROUTER_LOSS_OPTIONS}
     overrides = without_model_fields(architecture, own)
     config_class = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
-    fixed = {**_fixed_fields(parallel, params_dtype), "mtp_num_layers": architecture.mtp_layers or None}
+    implementation = chosen_implementation(overrides)
+    fixed = {
+        **required_fields(implementation),
+        **_fixed_fields(parallel, params_dtype),
+        "transformer_impl": implementation,
+        "mtp_num_layers": architecture.mtp_layers or None,
+    }
     if shared_prefixes:
         # The fused kernels count positions from the bound of each stretch.
         fixed["apply_rope_fusion"] = False
-    _check_overrides(config_class, fixed, overrides)
+    _check_overrides(config_class, fixed, overrides, implementation)
     try:
         return compat.config_of_variable_lengths(
             config_class,
             {
                 "moe_token_dispatcher_type": "alltoall",
-                **default_fields({**architecture.transformer_config, **overrides, **fixed}),
+                **default_fields({**architecture.transformer_config, **overrides, **fixed}, implementation),
                 **architecture.transformer_config,
                 **overrides,
                 **fixed,
@@ -140,10 +151,9 @@ def transformer_config(
 
 
 def _fixed_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[str, Any]:
-    """Fields that follow from the device, the parallel sizes, the type of the weights and the packed micro-batches."""
+    """Fields that follow from the parallel sizes, the type of the weights and the packed micro-batches."""
     interleaved = parallel.chunks > 1
     return {
-        **required_fields(),
         **{name: getattr(parallel, name) for name in _PARALLEL_FIELDS},
         "expert_tensor_parallel_size": parallel.expert_tensor_size,
         # Required by MoE under tensor parallelism, and by latent attention for the gradient of the rotary key.
@@ -163,14 +173,16 @@ def _fixed_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[st
 
 
 def _check_overrides(
-    config_class: type[TransformerConfig], fixed: Mapping[str, Any], overrides: Mapping[str, Any]
+    config_class: type[TransformerConfig], fixed: Mapping[str, Any], overrides: Mapping[str, Any], implementation: str
 ) -> None:
     names = {field.name for field in fields(config_class)}
     for name, value in overrides.items():
         if name not in names:
             raise UserError(f"megatron.{name} is no field of megatron-core's {config_class.__name__}")
-        if name in _NEED_TRANSFORMER_ENGINE and value and not device.has_transformer_engine():
-            raise UserError(f"megatron.{name}={value} needs Transformer Engine on a GPU: leave it out here")
+        if name in _NEED_TRANSFORMER_ENGINE and value and implementation != TRANSFORMER_ENGINE:
+            raise UserError(
+                f"megatron.{name}={value} needs the modules of Transformer Engine, on a GPU: leave it out here"
+            )
         if name in fixed and value != fixed[name]:
             raise UserError(
                 f"megatron.{name} is {value!r}, but here it must be {fixed[name]!r}: it follows from the model, the"

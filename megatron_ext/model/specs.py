@@ -1,4 +1,4 @@
-"""Which modules a model is built of: Transformer Engine's, or plain torch where it is missing."""
+"""Which modules a model is built of: Transformer Engine's, or plain torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,12 +14,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from converters.architectures.extensions import Extensions
 from converters.layouts.megatron import ModuleNames
-from megatron_ext import device
 from megatron_ext.attention.core_attention import core_attention, needs_preflight
 from megatron_ext.attention.packed_attention import PackedAttention
 from megatron_ext.model.extensions import check_transformer_engine_suffices, extend_layer
 from megatron_ext.model.multi_token_prediction import PredictionLayer
 from megatron_ext.model.norms import RMSNorm
+from megatron_ext.options.device_fields import TRANSFORMER_ENGINE
 from megatron_ext.routing.router import extend_router
 from megatron_ext.versions import with_submodules
 
@@ -35,9 +35,13 @@ _ATTENTION_MODULES = {
 }
 
 
-def module_names() -> ModuleNames:
-    """How the parameters of the modules on this device are called."""
-    return "te" if device.has_transformer_engine() else "local"
+def module_names(config: TransformerConfig) -> ModuleNames:
+    """How the parameters of a model's modules are called."""
+    return "te" if _has_transformer_engine(config) else "local"
+
+
+def _has_transformer_engine(config: TransformerConfig) -> bool:
+    return config.transformer_impl == TRANSFORMER_ENGINE
 
 
 def block_spec(
@@ -52,9 +56,9 @@ def block_spec(
 
     With `shared_prefixes` their attention takes `SharedSequences`, too.
 
-    Raises UserError for extensions that the modules of this device do not have.
+    Raises UserError for extensions that Transformer Engine's modules do not have.
     """
-    with_transformer_engine = device.has_transformer_engine()
+    with_transformer_engine = _has_transformer_engine(config)
     if with_transformer_engine:
         check_transformer_engine_suffices(extensions)
     spec = get_gpt_decoder_block_spec(
@@ -78,7 +82,7 @@ def multi_token_prediction_spec(
     """The multi-token-prediction layers, each around a layer like the last of `block`; None on other chunks than the
     last and without such layers.
     """
-    with_transformer_engine = device.has_transformer_engine()
+    with_transformer_engine = _has_transformer_engine(config)
     spec = get_gpt_mtp_block_spec(config, block, with_transformer_engine, vp_stage=chunk)
     if spec is None:
         return spec

@@ -7,8 +7,13 @@ from typing import Any
 
 import torch.nn.functional as F
 
+from converters.errors import UserError
 from megatron_ext import device
 
+TRANSFORMER_ENGINE = "transformer_engine"
+"""Value of `transformer_impl` for the modules of Transformer Engine; `LOCAL` is for megatron-core's own."""
+LOCAL = "local"
+_EXTENSION = "megatron.core.extensions.transformer_engine"
 _NEED_TRANSFORMER_ENGINE = (
     "apply_rope_fusion",
     "cross_entropy_loss_fusion",
@@ -19,9 +24,26 @@ _NEED_TRANSFORMER_ENGINE = (
 )
 
 
-def required_fields() -> dict[str, Any]:
-    """Fields for which only one value works on this device."""
-    if device.has_transformer_engine():
+def chosen_implementation(fields: Mapping[str, Any]) -> str:
+    """The `transformer_impl` of `fields`, which is by default Transformer Engine's where it can be used.
+
+    Raises UserError for one that is not there.
+    """
+    is_there = device.has_transformer_engine()
+    usual = TRANSFORMER_ENGINE if is_there else LOCAL
+    chosen = str(fields.get("transformer_impl") or usual)
+    if chosen not in (LOCAL, TRANSFORMER_ENGINE):
+        raise UserError(f"megatron.transformer_impl={chosen} is not supported; use {LOCAL} or {TRANSFORMER_ENGINE}")
+    if chosen == TRANSFORMER_ENGINE and not is_there:
+        raise UserError(
+            f"megatron.transformer_impl={chosen} needs Transformer Engine on a GPU, which is not here: use {LOCAL}"
+        )
+    return chosen
+
+
+def required_fields(implementation: str) -> dict[str, Any]:
+    """Fields for which only one value works on this device with modules of this `implementation`."""
+    if implementation == TRANSFORMER_ENGINE:
         return {"moe_grouped_gemm": True}
     without_kernels: dict[str, Any] = dict.fromkeys(_NEED_TRANSFORMER_ENGINE, False)
     if device.backend() == "nccl":
@@ -35,14 +57,14 @@ def required_fields() -> dict[str, Any]:
     }
 
 
-def default_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def default_fields(fields: Mapping[str, Any], implementation: str) -> dict[str, Any]:
     """Fields that Megatron's own training turns on and its dataclasses do not, for a model with the other `fields`.
 
-    None on a CPU; on CUDA those that are installed and suit the model.
+    None on a CPU; on CUDA those that are installed and suit the model and the `implementation` of its modules.
     """
     if device.backend() != "nccl":
         return {}
-    return {row.field: True for row in _TRAINING_DEFAULTS if row.suits(fields) and any(map(_is_there, row.needs))}
+    return {row.field: True for row in _TRAINING_DEFAULTS if row.suits(fields) and row.is_there(implementation)}
 
 
 @dataclass(frozen=True)
@@ -52,6 +74,11 @@ class _TrainingDefault:
     field: str
     needs: tuple[str, ...] = ("torch",)
     suits: Callable[[Mapping[str, Any]], bool] = lambda _fields: True
+
+    def is_there(self, implementation: str) -> bool:
+        """Whether modules of this `implementation` find one of `needs`; only its own use Transformer Engine."""
+        is_own = implementation == TRANSFORMER_ENGINE
+        return any(_is_there(each) for each in self.needs if is_own or not each.startswith(_EXTENSION))
 
 
 def _rotates_whole_heads(fields: Mapping[str, Any]) -> bool:
@@ -71,7 +98,7 @@ def _is_swiglu(fields: Mapping[str, Any]) -> bool:
 _TRAINING_DEFAULTS = (
     _TrainingDefault(
         "gradient_accumulation_fusion",
-        ("megatron.core.extensions.transformer_engine:HAVE_TE", "fused_weight_gradient_mlp_cuda"),
+        (f"{_EXTENSION}:HAVE_TE", "fused_weight_gradient_mlp_cuda"),
     ),
     _TrainingDefault(
         "apply_rope_fusion",
@@ -85,7 +112,7 @@ _TRAINING_DEFAULTS = (
     ),
     _TrainingDefault(
         "moe_permute_fusion",
-        ("megatron.core.extensions.transformer_engine:fused_permute_with_probs",),
+        (f"{_EXTENSION}:fused_permute_with_probs",),
         lambda fields: bool(fields.get("num_moe_experts")),
     ),
     _TrainingDefault("bias_activation_fusion", suits=_is_swiglu),

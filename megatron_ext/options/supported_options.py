@@ -189,6 +189,7 @@ TESTED: Mapping[str, str] = {
     "check_for_nan_in_grad": "megatron_ext/test_gradient_norm.py",
     "use_distributed_optimizer": "megarl/test_losses_on_ranks.py",
     "use_torch_fsdp2": "megatron_ext/test_fully_sharded.py",
+    "transformer_impl": "megatron_ext/test_device_fields.py",
     "recompute_granularity": "megatron_ext/test_recompute.py",
     "recompute_method": "megatron_ext/test_recompute.py",
     "recompute_num_layers": "megatron_ext/test_recompute.py",

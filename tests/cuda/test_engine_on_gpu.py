@@ -31,7 +31,6 @@ from megarl.rollout.vllm.engine import VllmEngine
 from megatron_ext import parallel
 from megatron_ext.loopback import open_store
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.model.specs import module_names
 from megatron_ext.options.options import MegatronOptions
 
 pytestmark = [pytest.mark.cuda, needs_gpus(1), needs_package("vllm")]
@@ -57,7 +56,7 @@ class PolicyRank:
         self._engine.load_huggingface(HuggingFaceCheckpoint(folder))
 
     def module_names(self):
-        return module_names()
+        return self._engine.module_names
 
     def store(self):
         self._store = open_store(LOOPBACK, timedelta(seconds=TIMEOUT_S))

@@ -20,7 +20,6 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megatron_ext import device
 from megatron_ext.forward import forward_backward, predict_labels
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.model.specs import module_names
 from megatron_ext.options.options import MegatronOptions
 from megatron_ext.packing.packing import RaggedBatch
 
@@ -77,7 +76,8 @@ def train(rank: int, sizes: ParallelSizes, folder: Path, dtype: torch.dtype) -> 
     }
     share = {name: torch.zeros(shape) for name, shape in architecture.hf_shapes.items()}
     transfers = plan(
-        megatron_layout(architecture, sizes, module_names=module_names()), huggingface_layout(architecture.hf_shapes)
+        megatron_layout(architecture, sizes, module_names=model.module_names),
+        huggingface_layout(architecture.hf_shapes),
     )
     copy_transfers([each for each in transfers if each.source_rank == rank], local, share)
     norms = [model.train_step(batch, MICRO_BATCHES, SftObjective(), temperature=TEMPERATURE).gradient_norm]

@@ -13,7 +13,8 @@ from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext.model.model import transformer_config
-from megatron_ext.options.device_fields import default_fields, required_fields
+from megatron_ext.model.specs import module_names
+from megatron_ext.options.device_fields import LOCAL, TRANSFORMER_ENGINE, default_fields, required_fields
 
 _TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
 KERNELS = (
@@ -40,8 +41,8 @@ def kernels(cuda, monkeypatch):
         monkeypatch.setattr(importlib.import_module(name), attribute, True)
 
 
-def chosen(family, **fields):
-    return default_fields({**read_architecture(make_config(family)).transformer_config, **fields})
+def chosen(family, implementation=TRANSFORMER_ENGINE, **fields):
+    return default_fields({**read_architecture(make_config(family)).transformer_config, **fields}, implementation)
 
 
 @pytest.mark.parametrize(
@@ -64,23 +65,48 @@ def test_on_cuda_the_defaults_are_those_of_megatrons_training(kernels, family, f
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_without_transformer_engine_what_needs_it_is_off(cuda, family):
-    assert not any(required_fields().values())
-    assert {"deallocate_pipeline_outputs", "use_cpu_initialization"}.isdisjoint(required_fields())
-    left = {name for name in chosen(family) if required_fields().get(name, True)}
+    check_that_local_modules_have_no_kernels(family)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_where_it_is_installed_it_is_off_in_local_modules(kernels, family):
+    check_that_local_modules_have_no_kernels(family)
+
+
+def check_that_local_modules_have_no_kernels(family):
+    required = required_fields(LOCAL)
+    assert not any(required.values())
+    assert {"deallocate_pipeline_outputs", "use_cpu_initialization"}.isdisjoint(required)
+    left = {name for name in chosen(family, LOCAL) if required.get(name, True)}
     assert left == PLAIN
 
 
 def test_a_cpu_has_none():
-    assert chosen("qwen3_moe") == {}
-    assert required_fields()["deallocate_pipeline_outputs"] is False
+    assert chosen("qwen3_moe", LOCAL) == {}
+    assert required_fields(LOCAL)["deallocate_pipeline_outputs"] is False
+
+
+def config(**overrides):
+    architecture = read_architecture(make_config("qwen3"))
+    return transformer_config(architecture, ParallelSizes(), params_dtype=torch.bfloat16, overrides=overrides)
+
+
+def test_local_modules_may_be_chosen_beside_transformer_engine(kernels):
+    assert module_names(config()) == "te"
+    assert module_names(config(transformer_impl="local")) == "local"
+    with pytest.raises(UserError, match=r"^megatron\.fp8=hybrid needs the modules of Transformer Engine"):
+        config(transformer_impl="local", fp8="hybrid")
+    with pytest.raises(UserError, match=r"^megatron\.transformer_impl=inference_optimized is not supported; use local"):
+        config(transformer_impl="inference_optimized")
+
+
+def test_modules_that_are_not_there_are_refused():
+    assert module_names(config()) == module_names(config(transformer_impl="local")) == "local"
+    with pytest.raises(UserError, match=r"^megatron\.transformer_impl=transformer_engine needs Transformer Engine on"):
+        config(transformer_impl="transformer_engine")
 
 
 def test_what_is_given_wins(cuda):
-    architecture = read_architecture(make_config("qwen3"))
-
-    def config(**overrides):
-        return transformer_config(architecture, ParallelSizes(), params_dtype=torch.bfloat16, overrides=overrides)
-
     assert config().bias_activation_fusion
     assert not config(bias_activation_fusion=False).bias_activation_fusion
     assert config(bias_activation_fusion=False).bias_dropout_fusion

@@ -35,7 +35,6 @@ from megatron_ext.checkpoint import checkpoint  # noqa: E402
 from megatron_ext.loopback import open_store  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
 from megatron_ext.memory.device_memory import CountedMemory, StatePart, take_peak  # noqa: E402
-from megatron_ext.model.specs import module_names  # noqa: E402
 from megatron_ext.objective import Objective, StepResult  # noqa: E402
 from megatron_ext.options.options import MegatronOptions  # noqa: E402
 
@@ -83,7 +82,8 @@ class TrainerWorker:
         adapter, sent = options.adapter, self.model.architecture
         if adapter is not None and not adapter.merge:
             sent = adapter_architecture(sent, adapter.lora)
-        self.weights = WeightSource(sent, options.parallel, self.rank, self.model.local_tensors(), module_names())
+        tensors, names = self.model.local_tensors(), self.model.module_names
+        self.weights = WeightSource(sent, options.parallel, self.rank, tensors, names)
 
     def build_frozen(self, model_path: Path, options: MegatronOptions, head: Head) -> None:
         """Make the model and read its weights, for predictions alone; an earlier model is forgotten."""
@@ -148,8 +148,8 @@ class TrainerWorker:
         return device.name()
 
     def module_names(self) -> ModuleNames:
-        """The names by which the tensors of this model are known."""
-        return module_names()
+        """See `MegatronModel.module_names`."""
+        return self.model.module_names
 
     def backend(self) -> str:
         """The collective backend of the device that the model is on."""

@@ -134,10 +134,10 @@ def test_a_tensor_that_the_layout_does_not_know_is_found(folder: Path, name: str
         each.local_name: torch.empty(shard.local_shapes[each.local_name], dtype=types[each.hf_name])
         for each in shard.placements
     }
-    check_layout(held, trained, SIZES, 0)
+    check_layout(held, "local", trained, SIZES, 0)
     held[name] = change(held.get(name))
     with pytest.raises(UserError, match=rf"rank 0 of trainer: {name}.*{found}"):
-        check_layout(held, trained, SIZES, 0)
+        check_layout(held, "local", trained, SIZES, 0)
 
 
 def test_ranks_with_the_same_part_of_a_model_are_one() -> None:
