@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from megarl.doctor.limits import UNLIMITED_LOCKS
+from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
 from megarl.doctor.node_probe import Link, Node
 from megarl.doctor.slow_links import late, rates_of, slow, slow_alone, slow_nodes, usual_latency_s
 
@@ -13,6 +13,8 @@ SLOW_CPU = 0.5
 """Slower than this part of what the others reach is a fault of a CPU, which never has one thing alone to do."""
 CLOCK_S = 1.0
 """Clocks that are further apart confuse file times and the reading of logs."""
+OPEN_FILES = 8192
+"""With fewer, connections between hundreds of ranks may fail: each is an open file, and so is each of Ray's workers."""
 LEAVE_OUT = "leave the node out (sbatch --exclude)"
 """The remedy for a node that nobody can use."""
 
@@ -87,6 +89,19 @@ def _locked_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fa
         if node.ports and node.limits.locked_memory_bytes is not None:
             said = f"it has InfiniBand, for which a process may lock no more than {node.limits.locked_memory}"
             yield Fault(node.name, said, UNLIMITED_LOCKS)
+
+
+def _no_verbs(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for node in nodes:
+        if node.ports and not node.has_verbs:
+            yield Fault(node.name, "it has InfiniBand and no libibverbs, without which NCCL goes over sockets", VERBS)
+
+
+def _few_open_files(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for node in nodes:
+        if node.limits.open_files is not None and node.limits.open_files < OPEN_FILES:
+            said = f"a process there may have no more than {node.limits.open_files} files open"
+            yield Fault(node.name, said, _MORE_FILES, refuses=False)
 
 
 def _unseen_folders(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
@@ -168,12 +183,15 @@ def _most_common(values: Sequence[str | None]) -> str | None:
     return Counter(values).most_common(1)[0][0] if values else None
 
 
+_MORE_FILES = "raise the hard limit: LimitNOFILE=65536 of slurmd, or `ulimit -n` before `ray start`"
 _FREE_OR_LEAVE_OUT = "end what else runs there, or leave the node out (sbatch --exclude)"
 _CHECKS: tuple[Callable[[Sequence[Node], Sequence[Link]], Iterator[Fault]], ...] = (
     _wrong_results,
     _broken_devices,
     _no_way,
     _locked_memory,
+    _no_verbs,
+    _few_open_files,
     _unseen_folders,
     _unseen_inputs,
     _other_versions,

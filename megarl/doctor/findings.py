@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megarl.doctor.inventory import Inventory
-from megarl.doctor.limits import UNLIMITED_LOCKS
+from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
 from megarl.rollout import ENGINES
 from megarl.schema import RefitConfig, RolloutConfig
 from megarl.tracking import LOGGERS
@@ -108,6 +108,12 @@ def _check_locked_memory(inventory: Inventory) -> Iterator[Finding]:
         yield Finding(False, "InfiniBand: NCCL, refit.transport=rdma", why, UNLIMITED_LOCKS)
 
 
+def _check_verbs(inventory: Inventory) -> Iterator[Finding]:
+    if inventory.rdma_devices and not inventory.has_verbs:
+        why = f"{', '.join(inventory.rdma_devices)} cannot be used without libibverbs, and NCCL goes over sockets"
+        yield Finding(False, "InfiniBand: NCCL", why, VERBS)
+
+
 def _check_gpus(inventory: Inventory) -> Iterator[Finding]:
     if not inventory.gpus:
         yield Finding(
@@ -142,5 +148,6 @@ _CHECKS: tuple[Callable[[Inventory], Iterator[Finding]], ...] = (
     _check_disk,
     _check_gpus,
     _check_locked_memory,
+    _check_verbs,
     _check_loggers,
 )

@@ -13,7 +13,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from megarl.doctor.limits import Limits, limits_here
-from megarl.process.rdma_devices import rdma_devices
+from megarl.process.rdma_devices import has_verbs, rdma_devices
 from megarl.rollout import ENGINES
 from megarl.tracking import LOGGERS
 
@@ -67,6 +67,8 @@ class Inventory:
     """Whether a socket can listen on 127.0.0.1."""
     rdma_devices: list[str]
     limits: Limits
+    has_verbs: bool = True
+    """Whether the library is there by which NCCL uses `rdma_devices`."""
 
     @property
     def torch_has_cuda(self) -> bool:
@@ -103,6 +105,7 @@ def take_inventory() -> Inventory:
         loopback=_can_listen(),
         rdma_devices=sorted(rdma_devices()),
         limits=limits_here(),
+        has_verbs=has_verbs(),
     )
 
 

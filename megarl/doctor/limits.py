@@ -13,6 +13,8 @@ UNLIMITED_LOCKS = (
     " the capability IPC_LOCK for a pod"
 )
 """The remedy for a limit of locked memory."""
+VERBS = "install rdma-core: libibverbs1 and ibverbs-providers on Debian and Ubuntu, in the container where there is one"
+"""The remedy for InfiniBand without its library."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster.ray.network_environment import RdmaPort, look_at
 from megarl.doctor.inventory import PACKAGES, installed_version
 from megarl.doctor.limits import Limits, limits_here
+from megarl.process.rdma_devices import has_verbs
 
 if TYPE_CHECKING:
     import torch
@@ -65,6 +66,8 @@ class Node:
     """Files and folders that a run reads and it does not have."""
     limits: Limits = field(default_factory=Limits)
     """Limits of a process that Ray starts there."""
+    has_verbs: bool = True
+    """Whether the library is there by which NCCL uses `ports`."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class NodeProbe:
             _multiply() if is_free else [],
             () if network is None else network.ports,
             limits=limits_here(),
+            has_verbs=has_verbs(),
         )
 
     def clock(self) -> float:

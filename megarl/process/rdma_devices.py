@@ -1,5 +1,6 @@
 """Devices of InfiniBand, RoCE and EFA that this process can use."""
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -17,3 +18,12 @@ def rdma_devices(root: Path = Path("/")) -> set[str]:
         except OSError:
             continue
     return found
+
+
+def has_verbs() -> bool:
+    """Whether the library is here by which programs use them. NCCL goes over sockets without, and says nothing."""
+    try:
+        ctypes.CDLL("libibverbs.so.1")
+    except OSError:
+        return False
+    return True

@@ -57,6 +57,8 @@ def test_a_sound_cluster_has_no_faults():
             with_second(limits=Limits(8 * 1024**2)),
             "it has InfiniBand, for which a process may lock no more than 8 MiB",
         ),
+        (with_second(has_verbs=False), "it has InfiniBand and no libibverbs, without which NCCL goes over sockets"),
+        (with_second(limits=Limits(open_files=1024)), "may have no more than 1024 files open"),
         (with_second(unseen_folders=("/data",)), "it does not see what n1 writes into /data"),
         (with_second(unseen_inputs=("/models/policy",)), "it does not see /models/policy"),
     ],
@@ -67,8 +69,9 @@ def test_the_node_with_the_fault_is_named(nodes, says):
     assert says in fault.what
 
 
-def test_memory_is_locked_for_infiniband_alone():
-    assert find_faults([replace(node, ports=(), limits=Limits(65536)) for node in NODES], LINKS) == []
+def test_memory_and_a_library_are_for_infiniband_alone():
+    nodes = [replace(node, ports=(), limits=Limits(65536), has_verbs=False) for node in NODES]
+    assert find_faults(nodes, LINKS) == []
 
 
 def test_a_node_in_use_is_not_compared():

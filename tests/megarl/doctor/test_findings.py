@@ -48,6 +48,14 @@ def with_packages(inventory: Inventory, **versions: str | None) -> Inventory:
     return dataclasses.replace(inventory, packages=inventory.packages | changes)
 
 
+def test_infiniband_without_its_library_is_told_of() -> None:
+    (finding,) = [
+        each for each in find(dataclasses.replace(CPU_MACHINE, has_verbs=False)) if each not in find(CPU_MACHINE)
+    ]
+    assert finding.why == "mlx5_0 cannot be used without libibverbs, and NCCL goes over sockets"
+    assert not finding.blocks
+
+
 def blocking(inventory: Inventory) -> list[Finding]:
     return [finding for finding in find(inventory) if finding.blocks]
 

@@ -1,5 +1,13 @@
 """Devices of RDMA as a kernel shows them, in a container that was given some of its host's."""
 
+import _ctypes
+import ctypes.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from megarl.process.rdma_devices import rdma_devices
@@ -30,3 +38,15 @@ def test_one_counts_whose_file_can_be_opened(root):
     # As one that the container may not use: it is there, and opening it fails.
     (root / "dev/infiniband/uverbs1").mkdir()
     assert rdma_devices(root) == {"mlx5_2"}
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_library_is_found_by_the_name_by_which_nccl_opens_it(tmp_path, is_there):
+    if is_there:
+        # Any library will do: it is opened, and nothing of it is called.
+        shutil.copy(Path(_ctypes.__file__), tmp_path / "libibverbs.so.1")
+    program = "from megarl.process.rdma_devices import has_verbs; print(has_verbs())"
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
+    is_installed = ctypes.util.find_library("ibverbs") is not None
+    assert said.stdout.strip() == str(is_there or is_installed)
