@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from converters.errors import UserError
-from megarl.cluster.ray.ray_driver import undisturbed
+from megarl.cluster.ray.ray_driver import undisturbed, with_this_package
 from megarl.cluster.ray.ray_head import is_head
 from megarl.process.errors import MachinesUnfit
 from megarl.process.phase import phase
@@ -27,7 +27,7 @@ def join(address: str) -> None:
     if address != AUTO:
         _check_listener(address)
     try:
-        with undisturbed():
+        with undisturbed(), with_this_package():
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except ConnectionError as error:
         raise MachinesUnfit(_refused(address)) from error

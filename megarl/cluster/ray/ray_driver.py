@@ -1,10 +1,13 @@
 """Keeps Ray (2.60) from changing the process that starts it and from starting what no run needs: see each function."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from functools import partial
+from pathlib import Path
 
 from ray._private import parameter, ray_constants, utils, worker
+
+import megarl
 
 
 @contextmanager
@@ -12,6 +15,17 @@ def undisturbed() -> Iterator[None]:
     """Around `ray.init`."""
     _say_nothing_of_its_own()
     with _keep_signal_handlers():
+        yield
+
+
+@contextmanager
+def with_this_package() -> Iterator[None]:
+    """Around a `ray.init` that joins a cluster: its workers import the package from where this process has it.
+
+    Ray puts the current folder of whoever joins first on their paths: in a container that of a checkout, which may be
+    another version than the image's.
+    """
+    with chdir(Path(megarl.__file__).parents[1]):
         yield
 
 

@@ -23,6 +23,7 @@ from typing import IO
 from converters.errors import UserError
 from megarl.cluster.ray.network_environment import address_of
 from megarl.process.errors import MachinesUnfit, exit_code_of
+from megarl.process.open_files import allow_many_open_files
 from megarl.process.scratch import scratch_folder
 from megarl.sandbox.process_tree import die_with
 
@@ -118,6 +119,8 @@ def serve(address: str, head: str, interface: str | None) -> int:
         signal.signal(number, lambda *_: None)
     from megarl.cluster.ray.runtime import LONGEST_SOCKET, last_lines
 
+    # Ray's own processes on the node inherit it, and all ranks and engines.
+    allow_many_open_files()
     name = os.environ["SLURMD_NODENAME"]
     with scratch_folder(LONGEST_SOCKET) as folder:
         log, temporary = folder / "start.log", folder / "t"
@@ -157,6 +160,8 @@ def _environment(temporary: Path) -> dict[str, str]:
         "TMPDIR": str(temporary),
         # The workers are the job.
         "RAY_worker_niceness": "0",
+        # The first driver only looks who has joined; for it Ray would start a worker on each CPU of the first node.
+        "RAY_prestart_worker_first_driver": "0",
         # Nothing is to be moved from a node that ends: the job ends.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }

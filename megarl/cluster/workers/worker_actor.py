@@ -13,6 +13,7 @@ import ray
 from megarl.cluster.ray.network_environment import network_environment
 from megarl.cluster.workers.long_arrays import taken_out
 from megarl.process.loading import load
+from megarl.process.open_files import allow_many_open_files
 from megarl.process.ports import free_port
 from megarl.process.writers import end_other_writers
 
@@ -27,6 +28,8 @@ class WorkerActor:
 
     def __init__(self, log: Path, shared_gpus: Sequence[str] | None = None) -> None:
         """Without `shared_gpus` the process has the GPUs that Ray gives it."""
+        # Ray was not started by this project on every cluster, and each connection of a rank is an open file.
+        allow_many_open_files()
         self._object: Any = None
         self._profiler: Any = None
         self._listener: socket.socket | None = None
