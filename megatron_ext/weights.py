@@ -7,6 +7,7 @@ import torch
 
 from converters.architectures import Architecture
 from converters.copying import check_structure, check_tensors, copy_transfers, read_into
+from converters.durable import sync_all
 from converters.errors import UserError
 from converters.formats.safetensors import (
     HuggingFaceCheckpoint,
@@ -98,6 +99,8 @@ def export_huggingface(
     source = megatron_layout(architecture, parallel, module_names=module_names(chunks[0].config))
     transfers = plan(source, huggingface_layout(architecture.hf_shapes))
     copy_transfers([each for each in transfers if each.source_rank == rank], tensors, open_for_writing(partial))
+    # Another machine does not write what this one has in its memory, and would name the folder without it.
+    sync_all(partial)
     barrier()
     if rank == 0:
         finish(partial, folder, copy_from=copy_from, config=architecture.hf_config)

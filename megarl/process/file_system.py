@@ -3,7 +3,11 @@
 from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mounts")
-_NFS = ("nfs", "nfs4")
+_INCOHERENT = ("nfs", "nfs4", "ceph", "cifs", "smb3", "9p", "afs", "beegfs")
+"""Where a machine gives whole pages of a mapped file back, also what others have written there meanwhile."""
+_COHERENT = ("lustre", "gpfs", "wekafs")
+_FUSE = "fuse."
+"""Begins the types of those that a program serves, which may be either."""
 
 
 def type_of(path: Path) -> str:
@@ -18,15 +22,20 @@ def type_of(path: Path) -> str:
     return found
 
 
-def lost_in_export(folder: Path, machines: int) -> str | None:
-    """Why processes of so many machines cannot map the files of an export together; None where they can.
+def is_shared(path: Path) -> bool:
+    """Whether other machines may see a path."""
+    kind = type_of(path)
+    return kind in (*_INCOHERENT, *_COHERENT) or kind.startswith(_FUSE)
 
-    A machine gives NFS whole pages back, also what others have written there meanwhile.
-    """
-    if machines < 2 or type_of(folder) not in _NFS:
+
+def lost_in_export(folder: Path, machines: int) -> str | None:
+    """Why processes of so many machines cannot map the files of an export together; None where they can."""
+    kind = type_of(folder)
+    if machines < 2 or not (kind in _INCOHERENT or kind.startswith(_FUSE)):
         return None
     return (
-        f"{folder} is on NFS, where {machines} machines cannot write an export together: make it of the last checkpoint"
+        f"{folder} is on a file system of type {kind}, where"
+        f" {machines} machines cannot write an export together: make it of the last checkpoint"
         " (megarl export --megatron CHECKPOINT --out FOLDER), or move output_dir to another file system and start the"
         " same command with it"
     )

@@ -6,11 +6,12 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
 
 from converters.errors import UserError
+from megarl.process.file_system import is_shared
 from megarl.process.signals import held
 
 _LONGEST_SOCKET = 107
@@ -91,13 +92,18 @@ def _hold(folder: Path) -> int:
     """Lock the marker before it has its name: one that nobody holds is that of a dead process."""
     unnamed = folder / f"{_MARKER}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    # Without locks, as on some mounts of Lustre, nobody takes it for that of a dead process.
+    with suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX)
     unnamed.rename(folder / _MARKER)
     return lock
 
 
 def _remove_stale() -> None:
+    """Remove what nobody holds, but where other machines may: some file systems tell of the locks of this one alone."""
     for parent in {Path(tempfile.gettempdir()), *_SHORT}:
+        if is_shared(parent):
+            continue
         for folder in parent.glob(f"{_PREFIX}*"):
             if _is_ours(folder) and (lock := _take(folder / _MARKER)) is not None:
                 _remove(folder)

@@ -13,6 +13,7 @@ from torch import Tensor
 from converters.architectures import Architecture, Lora, adapter_architecture
 from converters.architectures.lora import MODULE_SUFFIX
 from converters.copying import check_tensors, copy_transfers
+from converters.durable import sync_all
 from converters.errors import UserError
 from converters.formats.peft import AdapterFolder, create_adapter, finish_adapter, write_adapter_config
 from converters.formats.safetensors import open_for_writing, partial_folder
@@ -114,6 +115,7 @@ class Adapters:
         source = megatron_layout(self._architecture, self._parallel, module_names=self._module_names)
         transfers = [each for each in plan(source, huggingface_layout(shapes)) if each.source_rank == self._rank]
         copy_transfers(transfers, tensors, open_for_writing(partial))
+        sync_all(partial)
         barrier()
         if self._rank == 0:
             finish_adapter(partial, folder, self._architecture, self.lora)

@@ -19,6 +19,8 @@ def runs(tmp_path, monkeypatch):
         f"tmpfs {tmp_path}/my\\040runs tmpfs rw 0 0",
         f"server:/runs {tmp_path}/my\\040runs nfs4 rw,vers=4.2 0 0",
         f"fast {tmp_path}/my\\040runs/fast lustre rw 0 0",
+        f"10.0.0.1:/ {tmp_path}/my\\040runs/ceph ceph rw 0 0",
+        f"juice {tmp_path}/my\\040runs/fuse fuse.juicefs rw 0 0",
     )
     mounts.write_text("\n".join(lines) + "\n")
     monkeypatch.setattr(file_system, "_MOUNTS", mounts)
@@ -47,15 +49,23 @@ def ranks_on(*nodes: str) -> SimpleNamespace:
     return SimpleNamespace(_seats=seats, call=lambda *words: called.append(words), called=called)
 
 
-def test_an_export_that_machines_would_write_to_nfs_together_is_refused_before_a_byte_is_written(runs):
+@pytest.mark.parametrize(("folder", "kind"), [("", "nfs4"), ("ceph", "ceph"), ("fuse", r"fuse\.juicefs")])
+def test_an_export_that_machines_would_lose_parts_of_is_refused_before_a_byte_is_written(runs, folder, kind):
     group = ranks_on("a", "a", "b")
     for export in (
-        lambda: TrainerGroup.export(group, runs / "new", runs),
-        lambda: TrainerGroup.export_adapter(group, runs),
+        lambda: TrainerGroup.export(group, runs / folder / "new", runs),
+        lambda: TrainerGroup.export_adapter(group, runs / folder),
     ):
-        with pytest.raises(UserError, match=r"my runs.* is on NFS, where 2 machines cannot .*megarl export --megatron"):
+        with pytest.raises(
+            UserError, match=rf"my runs.* of type {kind}, where 2 machines cannot .*megarl export --megatron"
+        ):
             export()
     assert group.called == []
+
+
+def test_what_other_machines_may_see_is_shared(runs):
+    folders = (runs, runs / "fast", runs / "ceph", runs / "fuse", runs.parent)
+    assert [file_system.is_shared(each) for each in folders] == [True, True, True, True, False]
 
 
 @pytest.mark.parametrize(("nodes", "folder"), [(("a", "a"), "new"), (("a", "b"), "fast/new")])

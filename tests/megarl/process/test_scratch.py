@@ -1,5 +1,7 @@
 """A run's folder below /tmp: its own alone, gone with it, and nobody else's is touched."""
 
+import errno
+import fcntl
 import multiprocessing
 import os
 import socket
@@ -13,7 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from converters.errors import UserError
-from megarl.process import scratch
+from megarl.process import file_system, scratch
 from megarl.process.scratch import note_segment, scratch_folder, scratch_folder_of_process
 
 HOLD = """
@@ -122,6 +124,26 @@ def test_what_a_killed_run_left_goes_with_the_next(other, segment):
     with scratch_folder():
         assert not folder.exists()
         assert not segment.exists()
+
+
+def test_on_a_file_system_of_several_machines_nobody_is_taken_for_dead(other, tmp, tmp_path_factory, monkeypatch):
+    """Some say of locks what this machine has alone."""
+    mounts = tmp_path_factory.mktemp("kernel") / "mounts"
+    mounts.write_text(f"overlay / overlay rw 0 0\nfast {tmp} lustre rw,localflock 0 0\n")
+    monkeypatch.setattr(file_system, "_MOUNTS", mounts)
+    process, folder = other
+    process.kill()
+    process.wait()
+    with scratch_folder() as own:
+        assert own.parent == tmp
+        assert folder.exists()
+
+
+def test_without_locks_there_is_one_all_the_same(tmp, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSYS, "no locks")))
+    with scratch_folder() as folder, scratch_folder():
+        assert folder.exists()
+    assert list(tmp.iterdir()) == []
 
 
 def test_a_segment_goes_with_it_and_others_stay(segment):
