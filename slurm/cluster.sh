@@ -11,8 +11,8 @@
 #   HEAD_IP          address of the first node in place of that of SOCKET_IFNAME, wrong where a requeued job gets another
 #   RAY_PORT         port of Ray's head (default 6379), none of 10001 to 19999
 #   START_TIMEOUT_S  how long the nodes may take to join (default 300)
-#   MAX_RESTARTS     how often in a row the job goes back into the queue when a process or a machine died (default 3); one
-#                    that was told to end, as at the end of its time, is none of these
+#   MAX_RESTARTS     how often in a row, without a new checkpoint, the job goes back into the queue when a process or a
+#                    machine died (default 3); one that was told to end, as at the end of its time, is none of these
 
 fail() {
   echo "$(basename "${BASH_SOURCE[-1]}"): $*" >&2
@@ -55,15 +55,20 @@ job_end_time() {
   date --date="${end#EndTime=}" +%s 2>/dev/null || true
 }
 
+# CPUs of the job on the node that has the fewest, from Slurm's list of them, such as 72(x2),36: a step asks all for the same.
+fewest_cpus="$(tr ',' '\n' <<<"${SLURM_JOB_CPUS_PER_NODE:-$SLURM_CPUS_ON_NODE}" | cut --delimiter='(' --fields=1 | sort --numeric-sort | head -n 1)"
+
 # Runs a command on nodes of the job, beside other steps. Without setsid a cancelled job ends srun before its tasks.
 # Without --export=ALL a job with `sbatch --export=CONTAINER=...` has steps with these variables alone: no PATH, no secret.
 step() {
-  setsid srun --export=ALL --overlap --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --mem=0 "${container[@]}" "$@" &
+  setsid srun --export=ALL --overlap --ntasks-per-node=1 --cpus-per-task="$fewest_cpus" --mem=0 "${container[@]}" "$@" &
 }
 
 # A secret of this job, without which Ray takes no connection.
 make_token() {
   run_folder="$PWD/.slurm/$SLURM_JOB_ID"
+  # Beside that folder, which goes with this start of the job.
+  export MEGARL_PROGRESS_FILE="$run_folder.progress"
   (umask 077 && mkdir -p "$run_folder" && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$run_folder/token")
   export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$run_folder/token"
 }
@@ -125,10 +130,10 @@ run_on_cluster() {
   trap end_cluster EXIT
   trap on_cancel TERM
   step --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
-    "$programs/python" -m megarl.cluster.ray.slurm node "$address" --head "$SLURMD_NODENAME" ${SOCKET_IFNAME:+"--interface=$SOCKET_IFNAME"}
+    "$programs/python" -P -m megarl.cluster.ray.slurm node "$address" --head "$SLURMD_NODENAME" ${SOCKET_IFNAME:+"--interface=$SOCKET_IFNAME"}
   ray_step="$!"
   step --nodes=1 --ntasks=1 --nodelist="$SLURMD_NODENAME" \
-    "$programs/python" -m megarl.cluster.ray.slurm run "$address" --nodes "${nodes[@]}" --timeout "${START_TIMEOUT_S:-300}" -- "$@"
+    "$programs/python" -P -m megarl.cluster.ray.slurm run "$address" --nodes "${nodes[@]}" --timeout "${START_TIMEOUT_S:-300}" -- "$@"
   run_step="$!"
   # `wait` comes back for a signal, too.
   while kill -0 "$run_step" 2>/dev/null; do
@@ -145,11 +150,14 @@ run_alone() {
 
 # Puts the job back into the queue where it is to go on: it was told to end and has saved, or something of it died.
 requeue_if_unfinished() {
-  # Slurm's own count has the ends of the job's time, too. A line for each failure in a row.
+  # Slurm's own count has the ends of the job's time, too. A line for each failure in a row without a new checkpoint.
   local failures="$run_folder.failures"
   if "$is_cancelled" || ((status == 0 || status == 2)); then
-    rm -f "$failures"
+    rm -f "$failures" "$MEGARL_PROGRESS_FILE"
     return
+  fi
+  if [[ "$MEGARL_PROGRESS_FILE" -nt "$failures" ]]; then
+    rm -f "$failures"
   fi
   # A step that is longer than the job's time would come back for ever.
   if ((status == 143)) && ! "$is_time_over"; then
@@ -157,8 +165,8 @@ requeue_if_unfinished() {
   else
     echo "exit code $status" >>"$failures"
     if (($(wc -l <"$failures") > max_restarts)); then
-      rm -f "$failures"
-      echo "exit code $status once more after $max_restarts restarts in a row: the job ends (MAX_RESTARTS)" >&2
+      rm -f "$failures" "$MEGARL_PROGRESS_FILE"
+      echo "exit code $status once more after $max_restarts restarts without a new checkpoint: the job ends (MAX_RESTARTS)" >&2
       return
     fi
   fi

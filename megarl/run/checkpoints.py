@@ -14,6 +14,7 @@ from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.worker import WorkerFailed
 from megarl.output.places import CHECKPOINTS
 from megarl.process.errors import RunFailed
+from megarl.process.progress_file import note_progress
 from megarl.schema import MegarlConfig
 from megatron_ext.checkpoint import checkpoint_folder
 from megatron_ext.options.options import AdapterOptions
@@ -143,6 +144,7 @@ class Checkpoints:
                 model.finish_save()
             keep_last, keep_every = self._config.keep_last, self._config.keep_every
             checkpoint_folder.commit(self._root, self._pending["step"], self._pending, keep_last, keep_every)
+        note_progress()
         self._pending = None
 
     def take_metrics(self) -> dict[str, float]:

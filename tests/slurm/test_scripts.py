@@ -18,6 +18,7 @@ STAND_INS = {
         stat --format=%a "$RAY_AUTH_TOKEN_PATH" >> mode 2> /dev/null
         for word in "$@"; do [[ "$word" == node ]] && { trap 'exit 0' USR2; while :; do sleep 0.05; done; }; done
         [[ "$*" != *" run "* ]] || until grep --quiet " node " steps; do sleep 0.02; done
+        [[ "$*" != *" run "* || -z "$SAVES" ]] || touch "$MEGARL_PROGRESS_FILE"
         [[ "$*" != *" run "* || -z "$CANCELS" ]] || { kill -TERM "$PPID"; sleep 1; }
         exit "$RUN_CODE" """,
     "scontrol": """
@@ -81,7 +82,7 @@ def test_a_job_that_is_to_go_on_goes_back_into_the_queue(submit, tmp_path, code,
     assert (tmp_path / "requeued").exists() == is_requeued
     assert "No such file" not in done.stderr
     steps = (tmp_path / "steps").read_text()
-    assert f"--cpus-per-task=8 --mem=0 --nodes=2 --ntasks=2 {tmp_path}/.venv/bin/python -m" in steps
+    assert f"--cpus-per-task=8 --mem=0 --nodes=2 --ntasks=2 {tmp_path}/.venv/bin/python -P -m" in steps
     assert "run 192.0.2.1:6379 --nodes n1 n2 --timeout 300 -- megarl train --config-name grpo_deepseek_v3" in steps
     assert "cluster.address=192.0.2.1:6379 checkpoint.on_signal=true cluster.max_restarts=0 loop.steps=5\n" in steps
     assert all(step.startswith("token ") for step in steps.splitlines())
@@ -104,6 +105,22 @@ def test_failures_in_a_row_end_a_job_and_ends_of_its_time_do_not(submit, tmp_pat
         (tmp_path / "requeued").unlink(missing_ok=True)
         submit("grpo_deepseek.sh", RUN_CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
     assert (tmp_path / "requeued").exists() == is_requeued
+
+
+def test_failures_with_a_new_checkpoint_between_them_are_not_in_a_row(submit, tmp_path):
+    """As on a cluster of thousands of GPUs, in a job of many days."""
+    for saves in ("yes", "yes", "", "yes", "", "", "yes", ""):
+        (tmp_path / "requeued").unlink(missing_ok=True)
+        submit("grpo_deepseek.sh", RUN_CODE="1", SAVES=saves)
+        assert (tmp_path / "requeued").exists()
+
+
+@pytest.mark.parametrize(("cpus", "asked"), [("8(x2)", 8), ("72(x3),36,72", 36), ("96,128(x15)", 96)])
+def test_a_step_asks_each_node_for_what_all_have(submit, tmp_path, cpus, asked):
+    submit("sft.sh", SLURM_JOB_CPUS_PER_NODE=cpus)
+    assert {f"--cpus-per-task={asked}"} == {
+        word for word in (tmp_path / "steps").read_text().split() if word.startswith("--cpus-per-task")
+    }
 
 
 @pytest.mark.parametrize("is_told", [True, False], ids=["Slurm 23.02", "Slurm 22.05"])
@@ -137,7 +154,7 @@ def test_the_environment_says_how_often_a_job_comes_back(submit, tmp_path, often
 
 def test_a_job_that_has_ended_leaves_no_file(submit, tmp_path):
     for code in (1, 0, 1, 1, 1, 1):
-        submit("grpo_deepseek.sh", RUN_CODE=str(code))
+        submit("grpo_deepseek.sh", RUN_CODE=str(code), SAVES="yes" if not code else "")
     assert list((tmp_path / ".slurm").iterdir()) == []
 
 

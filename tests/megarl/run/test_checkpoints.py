@@ -44,6 +44,20 @@ def test_a_run_whose_disk_is_away_goes_on_from_the_last_checkpoint(config, monke
     assert said in capsys.readouterr().err
 
 
+def test_a_batch_script_sees_that_there_is_a_new_one(config, tmp_path, monkeypatch):
+    progress = tmp_path / "7.progress"
+    save(config, 1)
+    monkeypatch.setenv("MEGARL_PROGRESS_FILE", str(progress))
+    monkeypatch.setattr(checkpoint_folder, "rename", failing(errno.ESTALE))
+    with pytest.raises(CheckpointFailed):
+        save(config, 2)
+    assert not progress.exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("MEGARL_PROGRESS_FILE", str(progress))
+    save(config, 2)
+    assert progress.exists()
+
+
 class Rank:
     """A group of ranks of which one cannot write its part."""
 
