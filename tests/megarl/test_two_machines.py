@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import psutil
@@ -32,6 +33,8 @@ OBJECT_STORE_BYTES = 100 * 1024**2
 HOSTS = {"127.0.0.1": 3, "127.0.0.2": 2}
 """Address and cores of each machine."""
 LENGTH = 12
+NOTICED_S = 150
+"""Time for an engine that is lost to be known so, started again and given its weights, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +103,7 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path, capsys):
         greedy = SamplingParameters(temperature=0.0, max_tokens=LENGTH)
         answers = job.engines.generate([Request(prompt.token_ids, greedy) for prompt in prompts])
         check_listener(job)
+        check_that_a_worker_that_dies_on_the_second_machine_is_noticed(job, Request(prompts[0].token_ids, greedy))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / EXPORT, dtype=torch.float32)
     for prompt, (answer,) in zip(prompts, answers, strict=True):
         assert answer.token_ids.tolist() == greedy_tokens(reference, prompt.token_ids)
@@ -136,6 +140,18 @@ def check_listener(job):
     ((host, _),) = job.trainer.open_transfer(job.refit._path._spec, "rdma", 1, timeout_s=5.0).listeners
     assert {*hosts.values()} == {*HOSTS}
     assert host == hosts[rank_node]
+
+
+def check_that_a_worker_that_dies_on_the_second_machine_is_noticed(job, request):
+    """And not by vLLM's own time for a step, which is five minutes."""
+    processes = psutil.Process().children(recursive=True)
+    (worker,) = [each for each in processes if "VLLM::Worker_TP1" in " ".join(each.cmdline())]
+    ((before,),) = job.engines.generate([request])
+    worker.kill()
+    with ThreadPoolExecutor(1) as pool:
+        ((after,),) = pool.submit(job.engines.generate, [request]).result(NOTICED_S)
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    assert after.versions.tolist() == before.versions.tolist()
 
 
 def check_step(metrics):

@@ -46,6 +46,11 @@ _DEFAULTS: Mapping[str, Any] = {
     "seed": 0,
 }
 
+_WITH_EXPERT_PARALLEL: Mapping[str, Any] = {
+    # Otherwise each worker reads all experts, and makes them into the number format, to keep a few.
+    "enable_ep_weight_filter": True,
+}
+
 _CUDA_DEFAULTS: Mapping[str, Any] = {"gpu_memory_utilization": GPU_MEMORY_UTILIZATION}
 
 _COMPILED_WITH: Mapping[str, Any] = {
@@ -106,7 +111,8 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
         "hf_overrides": {**routers, **(given.get("hf_overrides") or {})},
         "additional_config": {**_COMPILED_WITH, **(given.get("additional_config") or {})},
     }
-    arguments = {**_DEFAULTS, "dtype": dtype, **on_device, **workers, **given, **overrides, **required}
+    experts = _WITH_EXPERT_PARALLEL if given.get("enable_expert_parallel") else {}
+    arguments = {**_DEFAULTS, **experts, "dtype": dtype, **on_device, **workers, **given, **overrides, **required}
     try:
         # Without a context vLLM takes the smallest batches that it has for any: 2,048 tokens a step on every GPU.
         return EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)

@@ -1,11 +1,15 @@
 """The workers of a vLLM engine on another machine than its first: they are called from there."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megarl.process.loading import load
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
+
+_WITHOUT_WORKERS = 1
+"""Exit code of a part of which a worker has ended."""
 
 
 class VllmEnginePart:
@@ -21,6 +25,8 @@ class VllmEnginePart:
         prepare_environment(self._engine_args)
         executor = load("vllm.v1.executor.multiproc_executor", "MultiprocExecutor")
         self._executor = executor(make_engine_config(self._model_path, self._engine_args))
+        # vLLM would end the other workers here and go on; without this process the engine is known to be lost.
+        self._executor.register_failure_callback(lambda: os._exit(_WITHOUT_WORKERS))
 
     def close(self) -> None:
         """See `EnginePart.close`."""

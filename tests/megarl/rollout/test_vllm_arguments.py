@@ -57,6 +57,22 @@ def test_the_models_own_dtype_is_the_default(vllm_process, model_folder):
     )
 
 
+def _skips_experts_of_others(folder, given):
+    return make_engine_config(folder, given).parallel_config.enable_ep_weight_filter
+
+
+@pytest.mark.parametrize(
+    ("given", "skips"),
+    [
+        ({}, False),
+        ({"enable_expert_parallel": True}, True),
+        ({"enable_expert_parallel": True, "enable_ep_weight_filter": False}, False),
+    ],
+)
+def test_a_worker_reads_no_experts_that_others_have(vllm_process, model_folder, given, skips):
+    assert vllm_process(_skips_experts_of_others, model_folder("qwen3_moe", 0), given) == skips
+
+
 def _kernels(folder, given):
     config = make_engine_config(folder, given)
     return config.kernel_config.moe_backend, config.kernel_config.linear_backend, config.model_config.enable_sleep_mode
