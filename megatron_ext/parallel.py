@@ -20,15 +20,14 @@ TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for one who does not come."""
 _TIMEOUT_OF_FILES = timedelta(hours=12)
 _SEED = 1234
+"""Megatron's own; it matters to dropout alone, as weights are always loaded."""
 
 
-def initialize(
-    parallel: ParallelSizes, rank: int, init_method: str, *, seed: int = _SEED, timeout: timedelta = TIMEOUT
-) -> None:
+def initialize(parallel: ParallelSizes, rank: int, init_method: str, *, timeout: timedelta = TIMEOUT) -> None:
     """Join the job as `rank` of `parallel.world_size` and make Megatron's groups and random number generators.
 
-    `init_method` is torch's, such as tcp://127.0.0.1:29500; with a loopback address nothing listens elsewhere. `seed`
-    matters to dropout only: weights are always loaded. Collectives of all groups wait for one another for `timeout`.
+    `init_method` is torch's, such as tcp://127.0.0.1:29500; with a loopback address nothing listens elsewhere.
+    Collectives of all groups wait for one another for `timeout`.
 
     Raises UserError for a rank outside the world, or if the process belongs to a job of another size.
     """
@@ -50,13 +49,12 @@ def initialize(
             f"the parallel sizes are for {parallel.world_size} ranks, but the job has {dist.get_world_size()}; start"
             " as many processes as the sizes ask for"
         )
-    make_groups(parallel, seed=seed, timeout=timeout)
+    make_groups(parallel, timeout=timeout)
 
 
 def make_groups(
     parallel: ParallelSizes,
     *,
-    seed: int = _SEED,
     create_gloo_process_groups: bool = True,
     timeout: timedelta = TIMEOUT,
 ) -> None:
@@ -71,8 +69,8 @@ def make_groups(
         create_gloo_process_groups=create_gloo_process_groups,
         distributed_timeout_minutes=timeout / timedelta(minutes=1),
     )
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    torch.manual_seed(_SEED)
+    model_parallel_cuda_manual_seed(_SEED)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from converters.architectures import Architecture, Parameter, Part
 from converters.boxes import Box
 from converters.errors import UserError, nearest_sizes
 from converters.layout import Layout, Placement, Shape, Shard
+from converters.layouts.chunk_names import chunk_prefixes
 from converters.layouts.cuts import cut, interval, undividable
 from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 from converters.layouts.rows import cut_rows
@@ -163,8 +164,7 @@ class _Cuts:
             if self._module_names == "te" and parameter.transformer_engine:
                 megatron = parameter.transformer_engine
             part = self._part(number, at)
-            for chunk in range(parallel.chunks):
-                prefix = f"model{chunk}." if parallel.chunks > 1 else ""
+            for chunk, prefix in enumerate(chunk_prefixes(parallel.chunks)):
                 for layer, local_layer in _layers(architecture, parallel, parameter, at, chunk):
                     experts = self._experts(parameter, at)
                     first = experts.start

@@ -185,12 +185,10 @@ def write_tiny_model(
     *,
     seed: int = 0,
     fields: Mapping[str, Any] | None = None,
-    max_shard_size: str = "5GB",
 ) -> Path:
     """Write the tiny model `name` (a key of `TINY_MODELS`) to `folder` as transformers would.
 
-    `fields` override those of the recipe; `max_shard_size` cuts the weights into several files, of a model without
-    layers for multi-token prediction. Returns `folder`.
+    `fields` override those of the recipe. Returns `folder`.
     """
     recipe = TINY_MODELS[name]
     tokenizer = make_tokenizer()
@@ -213,7 +211,7 @@ def write_tiny_model(
                 if tensor_name.endswith(suffix):
                     tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if getattr(config, "num_nextn_predict_layers", 0):
         with torch.random.fork_rng(devices=[]):

@@ -55,16 +55,16 @@ PANELS = (
 )
 
 
-def draw_curves(history: History, panels: Sequence[Panel] = PANELS) -> Figure:
+def draw_curves(history: History) -> Figure:
     """Return a figure with one plot per panel, two in a row, over the "step" of the `history`.
 
     A step without a metric, or with None for it, is left out of that metric's line.
     """
-    rows = (len(panels) + 1) // 2
+    rows = (len(PANELS) + 1) // 2
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15, wspace=0.04, hspace=0.06)
     figure = Figure(figsize=(11, 3.6 * rows), dpi=150, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    for axes, panel in zip(figure.subplots(rows, 2, squeeze=False, sharex=True).flat, panels, strict=False):
+    for axes, panel in zip(figure.subplots(rows, 2, squeeze=False, sharex=True).flat, PANELS, strict=False):
         _draw(axes, panel, history)
     return figure
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from converters.formats.torch_dist.common_state import CHECKPOINT_VERSION
 from converters.formats.torch_dist.megatron_lm import Vocabulary, megatron_lm_arguments
+from converters.layouts.chunk_names import chunk_names, chunk_prefixes
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext import device
 from megatron_ext.megatron_model import MegatronModel
@@ -33,7 +34,7 @@ _RNG = "rng_state"
 def named_chunks(model: MegatronModel) -> dict[str, GPTModel]:
     """The chunks of a model by the names that megatron-core's state dicts have for them."""
     bare = [chunk.module for chunk in model.chunks]
-    return {"model": bare[0]} if len(bare) == 1 else {f"model{i}": chunk for i, chunk in enumerate(bare)}
+    return dict(zip(chunk_names(len(bare)), bare, strict=True))
 
 
 def sharded_model(model: MegatronModel) -> dict[str, Any]:
@@ -57,8 +58,8 @@ def sharded_reference(model: MegatronModel, reference: ReferenceWeights) -> dict
     """The parts of the model's state with the tensors of the reference, under keys of their own."""
     chunks, states = named_chunks(model), _whole_parts(model)
     state: dict[str, Any] = {}
-    for name, parts in states.items():
-        prefix, parameters = f"{name}." if len(states) > 1 else "", dict(chunks[name].named_parameters())
+    for prefix, (name, parts) in zip(chunk_prefixes(len(states)), states.items(), strict=True):
+        parameters = dict(chunks[name].named_parameters())
         # The rest is no weights.
         own = {key: reference.tensors[prefix + key] for key in parts if prefix + key in reference.tensors}
         state[REFERENCE + name] = {
@@ -77,8 +78,8 @@ def loaded_reference(
         return reference.tensors  # into which the rows were read
     chunks = named_chunks(model)
     return {
-        f"{name}.{key}" if len(chunks) > 1 else key: tensor
-        for name in chunks
+        prefix + key: tensor
+        for prefix, name in zip(chunk_prefixes(len(chunks)), chunks, strict=True)
         for key, tensor in state[REFERENCE + name].items()
     }
 
@@ -98,8 +99,8 @@ def _whole_parts(model: MegatronModel) -> dict[str, Any]:
         return states
     trained = model.adapters.tensors
     return {
-        name: {key: part for key, part in state.items() if (f"{name}.{key}" if len(chunks) > 1 else key) in trained}
-        for name, state in states.items()
+        name: {key: part for key, part in state.items() if prefix + key in trained}
+        for prefix, (name, state) in zip(chunk_prefixes(len(states)), states.items(), strict=True)
     }
 
 

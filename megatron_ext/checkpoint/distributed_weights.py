@@ -12,6 +12,7 @@ from converters.architectures import Architecture, Part
 from converters.copying import check_distributed
 from converters.errors import UserError
 from converters.formats.torch_dist import TorchDistCheckpoint
+from converters.layouts.chunk_names import chunk_names
 from converters.layouts.torch_dist.keys import cells
 from megatron_ext import versions
 from megatron_ext.checkpoint.intact import require_intact
@@ -65,13 +66,12 @@ def sharded(chunks: Sequence[GPTModel], *, uniform: bool) -> dict[str, ShardedSt
                 "megatron-core has no distributed checkpoints of multi-token prediction with tied embeddings over"
                 f" {stages} pipeline stages; use pipeline_model_parallel_size 1"
             )
-    names = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     # A fresh table for each chunk: megatron-core adds to it.
     states = [chunk.sharded_state_dict(metadata={"non_homogeneous_layers": not uniform}) for chunk in chunks]
     # Transformer Engine's FP8 statistics are no weights.
     return {
         name: {key: part for key, part in state.items() if not isinstance(part, ShardedObject)}
-        for name, state in zip(names, states, strict=True)
+        for name, state in zip(chunk_names(len(chunks)), states, strict=True)
     }
 
 

@@ -18,6 +18,7 @@ from converters.errors import UserError
 from converters.formats.peft import AdapterFolder, create_adapter, finish_adapter, write_adapter_config
 from converters.formats.safetensors import open_for_writing, partial_folder
 from converters.layout import Shape, Shard
+from converters.layouts.chunk_names import split_chunk
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
@@ -209,10 +210,7 @@ def _rows(shard: Shard, names: Collection[str]) -> dict[str, Rows]:
 
 def _find(chunks: Sequence[torch.nn.Module], name: str) -> tuple[torch.nn.Module, str]:
     """The parent of a linear layer, and its name there."""
-    index = 0
-    if len(chunks) > 1:
-        chunk, name = name.split(".", 1)
-        index = int(chunk.removeprefix("model"))
+    index, name = split_chunk(name, len(chunks))
     path, _, linear = name.rpartition(".")
     return chunks[index].get_submodule(path), linear
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from converters.architectures import Architecture
 from converters.errors import UserError
+from converters.layouts.chunk_names import chunk_prefixes
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from megatron_ext import compat, device, versions
 from megatron_ext.attention.rotary import rotate_by_position
@@ -93,8 +94,8 @@ def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
     has cut are the rows of this rank.
     """
     return {
-        f"model{index}.{name}" if len(chunks) > 1 else name: own_rows(tensor)
-        for index, chunk in enumerate(chunks)
+        prefix + name: own_rows(tensor)
+        for prefix, chunk in zip(chunk_prefixes(len(chunks)), chunks, strict=True)
         for name, tensor in chunk.state_dict(keep_vars=True).items()
         # Transformer Engine's FP8 statistics are no weights.
         if isinstance(tensor, Tensor) and not name.endswith("_extra_state")

@@ -10,6 +10,7 @@ from converters.errors import UserError
 from megatron_ext.routing.router_loss_options import RouterLosses
 
 _OFF = (None, False)
+_PREFIX = "megatron."
 FULLY_SHARDED = "use_torch_fsdp2"
 """Megatron-LM's name of the switch for torch's FSDP2, which wraps the model in place of Megatron's buffers."""
 _GRANULARITY = "recompute_granularity"
@@ -213,37 +214,39 @@ TESTED: Mapping[str, str] = {
 """Option -> the test, below tests/, that runs it."""
 
 
-def check_supported(options: Mapping[str, Any], prefix: str = "megatron.") -> None:
+def check_supported(options: Mapping[str, Any]) -> None:
     """Raise UserError for the first of the options with which training would fail or be wrong."""
-    refuse(options, REFUSED, prefix)
-    RouterLosses.of(options, prefix)
+    refuse(options, REFUSED, _PREFIX)
+    RouterLosses.of(options)
     is_fully_sharded = options.get(FULLY_SHARDED, False)
     if is_fully_sharded:
-        refuse(options, BESIDE_FSDP2, prefix, f" with {prefix}{FULLY_SHARDED}=true")
+        refuse(options, BESIDE_FSDP2, _PREFIX, f" with megatron.{FULLY_SHARDED}=true")
     for name in (name for name in options if options[name]):
         for needed, default in NEEDS.get(name, {}).items():
             if not options.get(needed, default):
-                raise UserError(f"{prefix}{name} works only with {prefix}{needed}=true: set it too")
+                raise UserError(f"megatron.{name} works only with megatron.{needed}=true: set it too")
     if options.get("optimizer") == "sgd" and options.get("use_distributed_optimizer", not is_fully_sharded):
-        raise UserError(f"{prefix}optimizer=sgd works only with {prefix}use_distributed_optimizer=false: set it too")
-    _check_recompute(options, prefix)
+        raise UserError("megatron.optimizer=sgd works only with megatron.use_distributed_optimizer=false: set it too")
+    _check_recompute(options)
     group, stages = options.get(_GROUP), options.get(_STAGES, 1)
     if group is not None and group < stages:
-        raise UserError(f"{prefix}{_GROUP}={group} must be at least {prefix}{_STAGES}={stages}; leave it out for that")
+        raise UserError(
+            f"megatron.{_GROUP}={group} must be at least megatron.{_STAGES}={stages}; leave it out for that"
+        )
 
 
-def _check_recompute(options: Mapping[str, Any], prefix: str) -> None:
+def _check_recompute(options: Mapping[str, Any]) -> None:
     """Raise UserError for a granularity without what it is counted by, as megatron-core does when a rank is built."""
     granularity, layers = options.get(_GRANULARITY), options.get("recompute_num_layers")
     if granularity == "full":
         for needed, example in (("recompute_method", "uniform"), ("recompute_num_layers", "1")):
             if options.get(needed) is None:
                 raise UserError(
-                    f"{prefix}{_GRANULARITY}=full needs {prefix}{needed}: set it, too, for instance to {example}"
+                    f"megatron.{_GRANULARITY}=full needs megatron.{needed}: set it, too, for instance to {example}"
                 )
     if layers is not None and (granularity == "selective" or layers < 1):
         raise UserError(
-            f"{prefix}recompute_num_layers={layers} is for {prefix}{_GRANULARITY}=full, and at least 1: leave it out"
+            f"megatron.recompute_num_layers={layers} is for megatron.{_GRANULARITY}=full, and at least 1: leave it out"
         )
 
 

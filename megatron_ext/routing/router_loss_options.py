@@ -28,7 +28,7 @@ class RouterLosses:
         return "global_aux_loss" in self.coefficients
 
     @staticmethod
-    def of(options: Mapping[str, Any], prefix: str = "megatron.") -> "RouterLosses":
+    def of(options: Mapping[str, Any]) -> "RouterLosses":
         """The losses that Megatron's `options` ask for.
 
         Raises UserError for a loss over a micro-batch, and for coefficients that are negative or not one for each type.
@@ -37,18 +37,18 @@ class RouterLosses:
         types, given = _list(options.get(_TYPE) or "none"), _list(options.get(_BALANCE) or 0.0)
         if any(given) and len(types) != len(given):
             raise UserError(
-                f"{prefix}{_BALANCE}={options[_BALANCE]} has {len(given)} values for {len(types)} of {prefix}{_TYPE}:"
+                f"megatron.{_BALANCE}={options[_BALANCE]} has {len(given)} values for {len(types)} of megatron.{_TYPE}:"
                 " give one for each"
             )
         wanted = dict(zip(types, given, strict=False)) if any(given) else {}
         wanted["z_loss"] = options.get(_Z) or 0.0
         for name, coefficient in wanted.items():
             if coefficient < 0:
-                raise UserError(f"{prefix}{_Z if name == 'z_loss' else _BALANCE}={coefficient} must not be negative")
+                raise UserError(f"megatron.{_Z if name == 'z_loss' else _BALANCE}={coefficient} must not be negative")
             if coefficient and name not in ("z_loss", *BALANCING):
                 raise UserError(
-                    f"{prefix}{_BALANCE}={coefficient} asks for {name}, which"
-                    f" {_REASONS.get(name, 'is no loss')}: set {prefix}{_TYPE} to global_aux_loss, the same over the"
+                    f"megatron.{_BALANCE}={coefficient} asks for {name}, which"
+                    f" {_REASONS.get(name, 'is no loss')}: set megatron.{_TYPE} to global_aux_loss, the same over the"
                     " batch of an optimizer step, or to seq_aux_loss, over each sequence"
                 )
         return RouterLosses({name: coefficient for name, coefficient in wanted.items() if coefficient})

@@ -70,32 +70,31 @@ class Speeds:
             rate, wait = min(self._nvlink, near * self._network), self.reached.network_message_s
         return wait + nbytes * (ranks - 1) / ranks / rate
 
-    def all_reduce(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+    def all_reduce(self, nbytes: float, ranks: int) -> float:
         """A sum of `nbytes` that all ranks get: a reduce-scatter and an all-gather, started once."""
         if ranks == 1:
             return 0.0
-        wait = self._wait(ranks, stride)
-        return 2 * self.gather(nbytes, ranks, stride) - wait
+        return 2 * self.gather(nbytes, ranks) - self._wait(ranks)
 
-    def all_to_all(self, nbytes: float, ranks: int, stride: int = 1) -> float:
+    def all_to_all(self, nbytes: float, ranks: int) -> float:
         """An exchange in which each rank sends `nbytes`, equal parts to all: NVLink and NIC at the same time."""
         if ranks == 1:
             return 0.0
-        near = self._near(ranks, stride)
+        near = self._near(ranks)
         over_nvlink = nbytes * (near - 1) / ranks / self._nvlink
         over_network = nbytes * (ranks - near) / ranks / self._network
-        return self._wait(ranks, stride) + max(over_nvlink, over_network)
+        return self._wait(ranks) + max(over_nvlink, over_network)
 
     def send(self, nbytes: float) -> float:
         """Bytes to a GPU of another node."""
         return nbytes / self._network
 
-    def _near(self, ranks: int, stride: int) -> int:
+    def _near(self, ranks: int, stride: int = 1) -> int:
         """Ranks of a group on one node."""
         return min(ranks, max(1, self.cluster.gpus_per_node // stride))
 
-    def _wait(self, ranks: int, stride: int) -> float:
-        is_near = self._near(ranks, stride) == ranks
+    def _wait(self, ranks: int) -> float:
+        is_near = self._near(ranks) == ranks
         return self.reached.node_message_s if is_near else self.reached.network_message_s
 
     @property
