@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
-from megarl.rollout.argument_values import DTYPE, SHARE, SIZE, SWITCH, Values
+from megarl.rollout.argument_values import DTYPE, PREFIX, SHARE, SIZE, SWITCH, Values
 from megarl.rollout.kind import (
     QUANTISATION,
     Ability,
@@ -18,7 +18,7 @@ from megarl.rollout.kind import (
 )
 from megarl.rollout.refusal_reasons import DRAFT, MOVED_EXPERTS, OTHER_DISTRIBUTION, OUTLIVES_WEIGHTS, SET_BY_MEGARL
 from megarl.rollout.slot_limits import SlotLimits
-from megatron_ext.options.supported_options import Refusal
+from megatron_ext.options.supported_options import Refusal, refuse
 
 if TYPE_CHECKING:
     from converters.architectures import Architecture, Lora
@@ -197,7 +197,10 @@ def _drafts(arguments: Arguments) -> bool:
     return True
 
 
-_READ_IN_FORMATS = ("auto", "safetensors", "dummy")
+_BESIDE_FORMATS: Mapping[str, Refusal] = {
+    "load_format": Refusal("what it reads could not be quantised", (None, "auto", "safetensors", "dummy")),
+}
+"""Arguments that work, but not with `rollout.weights`."""
 
 
 def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture: "Architecture") -> Arguments:
@@ -211,11 +214,7 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
             f"rollout.engine_args.speculative_config is not supported with rollout.weights={number_format.name}: the"
             " draft has not been compared with the policy's layers there; give one of the two"
         )
-    if (load_format := arguments.get("load_format") or "auto") not in _READ_IN_FORMATS:
-        raise UserError(
-            f"rollout.engine_args.load_format={load_format} is not supported with rollout.weights={number_format.name}:"
-            f" what it reads could not be quantised; use one of {', '.join(_READ_IN_FORMATS)}"
-        )
+    refuse(arguments, _BESIDE_FORMATS, PREFIX, f" with rollout.weights={number_format.name}")
     tensor, data = (arguments.get(f"{kind}_parallel_size") or 1 for kind in ("tensor", "data"))
     number_format.check(architecture, tensor, 1 if arguments.get("enable_expert_parallel") else tensor * data)
     overrides = {QUANTISATION: quantisation(number_format, architecture)}
