@@ -43,8 +43,11 @@ class Timeline:
         if self._scorer:
             self._scorer.start_noting()
         controller.start()
-        yield
-        found = {"controller": controller.stop()}
+        try:
+            yield
+        finally:
+            # Also where the step fails: a run that goes on in this process may come to record it again.
+            found = {"controller": controller.stop()}
         events = wait([worker.begin_stop_profiler() for worker in self._workers])
         found |= {worker.log.stem: of_worker for worker, of_worker in zip(self._workers, events, strict=True)}
         if self._engines:
