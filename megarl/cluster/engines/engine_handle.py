@@ -64,7 +64,7 @@ class EngineHandle:
         return self.worker, self.version
 
     def take_idle_s(self) -> float:
-        """Seconds without anything to sample, since they were taken last."""
+        """Seconds without anything to sample, since they were taken last; the load may not change meanwhile."""
         self._note_time()
         idle_s, self._idle_s = self._idle_s, 0.0
         return idle_s

@@ -25,9 +25,11 @@ def load_metrics(handles: Sequence[EngineHandle]) -> dict[str, float]:
     }
 
 
-def work_metrics(handles: Sequence[EngineHandle], recomputed: list[int], seconds: float) -> dict[str, float]:
-    """How busy engines were in the last `seconds`, and the tokens that are `recomputed`: it is empty then."""
-    idle_s = [handle.take_idle_s() for handle in handles]
+def work_metrics(idle_s: Sequence[float], recomputed: list[int], seconds: float) -> dict[str, float]:
+    """How busy engines were in the last `seconds`, and the tokens that are `recomputed`: it is empty then.
+
+    `idle_s` is how long each of them had nothing to sample.
+    """
     tokens = sum(recomputed)
     recomputed.clear()
     return {

@@ -159,6 +159,11 @@ class Router:
             moved, self._moved = self._moved, 0
             return moved
 
+    def take_idle_s(self) -> list[float]:
+        """Seconds that each engine had nothing to sample, since they were taken last."""
+        with self._lock:
+            return [handle.take_idle_s() for handle in self._handles]
+
     def close(self) -> None:
         """Hear of nothing more, before the engines are ended."""
         with self._lock:

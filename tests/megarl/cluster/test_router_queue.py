@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.cluster.engines import router
+from megarl.cluster.engines import engine_handle, router
 from megarl.cluster.engines.engine_handle import EngineHandle
 from megarl.cluster.engines.router import Router
 from megarl.cluster.workers.worker import Call, WorkerGone
@@ -305,3 +305,21 @@ def test_an_engine_whose_call_has_ended_is_asked_to_tell_on_and_keeps_its_reques
     assert asked.number in handle.worker.asked
     played.answer(handle, 0)
     assert here(asked.answer.result(0)[0].token_ids).tolist() == whole(0, 0)
+
+
+def test_nobody_is_asked_for_anything_while_it_is_counted_how_long_engines_were_idle() -> None:
+    with mock.patch.object(router.threading, "Thread"):
+        played = Played()
+        played.ask(None, 0)
+    could_ask = []
+
+    def now() -> float:
+        asking = threading.Thread(target=lambda: could_ask.append(played.router._lock.acquire(blocking=False)))
+        asking.start()
+        asking.join()
+        return 0.0
+
+    with mock.patch.object(engine_handle.time, "monotonic", now):
+        idle_s = played.router.take_idle_s()
+    assert len(idle_s) == ENGINES
+    assert could_ask == [False] * ENGINES
