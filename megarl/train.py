@@ -109,7 +109,7 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
 
     metrics |= job.rollouts.metrics()
     metrics |= step_metrics(taken.sampled, batch, version, config) | gaps
-    metrics |= {"groups/rollouts": float(taken.rounds), "groups/left_out": left_out(taken.sampled, groups)}
+    metrics |= {"groups/rounds": float(taken.rounds), "groups/left_out": left_out(taken.sampled, groups)}
     if job.data.eval_prompts and evaluates_after(state.step, config.loop):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)

@@ -42,9 +42,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("response_length/truncated_fraction", "", "share of responses that ran into rollout.max_response_tokens"),
     Metric("groups/no_signal", "", "share of groups whose rewards are all equal: they give no advantage"),
     Metric(
-        "groups/rollouts",
+        "groups/rounds",
         "",
-        "prompts sampled for the step, in rollouts of prompts_per_step: above 1 with dynamic_sampling",
+        "prompts sampled for the step, in rounds of prompts_per_step: above 1 with dynamic_sampling",
     ),
     Metric(
         "groups/left_out",

@@ -80,7 +80,7 @@ def earlier_selves_are_beaten(history: Sequence[dict[str, Any]]) -> None:
 
 
 def prompts_without_signal_are_replaced(history: Sequence[dict[str, Any]]) -> None:
-    assert max(line["groups/rollouts"] for line in history) > 1
+    assert max(line["groups/rounds"] for line in history) > 1
     # The engine samples the next batch while this one is trained on.
     assert [line["staleness/max"] for line in history] == [0, *[1] * (len(history) - 1)]
     assert all(line["advantage/zero_fraction"] == 0 for line in history)
