@@ -14,7 +14,7 @@ from megarl.config.megatron import ModelGroup, megatron_options
 from megarl.data import Prompt
 from megarl.models.policy import Model, check_layout, check_not_in_fp8, read_tokenizer
 from megarl.output.places import TRAINED_AUXILIARY
-from megarl.schema import MegarlConfig
+from megarl.schema import MegarlConfig, TeacherConfig
 from megatron_ext.options.options import MegatronOptions
 
 VALUE_MODELS = ("critic", "reward_model")
@@ -23,14 +23,14 @@ VALUE_MODELS = ("critic", "reward_model")
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model that the policy is distilled from, and the data sources it is for; none are all."""
+    """A model that the policy is distilled from, and the prompts it is for."""
 
     group: TrainerGroup
-    data_sources: frozenset[str]
+    settings: TeacherConfig
 
     def teaches(self, prompt: Prompt) -> bool:
         """Whether the responses to `prompt` are compared with this teacher."""
-        return not self.data_sources or prompt.data_source in self.data_sources
+        return self.settings.teaches(prompt.data_source)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -
 
 def _check_teachers(config: MegarlConfig, prompts: list[Prompt]) -> None:
     for source in sorted({prompt.data_source for prompt in prompts}) if config.teachers else ():
-        names = [name for name, each in config.teachers.items() if not each.data_sources or source in each.data_sources]
+        names = [name for name, each in config.teachers.items() if each.teaches(source)]
         if len(names) != 1:
             raise UserError(
                 f"prompts with data_source={source!r} have {len(names)} teachers ({', '.join(names) or 'none'}): name "
@@ -169,7 +169,7 @@ def open_auxiliary(
     return AuxiliaryModels(
         critic=groups.get("critic"),
         teachers={
-            name: Teacher(groups[_teacher(name)], frozenset(settings.data_sources))
+            name: Teacher(groups[_teacher(name)], settings)
             for name, settings in config.teachers.items()
             if _teacher(name) in groups
         },

@@ -116,6 +116,10 @@ class TeacherConfig:
     data_sources: list[str] = field(default_factory=list)
     """The values of the column data_source that this teacher is for; empty is all."""
 
+    def teaches(self, data_source: str) -> bool:
+        """Whether responses to prompts of a data source are compared with this teacher."""
+        return not self.data_sources or data_source in self.data_sources
+
 
 @dataclass
 class RewardModelConfig:

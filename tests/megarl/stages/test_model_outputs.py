@@ -14,7 +14,7 @@ from megarl.cluster.trainer.batch import REFERENCE, Batch
 from megarl.config.folder import recipes_folder
 from megarl.config.purpose import commands_of
 from megarl.models.auxiliary import AuxiliaryModels, Teacher, wanted_auxiliary
-from megarl.schema import MegarlConfig
+from megarl.schema import MegarlConfig, TeacherConfig
 from megarl.stages.model_outputs import with_model_outputs
 
 PRESETS = sorted(file.stem for file in (recipes_folder() / "algorithm").glob("*.yaml"))
@@ -72,7 +72,7 @@ def asked_of_the_policy(config: MegarlConfig) -> list[str]:
     """The names that a step asks the policy for, with the teachers that a run would start."""
     policy, ranks = Ranks(), Ranks()
     wanted = wanted_auxiliary(config).items()
-    teachers = {name: Teacher(ranks, frozenset()) for name, each in wanted if each.key.startswith("teachers.")}
+    teachers = {name: Teacher(ranks, TeacherConfig()) for name, each in wanted if each.key.startswith("teachers.")}
     batch = Batch(np.array([2]), [(np.array([1, 2]),)])
     objective = PolicyObjective(config.algorithm)
     with_model_outputs(
