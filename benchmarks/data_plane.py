@@ -140,7 +140,7 @@ def step(
     with watch.phase("update calls"):
         update_policy(trainer, batches, objective, temperature=1.0, seed=(0, 0))
     with watch.phase("metrics"):
-        step_metrics(groups, batch, 3, config)
+        step_metrics(groups, groups, batch, 3, config)
     return batch.total_tokens
 
 

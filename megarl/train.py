@@ -6,14 +6,14 @@ from functools import partial
 
 from megarl.cluster.trainer.batch import Batch
 from megarl.process.phase import phase
-from megarl.process.signals import asked_to_stop
 from megarl.run.job import Job, open_job
 from megarl.run.opening import RunSetup
+from megarl.run.steps import run_steps
 from megarl.schema import MegarlConfig
 from megarl.stages.advantage import kl_in_reward, with_advantages
 from megarl.stages.batch import mini_batches, to_batch
 from megarl.stages.evaluate import EvalSettings, evaluate, evaluates_after
-from megarl.stages.filtering import left_out, without_small_groups
+from megarl.stages.filtering import without_small_groups
 from megarl.stages.metrics import step_metrics
 from megarl.stages.model_outputs import with_model_outputs
 from megarl.stages.router_replay import replay_gaps
@@ -41,32 +41,13 @@ def train(config: MegarlConfig) -> None:
         print(f"refit: {job.refit.description}", flush=True)
         if job.state.step == 0 and config.loop.eval_at_start and job.data.eval_prompts:
             job.log(_evaluate(job))
-        _take_steps(job)
+        clock = Clock()
+        with progress_lines(partial(_status_line, job, clock), _LONG_S):
+            run_steps(job, clock, take_step=partial(train_step, job, clock), save=job.save)
         with phase("writing the trained model"):
             job.export()
+        # Entered last and left after the job: how long the end of its processes takes.
         at_end.enter_context(phase("ending the processes"))
-
-
-def _take_steps(job: Job) -> None:
-    """Take steps until the last, or until asked to stop; save checkpoints when they are due."""
-    config, clock = job.config, Clock()
-    with (
-        asked_to_stop(waits=config.checkpoint.on_signal) as stop,
-        progress_lines(partial(_status_line, job, clock), _LONG_S),
-    ):
-        while job.state.step < config.loop.steps:
-            # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
-            with job.timeline.record(job.state.step + 1):
-                metrics = train_step(job, clock)
-            job.log(metrics)
-            is_last = stop.end_step() if job.state.step < config.loop.steps else bool(stop)
-            with clock.stage("checkpoint"):
-                job.checkpoints.complete_if_written()
-                if is_last or _due(job.state.step, config.checkpoint.every, config.loop.steps):
-                    job.save()
-            if is_last:
-                break
-        job.checkpoints.complete()
 
 
 def _status_line(job: Job, clock: Clock) -> str:
@@ -107,17 +88,18 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
         metrics |= job.refit(state.step)
     job.rollouts.release()
 
-    metrics |= job.rollouts.metrics()
-    metrics |= step_metrics(taken.sampled, batch, version, config) | gaps
-    metrics |= {"groups/rounds": float(taken.rounds), "groups/left_out": left_out(taken.sampled, groups)}
+    metrics |= job.rollouts.metrics() | gaps
+    metrics |= step_metrics(taken.sampled, groups, batch, version, config)
     if job.data.eval_prompts and evaluates_after(state.step, config.loop):
         with clock.stage("evaluate"):
             metrics |= _evaluate(job)
-    metrics |= job.gpus.end_step() | job.engines.end_step() | job.checkpoints.take_metrics()
-    timings = clock.end_step(tokens=batch.total_tokens)
-    waited = sum(timings.get(f"seconds/{stage}", 0.0) for stage in ("rollout", "reward"))
-    metrics["throughput/trainer_idle"] = waited / timings["seconds/step"]
-    return metrics | job.throughput.end_step(timings)
+    return metrics | _end_step(job, clock, batch.total_tokens)
+
+
+def _end_step(job: Job, clock: Clock, tokens: int) -> dict[str, MetricValue]:
+    """Metrics of the processes and the time of a step of so many tokens, which ends here."""
+    of_processes = job.gpus.end_step() | job.engines.end_step() | job.checkpoints.take_metrics()
+    return {**of_processes, **job.throughput.end_step(clock.end_step(tokens=tokens))}
 
 
 def _update(job: Job, batches: Sequence[Batch], responses: int, kl: float | None) -> dict[str, MetricValue]:
@@ -156,7 +138,3 @@ def _evaluate(job: Job) -> dict[str, float]:
     settings = EvalSettings.of(job.config, job.model.stop_token_ids)
     job.gpus.switch_to(job.engines)
     return evaluate(job.engines, job.data.eval_prompts, job.scorer, job.model.tokenizer, settings)
-
-
-def _due(step: int, every: int, last: int) -> bool:
-    return step == last or (every > 0 and step % every == 0)

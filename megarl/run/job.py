@@ -77,6 +77,16 @@ class Job:
     state: LoopState
     rollouts: Rollouts
 
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self.state.step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done."""
+        return self.state.step >= self.setup.steps
+
     def log(self, metrics: Mapping[str, MetricValue]) -> None:
         """Give the metrics of the present step to all loggers, with a warning of what goes wrong slowly."""
         seen = self.alerts.observe(self.state.step, metrics)
@@ -148,7 +158,9 @@ def open_job(setup: RunSetup) -> Iterator[Job]:
             gpus=models.gpus,
             refit=models.refit,
             tracker=tracker,
-            throughput=processes.throughput(models.trainer, "advantage", "update"),
+            throughput=processes.throughput(
+                models.trainer, computing=("advantage", "update"), waiting=("rollout", "reward")
+            ),
             timeline=_timeline(config, models, scorer),
             alerts=Alerts.of_run(config, Path(config.output_dir), state.step),
             checkpoints=checkpoints,

@@ -2,7 +2,7 @@
 
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial, reduce
@@ -173,11 +173,12 @@ class Processes:
             EngineGroup(engine_configuration(self._config), self._seats[ENGINE], self._logs, *limits)
         )
 
-    def throughput(self, trainer: TrainerGroup, *stages: str) -> Throughput:
-        """How well the steps use the run's GPUs, and the ranks of `trainer` in the stages in which they compute."""
+    def throughput(self, trainer: TrainerGroup, *, computing: Sequence[str], waiting: Sequence[str] = ()) -> Throughput:
+        """How well the steps use the run's GPUs, and the ranks of `trainer`: see `Throughput`."""
         shared = {gpu for seats in self._seats.values() for gpu in _shared_gpus(seats)}
         own = sum(seats.role.gpus * len(seats) for seats in self._seats.values() if seats.shared_gpus is None)
-        return Throughput(trainer, stages, int(own) + len(shared), self._config.tracking.peak_tflops)
+        gpus, peak_tflops = int(own) + len(shared), self._config.tracking.peak_tflops
+        return Throughput(trainer, computing, gpus, peak_tflops, waiting)
 
     def gpus(self, engines: EngineGroup) -> GpuSharing:
         """Whose turn it is, between `engines` and the models that are placed on the same GPUs."""

@@ -44,11 +44,10 @@ P = ParamSpec("P")
 
 
 class RolloutBatch(NamedTuple):
-    """All groups that were sampled for a batch, the groups of them to train on, and the number of sampling rounds."""
+    """All groups that were sampled for a batch, and the groups of them to train on."""
 
     sampled: list[PromptGroup]
     groups: list[PromptGroup]
-    rounds: int
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,9 @@ class Rollouts:
             for group in kept:
                 self._lengths["trained"].count(group)
             unscored = sum(not group.only_scored().trajectories for group in dropped)
+            rounds = ceil((len(kept) + len(dropped)) / self._config.loop.prompts_per_step)
             self._taken_metrics = {
+                "groups/rounds": float(rounds),
                 "schedule/dropped_unscored": float(unscored),
                 "schedule/dropped_equal": float(len(dropped) - unscored),
             }
@@ -177,8 +178,7 @@ class Rollouts:
                 self._hold(self._is_quiet)
         sampled = sorted([*kept, *dropped], key=lambda group: group.ordinal)
         check_any_scored(sampled)
-        rounds = ceil(len(sampled) / self._config.loop.prompts_per_step)
-        return RolloutBatch(sampled, groups_to_train_on(kept, self._config.algorithm), rounds)
+        return RolloutBatch(sampled, groups_to_train_on(kept, self._config.algorithm))
 
     def hold(self) -> None:
         """Wait, before new weights come, for what is in flight, unless it may go on with them.

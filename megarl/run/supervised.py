@@ -3,21 +3,22 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from converters.architectures import Head
 from megarl.algorithms import AGGREGATIONS
 from megarl.cluster.placement.roles import POLICY
 from megarl.cluster.trainer.batch import Batch
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import Conversation
 from megarl.process.phase import phase
-from megarl.process.signals import asked_to_stop
-from megarl.run.batches import BatchStream, StepBatch
+from megarl.run.batches import BatchStream
 from megarl.run.checkpoints import Checkpoints
 from megarl.run.opening import Processes, RunSetup, open_processes
+from megarl.run.steps import run_steps
 from megarl.run.throughput import Throughput
 from megarl.run.timeline import Timeline
 from megarl.stages.update import update
@@ -59,13 +60,13 @@ class Training:
     checkpoints: Checkpoints
     clock: Clock = field(default_factory=Clock)
 
-    def build(self, *, reference: bool = False, **options: Any) -> None:
-        """Start the ranks and read the weights; the `options` are those of `TrainerGroup.build`."""
+    def build(self, *, reference: bool = False, head: Head = "language_model") -> None:
+        """Start the ranks and read the weights, as `TrainerGroup.build` does."""
         model = self.setup.model
         with phase("starting the trainer"):
             self.trainer.start()
             self.trainer.build(
-                model.folder, model.megatron_checkpoint, self.setup.steps, reference=reference, **options
+                model.folder, model.megatron_checkpoint, self.setup.steps, reference=reference, head=head
             )
 
     def resume(self) -> None:
@@ -73,39 +74,43 @@ class Training:
         if self.setup.checkpoint is not None:
             self.trainer.load(self.setup.checkpoint.folder)
 
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return self.position.step
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done, or enough of them."""
+        return self.position.is_enough or self.position.step >= self.setup.steps
+
+    def log(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Give the metrics of the present step to all loggers."""
+        self.tracker.log(self.position.step, metrics)
+
     def learn(self, batches: BatchStream, objective: Objective, held_out: HeldOut | None) -> None:
         """One optimizer step per batch, until there are all, no more batches, or it is enough."""
-        checkpoints, position = self.setup.config.checkpoint, self.position
         self.clock.end_step(tokens=0)  # the time of the start is no step's
-        with asked_to_stop(waits=checkpoints.on_signal) as stop:
-            while position.step < self.setup.steps and not position.is_enough:
-                if (step_batch := batches.after(position.step)) is None:
-                    position.is_enough = True
-                else:
-                    with self.timeline.record(position.step + 1):
-                        metrics = self._step(step_batch, objective, held_out)
-                    # Logged, then saved: a resumed run cuts off lines that are too many.
-                    self.tracker.log(position.step, metrics)
-                    position.is_enough = bool(held_out and held_out.is_enough(numbers(metrics)))
-                is_last = position.is_enough or position.step == self.setup.steps or stop.end_step()
-                with self.clock.stage("checkpoint"):
-                    self.checkpoints.complete_if_written()
-                    if is_last or (checkpoints.every and position.step % checkpoints.every == 0):
-                        self._save(batches)
-                if is_last:
-                    break
-            self.checkpoints.complete()
+        take_step = partial(self._take_step, batches, objective, held_out)
+        run_steps(self, self.clock, take_step=take_step, save=partial(self._save, batches))
 
-    def _step(self, step_batch: StepBatch, objective: Objective, held_out: HeldOut | None) -> dict[str, MetricValue]:
-        step = self.position.step = self.position.step + 1
+    def _take_step(
+        self, batches: BatchStream, objective: Objective, held_out: HeldOut | None
+    ) -> dict[str, MetricValue] | None:
+        position = self.position
+        if (drawn := batches.after(position.step)) is None:
+            position.is_enough = True
+            return None
+        position.step += 1
         with self.clock.stage("update"):
-            batch = Batch.of(step_batch.batch)
-            metrics = {**update(self.trainer, [batch], objective, temperature=1.0), **step_batch.metrics}
-        if held_out and (step % held_out.every == 0 or step == self.setup.steps):
+            batch = Batch.of(drawn.batch)
+            metrics = {**update(self.trainer, [batch], objective, temperature=1.0), **drawn.metrics}
+        if held_out and (position.step % held_out.every == 0 or position.step == self.setup.steps):
             with self.clock.stage("evaluate"):
                 metrics |= held_out.measure()
+        position.is_enough = bool(held_out and held_out.is_enough(numbers(metrics)))
         metrics |= self.checkpoints.take_metrics()
-        return metrics | self.throughput.end_step(self.clock.end_step(tokens=len(step_batch.batch.tokens)))
+        return metrics | self.throughput.end_step(self.clock.end_step(tokens=len(drawn.batch.tokens)))
 
     def _save(self, batches: BatchStream) -> None:
         position = self.position
@@ -129,7 +134,7 @@ def open_training(setup: RunSetup, *, engines: bool = False) -> Iterator[Trainin
         tracker = processes.tracker(setup)
         trainer = processes.trainer(setup.options)
         position = Position(setup.step, setup.has_converged)
-        throughput = processes.throughput(trainer, "reference", "update", "evaluate")
+        throughput = processes.throughput(trainer, computing=("reference", "update", "evaluate"))
         timeline = Timeline(setup.config.tracking.profile, Path(setup.config.output_dir), trainer.workers, None, None)
         with Checkpoints(setup.config, setup.command, {"": trainer}) as checkpoints:
             yield Training(setup, processes, trainer, tracker, position, throughput, timeline, checkpoints)

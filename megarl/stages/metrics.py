@@ -14,13 +14,14 @@ from megarl.diagnostics import (
 from megarl.schema import MegarlConfig
 from megarl.stages.advantage import kl_to_teachers
 from megarl.stages.batch import equal_advantages
+from megarl.stages.filtering import left_out
 from megarl.tracking import MetricValue
 
 
 def step_metrics(
-    sampled: Sequence[PromptGroup], batch: Batch, version: int, config: MegarlConfig
+    sampled: Sequence[PromptGroup], trained: Sequence[PromptGroup], batch: Batch, version: int, config: MegarlConfig
 ) -> dict[str, MetricValue]:
-    """Metrics of all that was `sampled`, and of the advantages of what is trained on, the `batch`.
+    """Metrics of all that was `sampled`, and of the advantages of what is `trained` on, the `batch`.
 
     `version` is that of the weights that begin the step.
     """
@@ -32,6 +33,7 @@ def step_metrics(
         **prefix_cache_metrics(trajectories),
         **reward_metrics(sampled),
         **group_metrics([each for each in rewards if each]),
+        "groups/left_out": left_out(sampled, trained),
         **advantage_metrics(*equal_advantages(batch)),
         **({} if to_teachers is None else {"distillation/kl": to_teachers}),
     }

@@ -142,9 +142,11 @@ def work_is_counted(policy: TrainerGroup, model: Path) -> None:
     policy.predictions(whole, ["greedy", "reference_log_probs"], temperature=1.0)
     assert policy.take_flops() == pytest.approx(2 * forward)
     policy.train_step(whole, SftObjective())
-    timings = {"throughput/tokens_per_s": 6.0, "seconds/update": 2.0, "seconds/refit": 4.0}
-    found = Throughput(policy, ("advantage", "update"), gpus=3, peak_tflops=1e-9).end_step(timings)
+    timings = {"throughput/tokens_per_s": 6.0, "seconds/update": 2.0, "seconds/rollout": 4.0, "seconds/step": 8.0}
+    of_run = Throughput(policy, ("advantage", "update"), gpus=3, peak_tflops=1e-9, waiting=("rollout", "reward"))
+    found = of_run.end_step(timings)
     assert found == timings | {
+        "throughput/trainer_idle": 0.5,
         "throughput/tokens_per_s_per_gpu": 2.0,
         "throughput/trainer_tflops": pytest.approx(3 * forward / 2.0 / 1e12),
         "throughput/mfu": pytest.approx(3 * forward / 2.0 / 1e3),
