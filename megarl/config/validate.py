@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any, get_args
 
@@ -133,8 +133,14 @@ class Command:
 
     checks: Sequence[Callable[[MegarlConfig], None]]
     """All that is checked after the range of every single value."""
-    steps: str = ""
-    """The key of the number of its optimizer steps, if it trains."""
+    steps: Callable[[MegarlConfig], int] = lambda _config: 0
+    """How many optimizer steps it takes."""
+    steps_key: str = ""
+    """The key of that number."""
+    refits_engines: bool = False
+    """Whether the policy that it trains is brought into engines."""
+    trains_auxiliary: bool = False
+    """Whether it trains models beside the policy, too."""
 
 
 def validate(config: MegarlConfig, command: str) -> None:
@@ -284,16 +290,21 @@ def _value(config: MegarlConfig, key: str) -> Any:
 
 
 _TRAINING = (check_output, _check_megatron, check_lora)
-_PREFERENCES = Command((*_TRAINING, _check_preferences), steps="preference.steps")
+_PREFERENCES = Command(
+    (*_TRAINING, _check_preferences), steps=lambda config: config.preference.steps, steps_key="preference.steps"
+)
 COMMANDS: Mapping[str, Command] = {
     "train": Command(
         (*_TRAINING, check_composition, check_schedule, check_abilities, _check_step),
-        steps="loop.steps",
+        steps=lambda config: config.loop.steps,
+        steps_key="loop.steps",
+        refits_engines=True,
+        trains_auxiliary=True,
     ),
-    "sft": Command(_TRAINING, steps="sft.steps"),
+    "sft": Command(_TRAINING, steps=lambda config: config.sft.steps, steps_key="sft.steps"),
     "dpo": _PREFERENCES,
-    "reward-model": Command((*_PREFERENCES.checks, refuse_lora, _refuse_options_of_policies), steps=_PREFERENCES.steps),
-    "spin": Command((*_PREFERENCES.checks, refuse_turns), steps=_PREFERENCES.steps),
+    "reward-model": replace(_PREFERENCES, checks=(*_PREFERENCES.checks, refuse_lora, _refuse_options_of_policies)),
+    "spin": replace(_PREFERENCES, checks=(*_PREFERENCES.checks, refuse_turns), refits_engines=True),
     "eval": Command((_check_logs,)),
     "chat": Command((_check_logs,)),
 }

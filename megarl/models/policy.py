@@ -122,6 +122,15 @@ def _is_code(folder: Path) -> bool:
     return isinstance(programs, dict) and "AutoTokenizer" in programs
 
 
+def check_trainable(model: Model, options: MegatronOptions, algorithm: AlgorithmConfig) -> None:
+    """Raise UserError for a policy that cannot be trained with these options, by this algorithm."""
+    check_not_in_fp8(model.folder)
+    check_layout(model.architecture, options)
+    check_routers(model.architecture, options)
+    check_prediction_layers(model.architecture, options)
+    check_replay(model.architecture, algorithm)
+
+
 def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
     """Raise UserError if the model cannot be cut by the parallel layout, or the options are those of another model."""
     megatron_layout(architecture, options.parallel, module_names="local")

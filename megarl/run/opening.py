@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -23,17 +23,7 @@ from megarl.config.megatron import megatron_options
 from megarl.config.validate import COMMANDS
 from megarl.data import PromptSampler
 from megarl.models.auxiliary import trained_auxiliary
-from megarl.models.policy import (
-    Model,
-    check_held,
-    check_layout,
-    check_name,
-    check_not_in_fp8,
-    check_prediction_layers,
-    check_replay,
-    check_routers,
-    read_model,
-)
+from megarl.models.policy import Model, check_held, check_name, check_trainable, read_model
 from megarl.output.export import check_that_none_is_lost, step_of_export, write_export
 from megarl.output.places import ADAPTER, EXPORT, LOGS
 from megarl.process.file_system import lost_in_export
@@ -47,9 +37,6 @@ from megarl.schema import MegarlConfig
 from megarl.tracking import Run, Tracker, open_tracker
 from megatron_ext.memory.device_memory import CountedMemory
 from megatron_ext.options.options import MegatronOptions
-
-_WITH_ENGINES = ("train", "spin")
-"""The commands whose policy is refitted into engines."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +54,16 @@ class RunSetup:
 
     @classmethod
     def read(cls, config: MegarlConfig, command: str) -> "RunSetup":
-        """Raises UserError for a model or a layout that cannot be trained, and where an export is in the way."""
+        """Read the model and the last checkpoint, and check both.
+
+        Raises UserError for a model or a layout that cannot be trained, and where an export is in the way.
+        """
         with phase("checking the model"):
             check_name(config.model)
             model = read_model(config.model, config.rollout.stop_token_ids)
-            check_not_in_fp8(model.folder)
             options = megatron_options(config)
-            check_layout(model.architecture, options)
-            check_routers(model.architecture, options)
-            check_prediction_layers(model.architecture, options)
-            check_replay(model.architecture, config.algorithm)
-            if command in _WITH_ENGINES:
+            check_trainable(model, options, config.algorithm)
+            if COMMANDS[command].refits_engines:
                 check_held(model, config.rollout)
                 if options.adapter is not None and not options.adapter.merge:
                     with_adapter_slot(config.rollout, model.architecture, options.adapter.lora)
@@ -92,7 +78,7 @@ class RunSetup:
     def exports(self) -> list[Path]:
         """Where the trained models go, the policy first."""
         adapter = [ADAPTER] if self.options.adapter else []
-        beside = trained_auxiliary(self.config) if self.command == "train" else []
+        beside = trained_auxiliary(self.config) if COMMANDS[self.command].trains_auxiliary else []
         return [Path(self.config.output_dir) / name for name in (EXPORT, *adapter, *beside)]
 
     def export_policy(self, trainer: TrainerGroup, step: int) -> None:
@@ -110,7 +96,7 @@ class RunSetup:
     @property
     def steps(self) -> int:
         """How many steps there are to be."""
-        return reduce(getattr, COMMANDS[self.command].steps.split("."), self.config)  # type: ignore[return-value]
+        return COMMANDS[self.command].steps(self.config)
 
     @property
     def has_converged(self) -> bool:
@@ -125,7 +111,7 @@ class RunSetup:
         if self.has_converged:
             print(f"converged after {self.step} steps; choose another output_dir to start a new run", flush=True)
         else:
-            key = COMMANDS[self.command].steps
+            key = COMMANDS[self.command].steps_key
             print(f"all {self.step} steps are done; raise {key} to go on from the last one", flush=True)
         return True
 
@@ -168,9 +154,14 @@ class Processes:
     def engines(self) -> EngineGroup:
         """Engines that are placed, without a model."""
         cluster = self._config.cluster
-        limits = cluster.max_engine_restarts, cluster.engine_start_timeout_s
         return self._stack.enter_context(
-            EngineGroup(engine_configuration(self._config), self._seats[ENGINE], self._logs, *limits)
+            EngineGroup(
+                engine_configuration(self._config),
+                self._seats[ENGINE],
+                self._logs,
+                restarts=cluster.max_engine_restarts,
+                start_within_s=cluster.engine_start_timeout_s,
+            )
         )
 
     def throughput(self, trainer: TrainerGroup, *, computing: Sequence[str], waiting: Sequence[str] = ()) -> Throughput:
