@@ -69,7 +69,7 @@ class EngineStart:
             self._refit = self._make_refit(direct_path)
 
     def finish(self) -> Refit:
-        """Wait for the engines. How their weights come from now on."""
+        """Wait for the engines; returns the refit that gives them weights from now on."""
         self.compare()
         if self._refit is None:
             self._wait_for_engines()
@@ -83,10 +83,6 @@ class EngineStart:
             self._gpus.add(self._engines)
 
     @property
-    def _parties(self) -> tuple[TrainerGroup, EngineGroup, Architecture, RefitConfig]:
-        return self._trainer, self._engines, self._sent, self._config.refit
-
-    @property
     def _sent(self) -> Architecture:
         """The part of the policy that the engines get."""
         if self._adapter is not None:
@@ -96,11 +92,12 @@ class EngineStart:
         return self._model.architecture if drafts else self._model.without_prediction_layers
 
     def _make_refit(self, make_path: Callable[[TrainerGroup, EngineGroup, Architecture, RefitConfig], Path]) -> Refit:
+        sent = self._sent
         refit = Refit(
             self._trainer,
             self._engines,
-            self._with_all_engines(lambda: make_path(*self._parties)),
-            list(self._sent.hf_shapes),
+            self._with_all_engines(lambda: make_path(self._trainer, self._engines, sent, self._config.refit)),
+            list(sent.hf_shapes),
             timeout_s=self._config.refit.timeout_s,
             kv="keep" if self._config.schedule.in_flight == "keep" else "recompute",
             check=self._log_prob_check(),

@@ -53,7 +53,10 @@ class Refit:
         return self._path.description
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Give the engines the trainer's present weights as `version`; they serve nothing in between. Metrics."""
+        """Give the engines the trainer's present weights as `version`; they serve nothing in between.
+
+        Returns metrics.
+        """
         path, (moved, repeated) = self._path, self._update(version)
         metrics = {"refit/direct": float(path.is_direct), "refit/repeated": float(repeated)}
         metrics["refit/bytes"] = moved.size_bytes

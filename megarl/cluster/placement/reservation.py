@@ -58,9 +58,15 @@ def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str,
     given = _gpus_to_share(roles, placement, cluster.sharing(), group)
     seats, first = {}, 0
     for role in roles:
-        nodes, shared_gpus = placement[role.name], given.get(role.name)
-        limits = cluster.start_timeout_s, cluster.silence_timeout_s
-        seats[role.name] = Seats(role, nodes, group, first, *limits, shared_gpus)
+        seats[role.name] = Seats(
+            role,
+            placement[role.name],
+            group,
+            first,
+            timeout_s=cluster.start_timeout_s,
+            silence_s=cluster.silence_timeout_s,
+            shared_gpus=given.get(role.name),
+        )
         first += role.processes
     yield seats
     # After a failure Ray may be what failed. It gives back itself what a run has when the run leaves.

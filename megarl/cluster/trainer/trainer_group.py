@@ -236,9 +236,10 @@ class TrainerGroup(WorkerGroup):
         self.call("export_adapter", folder)
 
     def begin_save(self, folder: Path, *, in_background: bool) -> None:
-        """Begin to write model, optimizer, schedule and RNG to `folder`: those of now, with `in_background`.
+        """Begin to write model, optimizer, schedule and RNG to `folder`.
 
-        Without, the ranks may change nothing before `finish_save`.
+        With `in_background` the present state is copied and the ranks may go on; without, they may change nothing until
+        `finish_save`.
         """
         self.call("begin_save", folder, in_background)
 
