@@ -14,7 +14,7 @@ FLOORS = ("converters", "megatron_ext", "megarl")
 PROGRAMS = "the programs"
 """The files at the top of megarl, one for each thing that it does; all other files lie in rooms."""
 ROOMS = (
-    *("process", "schema", "sandbox", "rewards", "data", "tracking", "diagnostics", "algorithms"),
+    *("process", "schema", "sandbox", "rewards", "data", "tracking", "algorithms", "diagnostics"),
     *("resharding", "rollout", "cluster", "output", "config", "models", "refit", "stages", "run"),
     *(PROGRAMS, "doctor", "planning", "rehearsal", "quickstart", "cli"),
 )

@@ -4,7 +4,7 @@ An objective makes one loss of the chosen parts. Each kind of part has a registr
 """
 
 from megarl.algorithms.adaptive_kl import AdaptiveKl
-from megarl.algorithms.advantages import ADVANTAGES, Source
+from megarl.algorithms.advantages import ADVANTAGES, Rewards, Source
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.implicit_reward import ImplicitRewardObjective, implicit_process_rewards
@@ -28,6 +28,7 @@ __all__ = [
     "PolicyObjective",
     "PreferenceObjective",
     "RewardModelObjective",
+    "Rewards",
     "SftObjective",
     "Source",
     "ValueObjective",

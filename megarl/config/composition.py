@@ -3,7 +3,7 @@
 from dataclasses import fields
 
 from converters.errors import UserError
-from megarl.algorithms import ADVANTAGES, PolicyObjective, Source
+from megarl.algorithms import ADVANTAGES, PolicyObjective, Rewards, Source
 from megarl.algorithms.compatibility import check_algorithm
 from megarl.config.schedule import is_corrected_by_schedule
 from megarl.rollout import ENGINES
@@ -117,16 +117,14 @@ def _check_self_play(config: MegarlConfig) -> None:
         )
 
 
-_LOWEST_REWARD = {"max_rl": "rewards of at least 0", "prime": "outcomes from 0 to 1"}
-"""The advantages that cannot do with any reward, and what they need."""
-
-
 def _check_ranges(config: MegarlConfig) -> None:
     advantage, reward = config.algorithm.advantage, config.reward
-    if advantage not in _LOWEST_REWARD:
+    estimator = ADVANTAGES[advantage]
+    if estimator.rewards is Rewards.ANY:
         return
-    scored = config.reward_model.path and Source.IMPLICIT_REWARD_MODEL not in ADVANTAGES[advantage].sources
-    subtracts_kl = PolicyObjective(config.algorithm).has_kl_in("reward") and advantage == "max_rl"
+    scored = config.reward_model.path and Source.IMPLICIT_REWARD_MODEL not in estimator.sources
+    has_kl = PolicyObjective(config.algorithm).has_kl_in("reward")
+    subtracts_kl = has_kl and estimator.rewards is Rewards.NOT_NEGATIVE
     below_zero = {
         "reward.overlong_buffer_tokens": reward.overlong_buffer_tokens and reward.overlong_penalty,
         "reward_model.path": scored and config.reward_model.weight,
@@ -136,7 +134,7 @@ def _check_ranges(config: MegarlConfig) -> None:
     for key, set_ in below_zero.items():
         if set_:
             raise UserError(
-                f"algorithm.advantage={advantage} needs {_LOWEST_REWARD[advantage]}, and {key} makes rewards below 0,"
+                f"algorithm.advantage={advantage} needs {estimator.rewards.value}, and {key} makes rewards below 0,"
                 " which would end the run at the first one: leave it out, or choose another advantage"
             )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from megarl.algorithms import ADVANTAGES, POLICY_LOSSES, Rewards
 from megarl.schema import MegarlConfig
 from megarl.tracking.histogram import MetricValue, numbers
 from megarl.tracking.jsonl import FILE_NAME, each_step
@@ -63,7 +64,11 @@ def _has_ratios(config: MegarlConfig) -> bool:
 
 
 def _clips_upward(config: MegarlConfig) -> bool:
-    return _has_ratios(config) and config.algorithm.policy_loss in ("clip", "clip_cov", "gspo", "gmpo")
+    return _has_ratios(config) and POLICY_LOSSES[config.algorithm.policy_loss].clips_upward
+
+
+def _takes_any_reward(config: MegarlConfig) -> bool:
+    return ADVANTAGES[config.algorithm.advantage].rewards is Rewards.ANY
 
 
 def _clips_plainly(config: MegarlConfig) -> bool:
@@ -159,9 +164,7 @@ ALERTS: tuple[Alert, ...] = (
             Advice("raise rollout.max_response_tokens"),
             Advice(
                 "penalise length with reward.overlong_buffer_tokens",
-                lambda config: (
-                    not config.reward.overlong_buffer_tokens and config.algorithm.advantage not in ("max_rl", "prime")
-                ),
+                lambda config: not config.reward.overlong_buffer_tokens and _takes_any_reward(config),
             ),
         ),
     ),

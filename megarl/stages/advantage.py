@@ -88,7 +88,7 @@ def with_advantages(
     if targets is not None:
         fields["returns"] = at_trained_tokens(targets, batch)
     if "process_rewards" in inputs:
-        fields["outcomes"] = at_responses(_outcomes(inputs["rewards"])[rollout], batch)
+        fields["outcomes"] = at_responses(_outcomes(inputs["rewards"], algorithm.advantage)[rollout], batch)
     return with_fields(batch, **fields)
 
 
@@ -154,12 +154,13 @@ def _check_predictions(batch: Batch, describe: Callable[[int], str]) -> None:
 def _compared_units(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Tensor:
     """long[N]: the response that each trajectory is part of: its rollout where responses are compared, or itself."""
     rollout = rollout_of_each(groups)
-    if ADVANTAGES[config.advantage].smallest_group == 1:
+    estimator = ADVANTAGES[config.advantage]
+    if estimator.smallest_group == 1:
         return torch.arange(len(rollout))
-    if config.advantage == "prime" and int(rollout[-1]) + 1 < len(rollout):
+    if estimator.single_branch and int(rollout[-1]) + 1 < len(rollout):
         raise UserError(
-            "algorithm.advantage=prime adds up rewards of tokens to the end of a response, and rollouts of this step"
-            " have several branches: choose another advantage"
+            f"algorithm.advantage={config.advantage} adds up rewards of tokens to the end of a response, and rollouts"
+            " of this step have several branches: choose another advantage"
         )
     return rollout
 
@@ -210,10 +211,10 @@ def _baseline_rewards(groups: Sequence[PromptGroup]) -> Tensor | None:
     return torch.tensor(known) if len(known) == sum(len(group.trajectories) for group in groups) else None
 
 
-def _outcomes(rewards: Tensor) -> Tensor:
+def _outcomes(rewards: Tensor, advantage: str) -> Tensor:
     if bool(((rewards < 0) | (rewards > 1)).any()):
         raise UserError(
-            f"algorithm.advantage=prime learns from outcomes between 0 and 1, but a reward is "
+            f"algorithm.advantage={advantage} learns from outcomes between 0 and 1, but a reward is "
             f"{float(rewards[(rewards < 0) | (rewards > 1)][0]):g}: use a reward function that says right or wrong"
         )
     return rewards

@@ -1,6 +1,6 @@
 """Advantages: how much better a response, or a token of it, is than expected."""
 
-from megarl.algorithms.advantages.estimator import INPUTS, Estimator, Source
+from megarl.algorithms.advantages.estimator import INPUTS, Estimator, Rewards, Source
 from megarl.algorithms.advantages.process_rewards import distillation
 from megarl.algorithms.advantages.registry import ADVANTAGES, estimate, estimate_compact
 
@@ -8,6 +8,7 @@ __all__ = [
     "ADVANTAGES",
     "INPUTS",
     "Estimator",
+    "Rewards",
     "Source",
     "distillation",
     "estimate",

@@ -21,6 +21,15 @@ class Source(Enum):
     OLD_POLICY = "predictions of the policy before the update"
 
 
+class Rewards(Enum):
+    """The rewards that an estimator can do with, as messages call them."""
+
+    ANY = "any rewards"
+    NOT_NEGATIVE = "rewards of at least 0"
+    """With all that is taken off them token by token, as a KL is."""
+    OUTCOMES = "outcomes from 0 to 1"
+
+
 class Input(NamedTuple):
     """Something that estimators may read of N responses with T trained tokens, under one name in `INPUTS`.
 
@@ -114,6 +123,10 @@ class Estimator:
     """Whether it gives each response one advantage for all of its tokens, float[N]."""
     whitened: bool = False
     """Whether its advantages of tokens are brought to mean 0 and variance 1 over the tokens of the batch afterwards."""
+    rewards: Rewards = Rewards.ANY
+    """Others end the run, so that a configuration which makes some is refused."""
+    single_branch: bool = False
+    """Whether it adds up rewards of tokens to the end of a response, which must then have one end."""
 
     def __post_init__(self) -> None:
         check_inputs(self.function, INPUTS)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from converters.errors import UserError
 from megarl.algorithms.advantages import group_ranks, group_rewards, process_rewards, returns, whitening
-from megarl.algorithms.advantages.estimator import INPUTS, Estimator, Source
+from megarl.algorithms.advantages.estimator import INPUTS, Estimator, Rewards, Source
 from megarl.algorithms.advantages.groups import Groups
 from megarl.algorithms.advantages.token_baseline import optimal_token_baseline
 from megarl.algorithms.advantages.whitening import whiten_
@@ -30,8 +30,8 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "gpg": Estimator(group_rewards.gpg, smallest_group=2, of_response=True),
     "grpo_pass_k": Estimator(group_ranks.grpo_pass_k, smallest_group=2, of_response=True),
     "gdpo": Estimator(whitening.gdpo, smallest_group=2, of_response=True),
-    "max_rl": Estimator(group_rewards.max_rl, smallest_group=2, of_response=True),
-    "prime": Estimator(process_rewards.prime, smallest_group=2),
+    "max_rl": Estimator(group_rewards.max_rl, smallest_group=2, of_response=True, rewards=Rewards.NOT_NEGATIVE),
+    "prime": Estimator(process_rewards.prime, smallest_group=2, rewards=Rewards.OUTCOMES, single_branch=True),
     "optimal_token_baseline": Estimator(optimal_token_baseline),
     "win_rate": Estimator(group_ranks.win_rate, smallest_group=2, of_response=True),
     "distillation": Estimator(process_rewards.distillation),

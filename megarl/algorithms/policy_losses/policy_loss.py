@@ -47,6 +47,8 @@ class PolicyLoss:
     over their tokens."""
     acts_on_policy: bool = False
     """It differs from the policy gradient where the policy is still the one that ratios are to."""
+    clips_upward: bool = False
+    """A token has no gradient where its ratio, with an advantage above 0, is beyond the option `clip_high`."""
     selection: Callable[..., Tensor] | None = None
     """bool[T], from `INPUTS` and `generator`: which of all the trained tokens of an optimizer step the loss treats
     apart; the surrogate then reads `chosen`. It sees the whole batch, and is made once, before the batch is cut."""

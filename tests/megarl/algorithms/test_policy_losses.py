@@ -183,6 +183,13 @@ def test_a_log_prob_that_is_no_number_shows(name: str) -> None:
     assert POLICY_LOSSES[name](inputs, {**verl.OPTIONS, "eta": 1.0}).loss.isnan().all()
 
 
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_the_losses_that_clip_upward_stop_an_unlikely_token_that_grew(name: str) -> None:
+    inputs, leaf = one_token(-5.0, -6.0, 0.5)
+    POLICY_LOSSES[name](inputs, {**verl.OPTIONS, "eta": 1.0, "dual_clip": None}).loss.sum().backward()
+    assert bool(leaf.grad == 0) == POLICY_LOSSES[name].clips_upward
+
+
 @pytest.mark.parametrize(("advantage", "moved"), [(1.0, 0.6), (-1.0, -0.6)])
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
 def test_a_token_that_has_left_the_trust_region_is_not_pushed_further(
