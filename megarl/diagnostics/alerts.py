@@ -189,7 +189,12 @@ ALERTS: tuple[Alert, ...] = (
         "few experts get most of the tokens, and with experts over ranks the others wait for them",
         (
             Advice("experts/imbalance/<layer> says in which layers"),
-            Advice("set megatron.moe_aux_loss_coeff, or moe_router_bias_update_rate", _leaves_routers_alone),
+            Advice(
+                "set megatron.moe_router_load_balancing_type=global_aux_loss with megatron.moe_aux_loss_coeff, or,"
+                " where routers have a bias (DeepSeek-V3, Kimi-K2, Moonlight, GLM-4.5),"
+                " megatron.moe_router_bias_update_rate",
+                _leaves_routers_alone,
+            ),
         ),
     ),
 )

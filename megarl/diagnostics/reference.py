@@ -8,7 +8,7 @@ from megarl.tracking.metrics import METRICS
 
 _HEADER = """# Metrics
 
-Made from `megarl/tracking/metrics.py` by `python -m megarl.diagnostics.reference docs/metrics.md`; change it there.
+Made from `megarl/tracking/metrics.py` and `megarl/diagnostics/alerts.py` by `make docs`; change them.
 
 Every step logs its metrics once, to all loggers of `tracking.loggers`: `console`, `jsonl` and `tensorboard` are always
 there, `wandb` and `mlflow` where they are installed. `metrics.jsonl` in `output_dir` has one JSON object per step; a

@@ -67,7 +67,8 @@ class AlgorithmConfig:
     max_refills: int = 10
     """With dynamic_sampling: at most this times prompts_per_step are replaced for a step; then the run stops."""
     filter_groups: bool = False
-    """Leave such groups out of the loss and its denominators, without others in their place (ScaleRL)."""
+    """Leave groups that teach nothing (see filter_on) out of the loss and its denominators, without sampling others in
+    their place (ScaleRL)."""
     filter_on: str = "outcome"
     """Value that must differ within a group, with dynamic_sampling or filter_groups: outcome, the reward without
     the overlong penalty and a reward model's score; reward, all of it; or the name of a term or part of it."""

@@ -24,7 +24,7 @@ class ClusterConfig:
     """Where the processes run."""
 
     trainer_ranks: int = 1
-    """Megatron ranks: TP x PP x DP."""
+    """Megatron ranks: TP x CP x PP x DP. Experts (EP, ETP) are dealt over the same ranks."""
     address: str | None = None
     """Address of a running Ray cluster; without one, a cluster of this machine alone is started on loopback."""
     nodes: int | None = None

@@ -74,17 +74,18 @@ class RolloutConfig:
     beyond 448 becomes 448; bound, for each layer the power of two with which by its weights none lies beyond, computed
     anew with every refit."""
     temperature: float = 1.0
-    """Sampling temperature of training rollouts; evaluation is greedy."""
+    """Sampling temperature of training rollouts; for evaluations see loop.eval_samples."""
     top_p: float = 1.0
-    """Share of the probability that is sampled from; 1 is all of it."""
+    """Share of the probability that is sampled from; 1 is all of it, which evaluations always sample from."""
     top_k: int = -1
-    """-1 considers every token."""
+    """How many of the likeliest tokens are sampled from; -1 is every token, as always in evaluations."""
     max_response_tokens: int = 512
     """Longest response, its end token included."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Ends a response, beside the model's own end-of-sequence tokens."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the engine by the engine's own names (vLLM: `EngineArgs`; transformers: `TransformersArguments`)."""
+    """Arguments of the engine by the engine's own names (vLLM: `EngineArgs`; SGLang: `ServerArgs`; transformers:
+    `TransformersArguments`)."""
 
 
 @dataclass
@@ -192,7 +193,7 @@ class LoopConfig:
     """The trainer computes a prompt once for all responses to it that are in a micro-batch, and so other beginnings
     that sequences share; results differ by rounding alone."""
     eval_every: int = 10
-    """Greedy evaluation on eval_files every so many steps; 0 never."""
+    """Evaluation on eval_files every so many steps; 0 never."""
     eval_at_start: bool = True
     """Evaluate before the first step, too."""
     eval_samples: int = 1
@@ -211,8 +212,9 @@ class ScheduleConfig:
     """How many versions older than the newest weights those may be that sampled a trained token: the engines sample the
     prompts of so many steps ahead while the trainer learns. 0 samples and learns in turn."""
     window: int = 1
-    """A batch may leave groups behind that are not finished, as long as fewer than this many later ones overtake any.
-    1 trains in the order of the draws. It adds ceil((window - 1) / prompts_per_step) to the staleness."""
+    """A batch may pass over groups that are still being sampled, but fewer than this many later groups may be trained
+    before any of them. 1: strictly in the order of the draws. Adds up to ceil((window - 1) / prompts_per_step) versions
+    of staleness."""
     in_flight: str = "wait"
     """Responses that are being sampled when new weights come: wait lets them end first; recompute lets them go on with
     the new weights, under which the engine computes their keys and values anew; keep lets them go on with the keys and
@@ -258,10 +260,11 @@ class CheckpointConfig:
     """Checkpoints are written while the run goes on. Each rank then keeps a copy of what it saves in host memory, made
     beside the next rollout."""
     resume: str = "auto"
-    """auto continues from the latest checkpoint in output_dir, never starts over."""
+    """`auto` goes on from the newest checkpoint in output_dir, and starts where there is none. `never` starts, and is
+    refused in a folder that has checkpoints."""
     on_signal: bool = False
-    """SIGTERM and SIGHUP let the present step end and save it before the run ends; off, they end it at once. So
-    does the end of a job of Slurm, as soon as no further step fits into its time."""
+    """On, SIGTERM and SIGHUP let the present step end and be saved before the run ends, and in a Slurm job the run
+    saves and ends by itself when its time is too short for another step. Off, these signals end it at once."""
 
 
 @dataclass
