@@ -53,6 +53,12 @@ def score(tmp_path):
     return score
 
 
+def test_what_a_function_prints_is_seen_whether_or_not_much_follows(score, monkeypatch, capfd):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    score("print('sample', i)")
+    assert "sample 5\n" in capfd.readouterr().err
+
+
 def marked():
     return [each for each in psutil.process_iter(["cmdline"]) if MARK in (each.info["cmdline"] or ())]
 
