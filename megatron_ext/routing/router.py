@@ -1,6 +1,7 @@
 """Routers whose groups of experts are scored as the model scores them, and of which others may see every pass."""
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from torch import Tensor
 from converters.architectures.extensions import Extensions
 from converters.errors import UserError
 from megatron_ext import versions
+from megatron_ext.routing.router_losses import RoutedTokens
 
 Choice = tuple[Tensor, Tensor]
 """The scores and the indices of each token's experts: [tokens, topk] both."""
@@ -31,7 +33,7 @@ class RouterObserver(Protocol):
         """The micro-batches that it expects and has not met."""
         ...
 
-    def expect(self, tokens: Any) -> None:
+    def expect(self, tokens: RoutedTokens) -> None:
         """Prepare for the micro-batch of the router's next forward pass."""
         ...
 
@@ -40,28 +42,48 @@ class RouterObserver(Protocol):
         ...
 
 
-class RouterLoad(Protocol):
-    """Counts which experts the tokens of a router choose in passes with a gradient."""
+class ExpertCount:
+    """Counts how often the tokens of the micro-batches that it expects choose each expert of one router."""
 
-    @property
-    def expected(self) -> Sized:
-        """The micro-batches that it expects and has not met."""
-        ...
+    def __init__(self) -> None:
+        self.counts = torch.zeros((), dtype=torch.int64)
+        """int64[experts], once there was a micro-batch."""
+        self.expected: deque[Tensor] = deque()
+        """The rows of the tokens of each micro-batch that was not met yet."""
 
-    def expect(self, tokens: Any) -> None:
+    def expect(self, tokens: RoutedTokens) -> None:
         """Prepare for the micro-batch of the router's next forward pass."""
-        ...
+        self.expected.append(tokens.rows)
 
-    def __call__(self, chosen: Tensor) -> Tensor:
+    def add(self, chosen: Tensor) -> Tensor:
         """int64[experts]: how often the tokens of the next micro-batch choose each, by bool[rows, experts]."""
-        ...
+        count = chosen.index_select(0, self.expected.popleft()).sum(0, dtype=torch.int64)
+        self.counts = self.counts.to(count.device) + count
+        return count
+
+
+def require_all_met(expected: Iterable[Sized], purpose: str) -> None:
+    """Raise RuntimeError where a router has not met a micro-batch that it `expected`; the error says for which purpose.
+
+    Example: require_all_met([count.expected], "whose tokens it had to count")
+    """
+    if left := max(map(len, expected), default=0):
+        raise RuntimeError(f"a router left {left} micro-batches {purpose}")
 
 
 class ObservedRouter(TopKRouter):
     """megatron-core's router, with an observer and a count of its load where somebody has set them."""
 
     observer: RouterObserver | None = None
-    load: RouterLoad | None = None
+    load: ExpertCount | None = None
+    """Counts what the tokens of passes with a gradient choose."""
+
+    def expect(self, tokens: RoutedTokens | None) -> None:
+        """Tell whoever observes and counts which tokens the next forward pass brings; None where nobody does."""
+        for each in (self.observer, self.load if torch.is_grad_enabled() else None):
+            if each is not None:
+                assert tokens is not None
+                each.expect(tokens)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities and choice, both [tokens, experts], of the `logits` [tokens, batch, experts]."""
@@ -75,7 +97,7 @@ class ObservedRouter(TopKRouter):
         if self.load is None:
             super()._apply_expert_bias(routing_map, padding_mask)
         elif torch.is_grad_enabled():
-            count = self.load(routing_map)
+            count = self.load.add(routing_map)
             if self.enable_expert_bias:
                 self.local_tokens_per_expert += count
 

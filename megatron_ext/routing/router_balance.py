@@ -12,7 +12,14 @@ from torch import Tensor
 
 from megatron_ext import device
 from megatron_ext.packing.packing import MicroBatch
-from megatron_ext.routing.router import ObservedRouter, RouterObserver, prediction_routers, routers
+from megatron_ext.routing.router import (
+    ExpertCount,
+    ObservedRouter,
+    RouterObserver,
+    prediction_routers,
+    require_all_met,
+    routers,
+)
 from megatron_ext.routing.router_loss_options import RouterLosses
 from megatron_ext.routing.router_losses import ROUTER_LOSSES, BatchTotals, Routed, RoutedTokens
 
@@ -66,10 +73,10 @@ class RouterBalance:
 
     def _count(self, count: Callable[[], object]) -> dict[int, Tensor]:
         """Layer number -> int64[E], how often all ranks' tokens choose each expert."""
-        counted: dict[int, _CountedChoices] = {}
+        counted: dict[int, _ObservingCount] = {}
 
         def observe(router: ObservedRouter) -> RouterObserver:
-            return counted.setdefault(router.layer_number, _CountedChoices())
+            return counted.setdefault(router.layer_number, _ObservingCount())
 
         with _observed(self._chunks, observe):
             count()
@@ -82,10 +89,7 @@ def watch(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
     """Tell whoever observes and counts at the chunk's routers which tokens its next forward pass brings them."""
     ahead = [] if micro_batch.own.ahead is None else prediction_routers(chunk)
     for router in (*routers(chunk), *ahead):
-        for each in (router.observer, router.load):
-            if each is not None:
-                assert micro_batch.routed is not None
-                each.expect(micro_batch.routed)
+        router.expect(micro_batch.routed)
 
 
 class _AddedLosses:
@@ -128,20 +132,12 @@ class _AddedLosses:
         return probabilities
 
 
-class _CountedChoices:
-    """Counts which experts the tokens of passes without a gradient choose."""
-
-    def __init__(self) -> None:
-        self.counts = torch.zeros((), dtype=torch.int64)
-        self.expected: deque[RoutedTokens] = deque()
-
-    def expect(self, tokens: RoutedTokens) -> None:
-        self.expected.append(tokens)
+class _ObservingCount(ExpertCount):
+    """Counts which experts the tokens of passes without a gradient choose, by the scores of the losses."""
 
     def __call__(self, router: ObservedRouter, logits: Tensor, probabilities: Tensor) -> Tensor:
         chosen, _ = _scored(router, logits)
-        rows = self.expected.popleft().rows
-        self.counts = self.counts.to(chosen.device) + chosen.index_select(0, rows).sum(0, dtype=torch.int64)
+        self.add(chosen)
         return probabilities
 
 
@@ -158,11 +154,10 @@ def _observed(chunks: Sequence[torch.nn.Module], observe: Callable[[ObservedRout
             router.observer = observers[router] = observe(router)
     try:
         yield
+        require_all_met((each.expected for each in observers.values()), "whose losses it had to add")
     finally:
         for router in observers:
             router.observer = None
-    if left := max((len(each.expected) for each in observers.values()), default=0):
-        raise RuntimeError(f"a router left {left} micro-batches whose losses it had to add")
 
 
 def _totals(lengths: Tensor) -> BatchTotals:

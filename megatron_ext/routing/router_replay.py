@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_ext.packing.packing import Part
 from megatron_ext.routing.routed_experts import Routing, layers_with_experts
-from megatron_ext.routing.router import Choice, GroupScoredChoice, routers
+from megatron_ext.routing.router import Choice, GroupScoredChoice, require_all_met, routers
 
 
 class RecordedChoice(RouterReplay):
@@ -76,12 +76,11 @@ def replaying(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """
     try:
         yield
-        left = max((len(choice.replay_backward_list) for choice in _choices(chunks)), default=0)
+        expected = (choice.replay_backward_list for choice in _choices(chunks))
+        require_all_met(expected, "of routed experts that it had to replay")
     finally:
         for choice in _choices(chunks):
             choice.clear_indices()
-    if left:
-        raise RuntimeError(f"a router left {left} micro-batches of routed experts that it had to replay")
 
 
 def aim(chunk: torch.nn.Module, own: Part) -> None:
