@@ -257,11 +257,7 @@ def drop_quantised_weights(chunks: Sequence[torch.nn.Module]) -> None:
 
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
     """Let an optimizer count on from so many steps: torch's Adam does it by parameter, the fused one by group."""
-    for part in parts(optimizer):
-        inner = part.optimizer
-        if isinstance(inner, HybridDeviceOptimizer):
-            hybrid_optimizer.set_steps(inner, steps)
-            continue
+    for inner in (inner for part in parts(optimizer) for inner in hybrid_optimizer.inner_optimizers(part.optimizer)):
         for state in inner.state.values():
             if "step" in state:
                 state["step"].fill_(steps)

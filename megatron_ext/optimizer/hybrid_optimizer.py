@@ -4,7 +4,7 @@ It holds an optimizer for each parameter that is on the host, and one for the ot
 own: what is done to its state has to be done to theirs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,15 +53,9 @@ def prime(optimizer: HybridDeviceOptimizer) -> None:
     optimizer._sync_sub_optimizers_state_to_hdo()
 
 
-def set_steps(optimizer: HybridDeviceOptimizer, steps: int) -> None:
-    """Count on from so many steps: torch's Adam does it by parameter, the fused one by group."""
-    for part in optimizer.sub_optimizers:
-        for state in part.state.values():
-            if "step" in state:
-                state["step"].fill_(steps)
-        if not isinstance(part, torch.optim.Adam):
-            for group in part.param_groups:
-                group["step"] = steps
+def inner_optimizers(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that take an optimizer's steps: those that it holds, or itself where it is no hybrid."""
+    return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 
 @torch.no_grad()

@@ -163,8 +163,6 @@ def take_over(states: Sequence[MainState]) -> None:
     for part in {id(state.part): state.part for state in states}.values():
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             hybrid_optimizer.take_over(part.optimizer)
-    for state in states:
-        if isinstance(state.part.optimizer, HybridDeviceOptimizer):
-            continue
-        if state.part.config.use_precision_aware_optimizer:
-            state.part._set_main_param_and_optimizer_states(state.weight, dict(state.tensors))
+        elif part.config.use_precision_aware_optimizer:
+            for state in (state for state in states if state.part is part):
+                part._set_main_param_and_optimizer_states(state.weight, dict(state.tensors))
