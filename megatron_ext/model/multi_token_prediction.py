@@ -21,7 +21,7 @@ from megatron_ext import device, versions
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.options.options import MtpTraining
-from megatron_ext.packing.packing import ASKED_BY, Ahead, MicroBatch, RaggedBatch, positions_within
+from megatron_ext.packing.packing import Ahead, MicroBatch, RaggedBatch, asked, positions_within
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
@@ -95,14 +95,14 @@ def look_ahead(micro_batch: MicroBatch, layers: int) -> MicroBatch:
     def placed(values: Tensor) -> Tensor:
         return values.new_zeros(own.tokens.shape[1]).index_copy(0, rows, values[tokens])
 
-    taken, asked = [micro_batch.labels[0]], [micro_batch.asked]
+    taken, are_asked = [micro_batch.labels[0]], [micro_batch.asked]
     for _ in range(layers):
         taken.append(next_of(taken[-1]))
-        asked.append(next_of(asked[-1]))
+        are_asked.append(next_of(are_asked[-1]))
     ahead = Ahead(
         taken=torch.stack([placed(each) for each in taken[:-1]]),
         labels=torch.stack([placed(each) for each in taken[1:]]),
-        asked=torch.stack([placed(each) for each in asked[1:]]),
+        asked=torch.stack([placed(each) for each in are_asked[1:]]),
     )
     return replace(micro_batch, part=replace(own, ahead=ahead))
 
@@ -141,5 +141,5 @@ class WithPredictionLayers:
 def predictable(batch: RaggedBatch, layers: int) -> Tensor:
     """long[layers]: how many of the tokens that are asked for each layer predicts."""
     place = positions_within(batch.lengths)
-    asked = next((batch.fields[name] != 0 for name in ASKED_BY if name in batch.fields), torch.ones_like(place) > 0)
-    return torch.stack([(asked & (place >= layer + 2)).sum() for layer in range(layers)])
+    are_asked = asked(batch.fields, place >= 0)
+    return torch.stack([(are_asked & (place >= layer + 2)).sum() for layer in range(layers)])

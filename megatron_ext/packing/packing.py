@@ -1,6 +1,6 @@
 """Ragged sequences to Megatron's packed (THD) micro-batches and back, without padding beyond an alignment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
@@ -73,8 +73,18 @@ class RaggedBatch:
         return replace(self, fields={**self.fields, **fields})
 
 
-ASKED_BY = ("weights", "trained")
-"""The fields that say which labels a model is asked about; the first that there is."""
+def asked_field(fields: Container[str]) -> str | None:
+    """The one of `fields` that says which labels a model is asked about; None where it is asked about all.
+
+    They are those with a weight in the loss; without `weights`, those of `trained` tokens.
+    """
+    return next((name for name in ("weights", "trained") if name in fields), None)
+
+
+def asked(fields: Mapping[str, Tensor], labels: Tensor) -> Tensor:
+    """Those of `labels`, bool[T], about which a model is asked something by `fields`: what is not a number is not 0."""
+    name = asked_field(fields)
+    return labels if name is None else fields[name] != 0
 
 
 class Ahead(NamedTuple):
@@ -187,15 +197,8 @@ class MicroBatch:
 
     @property
     def asked(self) -> Tensor:
-        """bool[T']: the labels about which the model is asked something.
-
-        They are those with a weight in the loss (what is not a number is not 0); without `weights`, those of `trained`
-        tokens; without both, all.
-        """
-        for name in ASKED_BY:
-            if name in self.fields:
-                return self.fields[name] != 0
-        return self.targets
+        """bool[T']: the labels about which the model is asked something."""
+        return asked(self.fields, self.targets)
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch with its tensors on `device`."""

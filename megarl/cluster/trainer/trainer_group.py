@@ -39,7 +39,7 @@ from megatron_ext.memory.device_memory import CountedMemory, StatePart
 from megatron_ext.objective import Objective, StepResult
 from megatron_ext.options.options import MegatronOptions
 from megatron_ext.packing.balance import Cut, assign, computed
-from megatron_ext.packing.packing import ASKED_BY
+from megatron_ext.packing.packing import asked_field
 from megatron_ext.packing.prefix_tree import Prefixes
 
 
@@ -118,7 +118,7 @@ class TrainerGroup(WorkerGroup):
         but for the reference model.
         """
         cut = self._cut(batch)
-        read = [name for name in ASKED_BY if name in batch.fields][:1] + ([ROUTED_EXPERTS] if replay else [])
+        read = [name for name in (asked_field(batch.fields), ROUTED_EXPERTS if replay else None) if name is not None]
         of_models = {name.startswith(REFERENCE) for name in names}
         work = [self._work.reference if is_reference else self._work.forward for is_reference in of_models]
         results = self._call_shares("predictions", batch.only(read), cut, list(names), temperature, work=work)
