@@ -104,6 +104,8 @@ def look_ahead(micro_batch: MicroBatch, layers: int) -> MicroBatch:
         labels=torch.stack([placed(each) for each in taken[1:]]),
         asked=torch.stack([placed(each) for each in are_asked[1:]]),
     )
+    if micro_batch.part is None:
+        return replace(micro_batch, ahead=ahead)
     return replace(micro_batch, part=replace(own, ahead=ahead))
 
 

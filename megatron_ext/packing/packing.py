@@ -97,6 +97,10 @@ class Ahead(NamedTuple):
     asked: Tensor
     """bool[D, L]: the labels that count."""
 
+    def to(self, device: torch.device) -> "Ahead":
+        """The same on `device`."""
+        return Ahead(*(each.to(device, non_blocking=True) for each in self))
+
 
 @dataclass(frozen=True)
 class Part:
@@ -109,7 +113,7 @@ class Part:
     position_ids: Tensor
     """long[1, L]: each sequence counts from 0."""
     cu_seqlens: Tensor
-    """int32[sequences + 1]: PackedSeqParams.cu_seqlens_q and _kv."""
+    """int32[sequences + 1], padding's sequence included: PackedSeqParams.cu_seqlens_q and _kv."""
     max_seqlen: int
     asked: Tensor
     """bool[L]: the labels about which the model is asked something."""
@@ -138,30 +142,26 @@ class Part:
 
     def to(self, device: torch.device) -> Self:
         """The same tokens with their tensors on `device`."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        moved: dict[str, Any] = {name: value.to(device, non_blocking=True) for name, value in tensors.items()}
-        return replace(self, **moved)
+        return replace(self, **{name: _moved(value, device) for name, value in vars(self).items()})
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return value.to(device) if hasattr(value, "to") else value
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Packed sequences as `GPTModel` takes them; T' counts the alignment's padding too.
+class MicroBatch(Part):
+    """Packed sequences as `GPTModel` takes them: the part that is all, of T' tokens with the alignment's padding.
 
     Index i predicts the token at i + 1 of the same sequence: that token is label i, and index i of a field is the
     value that belongs to that token. Where there is no next token (`targets` False: the last of each sequence, and
     padding) labels and fields are 0. Padding is one sequence of its own at the end, so that attention never mixes it
-    with real tokens.
+    with real tokens. A record of routed experts belongs to the token at its index, which is fed there: it is not
+    shifted as labels are. Padding's says nothing.
     """
 
-    tokens: Tensor
-    """long[1, T']"""
-    labels: Tensor
-    """long[1, T']"""
-    position_ids: Tensor
-    """long[1, T']: each sequence counts from 0."""
-    cu_seqlens: Tensor
-    """int32[sequences + 1], padding's sequence included: PackedSeqParams.cu_seqlens_q and _kv."""
-    max_seqlen: int
     targets: Tensor
     """bool[T']"""
     fields: Mapping[str, Tensor]
@@ -174,9 +174,6 @@ class MicroBatch:
     """See `RaggedBatch`."""
     names: Mapping[str, Tensor] = field(default_factory=dict)
     """See `RaggedBatch`; they stay on the CPU."""
-    routed_experts: Tensor | None = None
-    """uint8[T', bytes]: see `RaggedBatch`. A record belongs to the token at its index, which is fed there: it is not
-    shifted as labels are. Padding's says nothing."""
     part: Part | None = None
     """The tokens that this rank computes with, where these are not all."""
     routed: RoutedTokens | None = None
@@ -185,32 +182,11 @@ class MicroBatch:
     @property
     def own(self) -> Part:
         """The tokens that this rank computes with."""
-        return self.part or Part(
-            tokens=self.tokens,
-            labels=self.labels,
-            position_ids=self.position_ids,
-            cu_seqlens=self.cu_seqlens,
-            max_seqlen=self.max_seqlen,
-            asked=self.asked,
-            routed_experts=self.routed_experts,
-        )
-
-    @property
-    def asked(self) -> Tensor:
-        """bool[T']: the labels about which the model is asked something."""
-        return asked(self.fields, self.targets)
+        return self.part or self
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same micro-batch with its tensors on `device`."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "labels", "position_ids", "cu_seqlens", "targets", "lengths")
-        }
-        fields = {name: values.to(device, non_blocking=True) for name, values in self.fields.items()}
-        if self.routed_experts is not None:
-            moved["routed_experts"] = self.routed_experts.to(device, non_blocking=True)
-        part, routed = self.part and self.part.to(device), self.routed and self.routed.to(device)
-        return replace(self, fields=fields, part=part, routed=routed, **moved)
+        return replace(super().to(device), fields={name: _moved(each, device) for name, each in self.fields.items()})
 
 
 def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroBatch:
@@ -234,14 +210,16 @@ def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroB
         shifted[: max(real_tokens - 1, 0)] = values[1:]
         return shifted.masked_fill_(~targets, 0)
 
+    fields = {name: next_token(values) for name, values in chosen.fields.items()}
     return MicroBatch(
         tokens=torch.cat([tokens, tokens.new_zeros(padding)])[None],
         labels=next_token(tokens)[None],
         position_ids=positions_within(lengths)[None],
         cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
         max_seqlen=int(lengths.max()),
+        asked=asked(fields, targets),
         targets=targets,
-        fields={name: next_token(values) for name, values in chosen.fields.items()},
+        fields=fields,
         lengths=chosen.lengths,
         real_tokens=real_tokens,
         unit=batch.unit,

@@ -12,7 +12,9 @@ from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
 from megarl.cluster.trainer.batch import Batch, opened_values
 from megarl.cluster.trainer.trainer_group import cut_batch, in_order, share_of
+from megatron_ext.model.multi_token_prediction import look_ahead
 from megatron_ext.options.options import MegatronOptions
+from megatron_ext.packing import shared_prefixes
 from megatron_ext.packing.balance import assign
 from megatron_ext.packing.packing import RaggedBatch, pack, unpack
 
@@ -44,6 +46,18 @@ def test_a_micro_batch_spelled_out() -> None:
     assert micro_batch.targets.tolist() == [True, False, True, True, False, False, False, False]
     torch.testing.assert_close(micro_batch.fields["weight"], torch.tensor([0.4, 0, 0.1, 0.2, 0, 0, 0, 0]))
     assert torch.equal(micro_batch.fields["mask"], micro_batch.targets)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_all_tensors_of_a_micro_batch_move_with_it(is_shared: bool) -> None:
+    micro_batch = pack(ragged([4, 3]), [0, 1], align=4)
+    if is_shared:
+        micro_batch = replace(micro_batch, part=shared_prefixes.share(micro_batch, align=4))
+    moved = look_ahead(micro_batch, 2).to(torch.device("meta"))
+    ahead = moved.own.ahead
+    assert ahead is not None
+    tensors = [each for part in (moved, moved.own) for each in vars(part).values() if isinstance(each, torch.Tensor)]
+    assert {each.device.type for each in (*tensors, *ahead, *moved.fields.values())} == {"meta"}
 
 
 @deterministic
