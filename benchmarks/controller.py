@@ -21,6 +21,7 @@ from machine import at_least_one, describe
 from scripted_engine import ScriptedEngine
 
 import megarl.rollout
+from converters.gc_pause import gc_frozen
 from megarl.cluster.colocation import OwnGpus
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.placement.reservation import reserve
@@ -28,7 +29,6 @@ from megarl.cluster.placement.roles import ENGINE, engine_role
 from megarl.cluster.ray.runtime import ray_cluster
 from megarl.cluster.workers.calls import wait
 from megarl.data import Prompt, PromptSampler
-from megarl.process.garbage import what_there_is_left_alone
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer, reward_arguments
 from megarl.rewards.scorer import Samples
@@ -84,7 +84,7 @@ def controller(config: MegarlConfig) -> Iterator[Rollouts]:
             Schedule(loop.prompts_per_step, schedule.max_staleness),
             RolloutWorkers(engines, scorer, None, OwnGpus(), make_tokenizer(), ()),
         )
-        with what_there_is_left_alone():
+        with gc_frozen(collect=True):
             yield rollouts
 
 

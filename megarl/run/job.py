@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from converters.gc_pause import gc_frozen
 from megarl.algorithms import AdaptiveKl, PolicyObjective
 from megarl.cluster.colocation import GpuSharing
 from megarl.cluster.engines.engine_group import EngineGroup
@@ -22,7 +23,6 @@ from megarl.models.auxiliary import AuxiliaryModels, auxiliary_options, check_au
 from megarl.models.context import check_context
 from megarl.models.policy import Model
 from megarl.output.export import write_export
-from megarl.process.garbage import what_there_is_left_alone
 from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
@@ -144,7 +144,7 @@ def open_job(setup: RunSetup) -> Iterator[Job]:
                 rollouts.load(checkpoint.folder, checkpoint.state)
         trained = {"": models.trainer, **models.auxiliary.trained}
         checkpoints = stack.enter_context(Checkpoints(config, "train", trained))
-        stack.enter_context(what_there_is_left_alone())
+        stack.enter_context(gc_frozen(collect=True))
         yield Job(
             setup=setup,
             config=config,
