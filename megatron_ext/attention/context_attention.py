@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_ext.attention.attention import attend_step_by_step, batches_of_similar_length, by_head, padded_index
 from megatron_ext.attention.context_parallel import rank_order
+from megatron_ext.attention.varlen_kernels import cpu_flash_backward, cpu_flash_forward, merge
 
 
 def context_parallel_attention(
@@ -122,7 +123,7 @@ def _attend(
     else:
         _, key_before, value_before = by_head(query.transpose(1, 2), key_before, _padded(value_before, key_before))
         mask = torch.zeros_like(is_before, dtype=query.dtype).masked_fill_(~is_before, float("-inf"))
-        output = _MergedAttention.apply(query, key, value, key_before, value_before, mask, softmax_scale)
+        output = _OwnAndEarlier.apply(query, key, value, key_before, value_before, mask, softmax_scale)
     return output[..., :width].transpose(1, 2)
 
 
@@ -131,21 +132,17 @@ def _padded(value: Tensor, key: Tensor) -> Tensor:
     return F.pad(value, (0, key.shape[-1] - value.shape[-1]))
 
 
-class _MergedAttention(torch.autograd.Function):
-    """Attention to keys before, of which some are padding, and causally to a stretch's own, in one softmax.
-
-    Two passes of torch's kernel give outputs and log-sum-exps, which are merged; backward each is given the merged ones
-    and so finds its part of the gradient of the whole.
-    """
+class _OwnAndEarlier(torch.autograd.Function):
+    """Attention causally to a stretch's own keys, and to earlier ones, of which some are padding, in one softmax."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         query, key, value, key_before, value_before, mask, scale = inputs
         mask = mask[:, None, None].expand(-1, 1, query.shape[2], -1)
-        own, own_total = _forward(query, key, value, 0.0, True, scale=scale)
-        before, before_total = _forward(query, key_before, value_before, 0.0, False, attn_mask=mask, scale=scale)
-        total = torch.logaddexp(own_total, before_total)
-        output = own * (own_total - total).exp()[..., None] + before * (before_total - total).exp()[..., None]
+        own, total = cpu_flash_forward(query, key, value, 0.0, True, scale=scale)
+        before = cpu_flash_forward(query, key_before, value_before, 0.0, False, attn_mask=mask, scale=scale)
+        output = own.to(total.dtype)
+        merge(output, total, *before)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, key_before, value_before, mask, output, total)
         ctx.scale = scale
@@ -155,12 +152,8 @@ class _MergedAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, key_before, value_before, mask, output, total = ctx.saved_tensors
         merged = (output, total, 0.0)
-        of_query, of_key, of_value = _backward(gradient, query, key, value, *merged, True, scale=ctx.scale)
-        more, of_key_before, of_value_before = _backward(
+        of_query, of_key, of_value = cpu_flash_backward(gradient, query, key, value, *merged, True, scale=ctx.scale)
+        more, of_key_before, of_value_before = cpu_flash_backward(
             gradient, query, key_before, value_before, *merged, False, attn_mask=mask, scale=ctx.scale
         )
         return of_query + more, of_key, of_value, of_key_before, of_value_before, None, None
-
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ext.attention.attention import attend_step_by_step
 from megatron_ext.attention.rotary import PackedSequences
-from megatron_ext.attention.varlen_kernels import Merged, Stretches, kernel_for
+from megatron_ext.attention.varlen_kernels import Merged, Stretches, kernel_for, merge
 from megatron_ext.packing.shared_prefixes import Level
 
 Place = tuple[int, int]
@@ -94,29 +94,28 @@ def prefix_attention(
     width = value.shape[-1]
     # Kernels take values of the width of the keys alone.
     value = F.pad(value, (0, key.shape[-1] - width))
-    return _MergedAttention.apply(query, key, value, shared.parts, kernel, softmax_scale)[..., :width]
+    return _OwnAndPrefixes.apply(query, key, value, shared.parts, kernel, softmax_scale)[..., :width]
 
 
 def _own(bounds: Sequence[int]) -> list[Place]:
     return [place for place in pairwise(bounds) if place[0] < place[1]]
 
 
-class _MergedAttention(torch.autograd.Function):
+class _OwnAndPrefixes(torch.autograd.Function):
+    """Attention causally to a token's own stretch, and to each prefix before it, in one softmax."""
+
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         query, key, value, parts, kernel, scale = inputs
         output, total = kernel.forward(query, key, value, parts[0].stretches(scale))
         if len(parts) > 1:
-            output, total = output.float(), total.contiguous()
+            output, total = output.to(total.dtype), total.contiguous()
         for part in parts[1:]:
             found = kernel.forward(
                 _rows(query, part.queries), *(_rows(each, part.keys) for each in (key, value)), part.stretches(scale)
             )
             for (start, stop), behind, behind_total in _by_place(part.queries, *found):
-                merged = torch.logaddexp(total[start:stop], behind_total)
-                output[start:stop].mul_((total[start:stop] - merged).exp_()[..., None])
-                output[start:stop].addcmul_(behind, (behind_total - merged).exp_()[..., None])
-                total[start:stop] = merged
+                merge(output[start:stop], total[start:stop], behind, behind_total)
         output = output.to(query.dtype)
         ctx.save_for_backward(query, key, value, output, total)
         ctx.parts, ctx.kernel, ctx.scale = parts, kernel, scale
@@ -129,7 +128,7 @@ class _MergedAttention(torch.autograd.Function):
         whole = Merged(gradient, output, total)
         sums: list[Tensor] = ctx.kernel.backward(query, key, value, whole, parts[0].stretches(ctx.scale))
         if len(parts) > 1:
-            sums = [each.float() for each in sums]
+            sums = [each.to(total.dtype) for each in sums]
         for part in parts[1:]:
             found = ctx.kernel.backward(
                 _rows(query, part.queries),

@@ -60,6 +60,18 @@ class Kernel(Protocol):
         ...
 
 
+def merge(output: Tensor, total: Tensor, of_others: Tensor, total_of_others: Tensor) -> None:
+    """Make `output` [..., width] of queries, in place, what it is of other keys, too: one softmax of all scores.
+
+    Each has the log-sum-exps [...] of its scores; `total` becomes that of all. Backward each part is given the merged
+    ones, and so finds its part of the gradient of the whole.
+    """
+    merged = torch.logaddexp(total, total_of_others)
+    output.mul_((total - merged).exp_()[..., None])
+    output.addcmul_(of_others, (total_of_others - merged).exp_()[..., None])
+    total.copy_(merged)
+
+
 def kernel_for(query: Tensor) -> Kernel | None:
     """The kernel for queries of this device, type and width, if there is one."""
     if query.device.type == "cpu":
@@ -197,7 +209,7 @@ def _batches(stretches: Stretches, on: torch.device) -> Iterator[tuple[_Places, 
 
 def _tiled_forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
     """See `whole_scores.forward`."""
-    output, total = _forward(*by_head(query, key, value), 0.0, scores.is_causal, scale=scores.scale)
+    output, total = cpu_flash_forward(*by_head(query, key, value), 0.0, scores.is_causal, scale=scores.scale)
     return output.transpose(1, 2), total.transpose(1, 2)
 
 
@@ -206,7 +218,7 @@ def _tiled_backward(
 ) -> tuple[Tensor, ...]:
     """See `whole_scores.backward`."""
     whole = (each.transpose(1, 2) for each in (output, total))
-    found = _backward(
+    found = cpu_flash_backward(
         gradient.transpose(1, 2), *by_head(query, key, value), *whole, 0.0, scores.is_causal, scale=scores.scale
     )
     return tuple(
@@ -219,7 +231,8 @@ def _summed(values: Tensor, groups: int) -> Tensor:
     return values if values.shape[2] == groups else values.unflatten(2, (groups, -1)).sum(3)
 
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+cpu_flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""Output, and log-sum-exps [N, heads, H], of `by_head` queries, keys and values."""
+cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _flash_forward = torch.ops.aten._flash_attention_forward
 _flash_backward = torch.ops.aten._flash_attention_backward
