@@ -9,6 +9,7 @@ from typing import Any
 
 from converters.architectures import Architecture, read_architecture
 from converters.boxes import Box
+from converters.dtypes import dtype_name
 from converters.errors import UserError
 from converters.examine.counting import Count
 from converters.examine.opening import Checkpoint, config_of, open_checkpoint
@@ -77,7 +78,7 @@ def compare(
     with ThreadPoolExecutor(workers) as pool:
         found = pool.map(lambda name: compare_values(name, (a, pairs[name][0]), (b, pairs[name][1]), count.add), pairs)
         values = [each for each in found if each]
-    types = Counter((_said(a.dtypes[in_a]), _said(b.dtypes[in_b])) for in_a, in_b in pairs.values())
+    types = Counter((dtype_name(a.dtypes[in_a]), dtype_name(b.dtypes[in_b])) for in_a, in_b in pairs.values())
     return Difference(
         compared=len(pairs),
         nbytes=nbytes,
@@ -133,7 +134,3 @@ def _config_differences(a: Architecture, b: Architecture) -> dict[str, tuple[Any
     names = dict.fromkeys([*fields_a, *fields_b])
     both = {name: (fields_a.get(name), fields_b.get(name)) for name in names}
     return {name: values for name, values in both.items() if values[0] != values[1]}
-
-
-def _said(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ import torch
 
 from converters.architectures import Architecture, Part, read_architecture
 from converters.copying import check_structure
+from converters.dtypes import dtype_name
 from converters.errors import UserError
 from converters.examine.opening import Checkpoint, config_of, open_checkpoint, root_of
 from converters.examine.weights import MegatronWeights
@@ -192,7 +193,7 @@ def _beside_weights(checkpoint: TorchDistCheckpoint) -> int:
 def _by_dtype(tensors: Iterable[tuple[Shape, torch.dtype]]) -> dict[str, tuple[int, int]]:
     counted: dict[str, tuple[int, int]] = {}
     for shape, dtype in tensors:
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         number, nbytes = counted.get(name, (0, 0))
         counted[name] = number + 1, nbytes + math.prod(shape) * dtype.itemsize
     return counted

@@ -32,9 +32,10 @@ class Strided:
         if start is None or end is None:
             return None
         box = Box(start, tuple(index + 1 for index in end))
-        if min(box.shape, default=1) < 1 or _runs(box.shape, self.strides) != _runs(view.shape, view.strides):
+        if min(box.shape, default=1) < 1:
             return None
-        return box
+        is_same = fewest_dimensions(box.shape, self.strides) == fewest_dimensions(view.shape, view.strides)
+        return box if is_same else None
 
     def _index(self, position: int) -> tuple[int, ...] | None:
         """The index of the element that lies `position` elements after the first; None where there is none."""
@@ -47,14 +48,14 @@ class Strided:
         return None if position else tuple(index)
 
 
-def _runs(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+def fewest_dimensions(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
     """(length, stride) of the fewest dimensions that list the same elements in the same order."""
-    runs: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for length, stride in zip(shape, strides, strict=True):
         if length == 1:
             continue
-        if runs and runs[-1][1] == length * stride:
-            runs[-1] = (runs[-1][0] * length, stride)
+        if joined and joined[-1][1] == length * stride:
+            joined[-1] = (joined[-1][0] * length, stride)
         else:
-            runs.append((length, stride))
-    return runs
+            joined.append((length, stride))
+    return joined

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from isal.isal_zlib import crc32
@@ -55,9 +55,9 @@ def write_manifest(folder: Path, tensors: Mapping[str, Sequence[Written]], sourc
         "version": _VERSION,
         "checksum": "crc32",
         "source": dict(source),
-        "tensors": {name: [_fields(each) for each in places] for name, places in sorted(tensors.items())},
-        "between": {name: _fields(around(folder, name, places)) for name, places in sorted(data_files.items())},
-        "files": {name: _fields(each) for name, each in others.items()},
+        "tensors": {name: [each.as_list() for each in places] for name, places in sorted(tensors.items())},
+        "between": {name: around(folder, name, places).as_list() for name, places in sorted(data_files.items())},
+        "files": {name: each.as_list() for name, each in others.items()},
     }
     (folder / MANIFEST).write_bytes(sealed(content))
 
@@ -80,23 +80,13 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         content = json.loads(raw)
         return Manifest(
-            {name: [_written(*place) for place in places] for name, places in content["tensors"].items()},
-            {name: _written(*place) for name, place in content["between"].items()},
-            {name: _written(*place) for name, place in content["files"].items()},
+            {name: [Written.from_list(place) for place in places] for name, places in content["tensors"].items()},
+            {name: Written.from_list(place) for name, place in content["between"].items()},
+            {name: Written.from_list(place) for name, place in content["files"].items()},
             dict(content["source"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{path} is no manifest as megarl writes it ({error}); copy the checkpoint again") from error
-
-
-def _written(file: Any, offset: Any, nbytes: Any, value: Any) -> Written:
-    numbers = offset, nbytes, value
-    if not isinstance(file, str) or not all(isinstance(each, int) and each >= 0 for each in numbers):
-        raise ValueError(f"a tensor or file has the place {[file, *numbers]}")
-    relative = PurePosixPath(file)
-    if relative.is_absolute() or ".." in relative.parts:
-        raise ValueError(f"{file} leads out of the folder")
-    return Written(file, offset, nbytes, value)
 
 
 def around(folder: Path, file: str, places: Iterable[Written]) -> Written:
@@ -113,10 +103,6 @@ def around(folder: Path, file: str, places: Iterable[Written]) -> Written:
     finally:
         os.close(descriptor)
     return Written(file, 0, size, value or 0)
-
-
-def _fields(written: Written) -> list[Any]:
-    return [written.file, written.offset, written.nbytes, written.crc32]
 
 
 def _whole(path: Path, name: str) -> Written:

@@ -54,7 +54,7 @@ class Journal:
 
     def add(self, name: str, written: Sequence[Written]) -> None:
         """Note that a tensor has been written."""
-        line = [name, *([each.file, each.offset, each.nbytes, each.crc32] for each in written)]
+        line = [name, *(each.as_list() for each in written)]
         self._write(f"{json.dumps(line)}\n".encode())
 
     def _content(self) -> bytes:
@@ -69,7 +69,8 @@ def _entry(line: bytes) -> tuple[str, list[Written]] | None:
     """A tensor's name and places; None for a line that was cut off or damaged."""
     try:
         name, *places = json.loads(line)
-        return (name, [Written(*place) for place in places]) if line.endswith(b"\n") and isinstance(name, str) else None
+        written = [Written.from_list(place) for place in places]
+        return (name, written) if line.endswith(b"\n") and isinstance(name, str) else None
     except (TypeError, ValueError):
         return None
 

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
 
 import torch
 
@@ -55,3 +57,18 @@ class Written:
     offset: int
     nbytes: int
     crc32: int
+
+    def as_list(self) -> list[Any]:
+        """The fields, for JSON."""
+        return [self.file, self.offset, self.nbytes, self.crc32]
+
+    @classmethod
+    def from_list(cls, fields: Sequence[Any]) -> "Written":
+        """The reverse of `as_list`. Raises ValueError where no folder can have that, and TypeError for no sequence."""
+        file, *numbers = fields
+        if not isinstance(file, str) or len(numbers) != 3 or not all(isinstance(n, int) and n >= 0 for n in numbers):
+            raise ValueError(f"a tensor or file has the place {fields}")
+        relative = PurePosixPath(file)
+        if relative.is_absolute() or ".." in relative.parts:
+            raise ValueError(f"{file} leads out of the folder")
+        return cls(file, *numbers)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from converters.architectures import Architecture, read_architecture
+from converters.dtypes import dtype_name
 from converters.layouts.traced_layout import LoadTrace, untraced
 from converters.number_formats import NumberFormat, number_format
 from megarl.planning.memory.engine import engine_activation_bytes, engine_weight_bytes, kv_token_bytes
@@ -71,9 +72,12 @@ def rehearse_engine(config: MegarlConfig, hf_config: Mapping[str, Any], dtype: t
     policy_dtypes = architecture.hf_dtypes(dtype)
     shapes = chosen.number_format.checkpoint(architecture)[0] if chosen else architecture.hf_shapes
     dtypes = held_dtypes(architecture, policy_dtypes, chosen)
-    name = str(dtype).removeprefix("torch.")
     workers: list[RehearsedWorker] = call_apart(
-        *_function(kind), {**hf_config, "dtype": name}, in_number_format(rollout, hf_config), shapes, dtypes
+        *_function(kind),
+        {**hf_config, "dtype": dtype_name(dtype)},
+        in_number_format(rollout, hf_config),
+        shapes,
+        dtypes,
     )
     traces = [worker.trace for worker in workers]
     check_traces(traces, dtypes)

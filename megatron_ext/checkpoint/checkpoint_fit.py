@@ -7,6 +7,7 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
+from converters.dtypes import dtype_name
 from converters.errors import UserError
 from converters.formats.torch_dist import StoredTensor, TorchDistCheckpoint, is_weight
 from megatron_ext.optimizer.optimizer_shards import PREFIX
@@ -38,16 +39,18 @@ def require_fit(wanted: Mapping[str, Any], checkpoint: TorchDistCheckpoint, voca
     for key, each in weights.items():
         if stored[key].dtype != each.dtype:
             raise UserError(
-                f"{folder} has {key} in {_name(stored[key].dtype)}, and this run trains it in {_name(each.dtype)}: set"
-                " model.dtype as it was, or begin a new run with the weights (model.megatron_checkpoint)"
+                f"{folder} has {key} in {dtype_name(stored[key].dtype)}, and this run trains it in"
+                f" {dtype_name(each.dtype)}: set model.dtype as it was, or begin a new run with the weights"
+                " (model.megatron_checkpoint)"
             )
     for key in sorted(everywhere.keys() & stored.keys()):
         # Main parameters may be there as what weights in bf16 lack of them, which reading would convert without a word.
         if stored[key].dtype.is_floating_point != everywhere[key].dtype.is_floating_point:
             raise UserError(
-                f"{folder} keeps {key} in {_name(stored[key].dtype)}, and this run in {_name(everywhere[key].dtype)}:"
-                " set megatron.use_precision_aware_optimizer and megatron.store_param_remainders as they were, or begin"
-                " a new run with the weights (model.megatron_checkpoint)"
+                f"{folder} keeps {key} in {dtype_name(stored[key].dtype)}, and this run in"
+                f" {dtype_name(everywhere[key].dtype)}: set megatron.use_precision_aware_optimizer and"
+                " megatron.store_param_remainders as they were, or begin a new run with the weights"
+                " (model.megatron_checkpoint)"
             )
     if missing := sorted(everywhere.keys() - stored.keys()):
         kinds = ", ".join(sorted({key.removeprefix(PREFIX).partition(".")[0] for key in stored if PREFIX in key}))
@@ -79,7 +82,3 @@ def _other_model(weights: Mapping[str, _Wanted], stored: Mapping[str, StoredTens
     for key in stored:
         if is_weight(key) and key not in weights:
             yield f"it has {key}, which this one has not"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

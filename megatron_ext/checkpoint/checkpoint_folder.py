@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,8 @@ def begin(root: Path, iteration: int) -> Path:
 
 def list_written(folder: Path, written: Mapping[str, Sequence[Written]]) -> None:
     """Leave word for `commit` of what is in the files of `folder`, so that it need not read them for the manifest."""
-    listed = {name: [_as_list(each) for each in places] for name, places in written.items()}
+    listed = {name: [each.as_list() for each in places] for name, places in written.items()}
     (folder / _WRITTEN).write_text(json.dumps(listed))
-
-
-def _as_list(written: Written) -> list[Any]:
-    return [written.file, written.offset, written.nbytes, written.crc32]
 
 
 def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep: int, keep_every: int = 0) -> Path:
@@ -121,7 +118,7 @@ def _listed(folder: Path) -> dict[str, list[Written]]:
     for path in sorted(folder.rglob(_WRITTEN)):
         below = path.parent.relative_to(folder)
         for name, places in json.loads(path.read_text()).items():
-            written = [Written(str(below / file), *numbers) for file, *numbers in places]
+            written = [replace(each, file=str(below / each.file)) for each in map(Written.from_list, places)]
             listed[str(below / name) if below.parts else name] = written
         path.unlink()
     return listed

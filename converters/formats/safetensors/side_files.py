@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from converters.dtypes import dtype_name
 from converters.formats.safetensors.header import read_header
 from converters.formats.safetensors.reader import CONFIG
 
@@ -49,7 +50,7 @@ def unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """`config` of weights in `dtype`."""
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return {**config, key: str(dtype).removeprefix("torch.")}
+    return {**config, key: dtype_name(dtype)}
 
 
 def main_dtype(folder: Path) -> torch.dtype:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.architectures import Architecture, Lora, adapter_architecture
+from converters.dtypes import dtype_name
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.memory.activations import (
     FUSED,
@@ -65,7 +66,7 @@ class TrainingOptions:
 
 
 def _type(name: Any) -> str:
-    known = str(name or "fp32").removeprefix("torch.")
+    known = dtype_name(name or "fp32")
     return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}.get(known, known)
 
 

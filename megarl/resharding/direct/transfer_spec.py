@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from converters.architectures import Architecture
+from converters.dtypes import dtype_name
 from converters.errors import UserError
 from converters.layout import Layout
 from converters.layouts.megatron import ModuleNames, ParallelSizes, megatron_layout
@@ -135,10 +136,6 @@ def check_traces(traces: Sequence[LoadTrace], policy_dtypes: Mapping[str, torch.
             held, given = trace.dtypes[placement.local_name], policy_dtypes[placement.hf_name]
             if torch.promote_types(held, given) != held:
                 raise UserError(
-                    f"the engine keeps {placement.hf_name} as {_name(held)} and the policy is trained in"
-                    f" {_name(given)}: set rollout.engine_args.dtype or model.dtype, so that both are the same"
+                    f"the engine keeps {placement.hf_name} as {dtype_name(held)} and the policy is trained in"
+                    f" {dtype_name(given)}: set rollout.engine_args.dtype or model.dtype, so that both are the same"
                 )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

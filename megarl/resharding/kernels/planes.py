@@ -1,10 +1,12 @@
-"""Planes: a box of any strides as rows and columns of units that a GPU copies one by one."""
+"""Planes: a box of any strides as rows and columns of units that a kernel copies, on a GPU or on the host."""
 
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from converters.layouts.strided import fewest_dimensions
 
 _UNIT_BYTES = (8, 4, 2, 1)
 
@@ -30,7 +32,8 @@ class Plane:
 
 def planes(local: Tensor, packed: Tensor) -> Iterator[Plane]:
     """The planes of `local` and of `packed`, a contiguous tensor of its shape; their units are elements of `local`."""
-    dimensions = _joined(list(zip(local.shape, local.stride(), strict=True)))
+    fewest = fewest_dimensions(local.shape, local.stride())
+    dimensions = [(1, 0)] * (2 - len(fewest)) + fewest
     (rows, row_stride), (columns, column_stride) = dimensions[-2:]
     outer = dimensions[:-2]
     for number, index in enumerate(itertools.product(*(range(size) for size, _ in outer))):
@@ -68,16 +71,3 @@ def in_largest_units(plane: Plane) -> Plane:
             and plane.local % unit_bytes == plane.packed % unit_bytes == 0
         )
     )
-
-
-def _joined(dimensions: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sizes and strides of the same elements in the same order in as few dimensions as possible, but two or more."""
-    joined: list[tuple[int, int]] = []
-    for size, stride in dimensions:
-        if size == 1:
-            continue
-        if joined and joined[-1][1] == size * stride:
-            joined[-1] = joined[-1][0] * size, stride
-        else:
-            joined.append((size, stride))
-    return [(1, 0)] * (2 - len(joined)) + joined

@@ -4,8 +4,10 @@ As block FP8 (`cpu_fp8`): codes and scales stay where the loaders put them and b
 every multiplication; activations are not quantised.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from converters.number_formats import INT8_CHANNEL, MXFP8, NVFP4
@@ -133,21 +135,21 @@ def codes_are_kept() -> bool:
     )
 
 
-def _multiply_int8(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`CPUInt8ScaledMMLinearKernel.apply_weights`."""
-    return linear(x, INT8_CHANNEL.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
+def _multiply_decoded(decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Callable[..., Tensor]:
+    """The method `apply_weights` of a linear layer's kernel whose weights are codes, with scales."""
+
+    def apply_weights(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return linear(x, decode(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
+
+    return apply_weights
 
 
-def _multiply_mxfp8(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`EmulationMxfp8LinearKernel.apply_weights`."""
-    return linear(x, MXFP8.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
-
-
-def _multiply_nvfp4(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`EmulationNvFp4LinearKernel.apply_weights`."""
-    return linear(x, NVFP4.dequantise(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
-
-
+_multiply_int8 = _multiply_decoded(INT8_CHANNEL.dequantise)
+"""`CPUInt8ScaledMMLinearKernel.apply_weights`."""
+_multiply_mxfp8 = _multiply_decoded(MXFP8.dequantise)
+"""`EmulationMxfp8LinearKernel.apply_weights`."""
+_multiply_nvfp4 = _multiply_decoded(NVFP4.dequantise)
+"""`EmulationNvFp4LinearKernel.apply_weights`."""
 _apply_int8 = multiply_by_decoded_experts(INT8_CHANNEL.dequantise)
 """`CPUExpertsInt8.apply`."""
 _apply_mxfp8 = multiply_by_decoded_experts(MXFP8.dequantise)
