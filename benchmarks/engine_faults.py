@@ -22,8 +22,8 @@ from machine import at_least_one, describe, give_out
 
 from megarl.cluster.engines.engine_handle import EngineHandle
 from megarl.cluster.engines.engines import Engines
+from megarl.cluster.engines.heartbeat import INTERVAL_S
 from megarl.cluster.engines.pending_request import PendingRequest
-from megarl.cluster.workers.heartbeat import INTERVAL_S
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -179,7 +179,7 @@ def _until(is_so: Callable[[], object], engines: Engines) -> float:
         if now_s - began_s > _LIMIT_S:
             raise SystemExit(f"nothing came of it in {_LIMIT_S:g} s")
         if now_s - looked_s >= INTERVAL_S:
-            engines.look_after()
+            engines.bring_back()
             looked_s = time.perf_counter()
         else:
             time.sleep(_POLL_S)

@@ -14,7 +14,7 @@ from megarl.cluster.colocation import GpuSharing
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.placement.roles import POLICY
 from megarl.cluster.trainer.trainer_group import TrainerGroup
-from megarl.cluster.workers.heartbeat import Ranks
+from megarl.cluster.workers.idle_ranks import IdleRanks
 from megarl.config.without_effect import without_effect
 from megarl.data import Prompt, PromptSampler, load_prompts
 from megarl.data.sampler import digest_of
@@ -214,7 +214,7 @@ def _rollouts(
         models.gpus,
         model.tokenizer,
         tuple(model.stop_token_ids),
-        Ranks([models.trainer, *models.auxiliary.groups]),
+        IdleRanks([models.trainer, *models.auxiliary.groups]),
     )
     return Rollouts(config, prompts, state.sampler, _schedule(config, state.step), workers)
 

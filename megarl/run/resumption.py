@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 
-from megarl.cluster.engines.restarts import say
 from megarl.process.errors import Resumable, RunFailed
+from megarl.process.logs import say
 from megarl.run.checkpoints import checkpoints_folder
 from megarl.schema import MegarlConfig
 from megatron_ext.checkpoint.checkpoint_folder import complete_iterations
@@ -52,7 +52,7 @@ class _Failures:
     """Counts the failures of a run."""
 
     def __init__(self, config: MegarlConfig) -> None:
-        self._most, self._checkpoints = config.cluster.max_restarts, checkpoints_folder(config)
+        self._max_restarts, self._checkpoints = config.cluster.max_restarts, checkpoints_folder(config)
         self._restarts = self._in_vain = 0
         self._first: tuple[str, str] | None = None
         self._saved = complete_iterations(self._checkpoints)[-1:]
@@ -66,13 +66,13 @@ class _Failures:
         if self._in_vain == MOST_IN_VAIN:
             row = f"the run failed {MOST_IN_VAIN} times in a row without a checkpoint between, the last time"
             self._give_up(failure, row, _sentence(failure), failure.details)
-        if self._restarts == self._most:
+        if self._restarts == self._max_restarts:
             happened, details = self._first
-            often = f"the run failed more often than cluster.max_restarts={self._most} allows, the last time"
+            often = f"the run failed more often than cluster.max_restarts={self._max_restarts} allows, the last time"
             self._give_up(failure, often, f"{failure.happened}; the first time: {happened}", details)
         self._restarts += 1
         goes_on = f"goes on from the checkpoint of step {saved[0]}" if saved else "has no checkpoint and starts over"
-        say(f"{failure.happened}; the run {goes_on} (restart {self._restarts} of {self._most})")
+        say(f"{failure.happened}; the run {goes_on} (restart {self._restarts} of {self._max_restarts})")
         print(failure.details, file=sys.stderr, flush=True)
 
     @staticmethod

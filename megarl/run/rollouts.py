@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algorithms import ADVANTAGES, Source
 from megarl.cluster.colocation import GpuSharing
 from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.engines.heartbeat import INTERVAL_S
 from megarl.cluster.trainer.trainer_group import TrainerGroup
-from megarl.cluster.workers.heartbeat import INTERVAL_S, Ranks
+from megarl.cluster.workers.idle_ranks import IdleRanks
 from megarl.data import Prompt, PromptGroup, PromptSampler
 from megarl.rewards import PendingScores, Scorer
 from megarl.run.ages import (
@@ -60,7 +61,7 @@ class RolloutWorkers:
     gpus: GpuSharing
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: IdleRanks = field(default_factory=IdleRanks)
     """Trainer ranks that wait meanwhile."""
 
 
@@ -280,8 +281,8 @@ class Rollouts:
                     raise self._failure
             if is_reached:
                 return
-            self._workers.engines.look_after()
-            self._workers.ranks.look_after()
+            self._workers.engines.bring_back()
+            self._workers.ranks.raise_if_dead()
 
     def _is_decided(self) -> bool:
         """Whether the next batch is finished, or too many were dropped for it."""

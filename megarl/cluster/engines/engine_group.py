@@ -103,7 +103,7 @@ class EngineGroup(Engines):
         self.wait_for_all()
         versions, parts = wait(self.begin(Engine.version)), wait(self.begin(Engine.worker_parts))
         for handle, version, worker_parts in zip(self.handles, versions, parts, strict=True):
-            handle.started(version, worker_parts)
+            handle.note_started(version, worker_parts)
 
     def _wait_beginning(self, calls: Sequence[Call[None]]) -> None:
         """Wait for calls of engines that start; those of one that dies are left, and it is restarted."""
@@ -154,6 +154,6 @@ class EngineGroup(Engines):
         return {
             **self._restarts.end_step(),
             **load_metrics(self.handles),
-            **work_metrics(self._router.take_idle_s(), self._shared.recomputed, seconds),
+            **work_metrics(self._router.take_idle_s(), self._shared.recomputed.take(), seconds),
             "engines/tokens_moved": float(self._router.take_moved()),
         }

@@ -131,14 +131,14 @@ class EngineHandle:
         """Begin a call of a method of `Engine` that gives its results one by one."""
         return Stream.begin(self.worker, method.__name__, *arguments)
 
-    def started(self, version: int, worker_parts: Sequence[int]) -> None:
+    def note_started(self, version: int, worker_parts: Sequence[int]) -> None:
         """Note that it is up, with the weights of this version and its workers in these processes."""
         nodes = wait([process.begin_node() for process in self.processes])
         self.worker_nodes = [nodes[part] for part in worker_parts]
         self._state, self.version = "serving" if version >= 0 else "starting", version
 
     def renew(self, processes: Sequence[Worker]) -> None:
-        """Go on with new processes in place of those that died; `started` says that it is up again."""
+        """Go on with new processes in place of those that died; `note_started` says that it is up again."""
         self.worker, *self.parts = processes
         self._state, self.version = "restarting", -1
 
@@ -151,7 +151,7 @@ class EngineHandle:
             self._state = "updating"
         return self.begin(Engine.begin_update, version, names)
 
-    def committed(self, version: int) -> None:
+    def note_committed(self, version: int) -> None:
         """Note that it serves the weights of this version."""
         self._state, self.version = "serving", version
 

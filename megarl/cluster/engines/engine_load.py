@@ -11,6 +11,22 @@ _WAIT_S = 1.0
 """How long an engine that computes a step has to say what it had to do."""
 
 
+class Tally:
+    """Counts until the count is taken."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def add(self, count: int) -> None:
+        """Count so many more."""
+        self._count += count
+
+    def take(self) -> int:
+        """What was counted since it was taken last."""
+        count, self._count = self._count, 0
+        return count
+
+
 def load_metrics(handles: Sequence[EngineHandle]) -> dict[str, float]:
     """Metrics of the load since they were made last; an engine that has no time to say it is left out."""
     said = _said(handles)
@@ -25,16 +41,14 @@ def load_metrics(handles: Sequence[EngineHandle]) -> dict[str, float]:
     }
 
 
-def work_metrics(idle_s: Sequence[float], recomputed: list[int], seconds: float) -> dict[str, float]:
-    """How busy engines were in the last `seconds`, and the tokens that are `recomputed`: it is empty then.
+def work_metrics(idle_s: Sequence[float], recomputed: int, seconds: float) -> dict[str, float]:
+    """How busy engines were in the last `seconds`, and how many tokens they `recomputed` in these.
 
     `idle_s` is how long each of them had nothing to sample.
     """
-    tokens = sum(recomputed)
-    recomputed.clear()
     return {
         "throughput/engines_idle": sum(idle_s) / len(idle_s) / seconds,
-        "engines/tokens_recomputed": float(tokens),
+        "engines/tokens_recomputed": float(recomputed),
     }
 
 

@@ -67,4 +67,4 @@ class EngineStarter:
             yield [handle.begin(Engine.count_memory, self.memory)]
         version, parts = handle.begin(Engine.version), handle.begin(Engine.worker_parts)
         yield [version, parts]
-        handle.started(wait([version])[0], wait([parts])[0])
+        handle.note_started(wait([version])[0], wait([parts])[0])

@@ -16,11 +16,12 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import PackedTrace
 from converters.number_formats import NumberFormat
 from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.engine_load import Tally
+from megarl.cluster.engines.heartbeat import INTERVAL_S
 from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
 from megarl.cluster.engines.restarts import Restarts
 from megarl.cluster.engines.router import Router
 from megarl.cluster.workers.calls import wait
-from megarl.cluster.workers.heartbeat import INTERVAL_S
 from megarl.cluster.workers.streams import results_of
 from megarl.cluster.workers.worker import Call, Worker, WorkerFailed
 from megarl.data import Turn
@@ -44,7 +45,7 @@ class SharedByEngines:
     router: Router
     number_format: NumberFormat | None = None
     """The one in which they hold the weights, if not as these are trained."""
-    recomputed: list[int] = field(default_factory=list)
+    recomputed: Tally = field(default_factory=Tally)
     """Tokens in flight that one recomputed as its prefix cache was reset, in this step."""
 
 
@@ -154,7 +155,7 @@ class Engines:
     def begin_generate(
         self, requests: Sequence[Request], partial_turns: Sequence[PartialTurns] = ()
     ) -> list[PendingRequest]:
-        """Begin to sample all requests. Whoever waits for the answers calls `look_after` now and then.
+        """Begin to sample all requests. Whoever waits for the answers calls `bring_back` now and then.
 
         Where it is known what there is of each, `partial_turns`, they go on behind that.
         """
@@ -172,7 +173,7 @@ class Engines:
         """The turns that there are of each of these requests, also if it is answered."""
         return self._router.partial_turns(pending)
 
-    def look_after(self) -> None:
+    def bring_back(self) -> None:
         """Give weights to engines that were restarted and are up: the trainer's ranks have those of the others."""
         self._restarts.bring_back()
 
@@ -192,7 +193,7 @@ class Engines:
 
     def reset_prefix_cache(self) -> None:
         """Forget what was computed before, also of what is in flight."""
-        self._shared.recomputed.extend(self._tell(Engine.reset_prefix_cache))
+        self._shared.recomputed.add(sum(self._tell(Engine.reset_prefix_cache)))
 
     def sleep(self) -> None:
         """Let the engines give the memory of weights and KV cache back; requests go on when they are awake.
@@ -229,8 +230,8 @@ class Engines:
                 # The others have their weights all the same, and are to be known for it.
                 failures.append(failure)
             else:
-                handle.committed(version)
-                self._restarts.serves(handle)
+                handle.note_committed(version)
+                self._restarts.note_serving(handle)
         self._router.go_on()
         if failures:
             raise failures[0]
@@ -273,7 +274,7 @@ class Engines:
 
     def _first(self, ended: SimpleQueue[tuple[int, Future[list[Turn]]]]) -> tuple[int, Future[list[Turn]]]:
         while True:
-            self.look_after()
+            self.bring_back()
             with suppress(Empty):
                 return ended.get(timeout=INTERVAL_S)
 

@@ -1,6 +1,5 @@
 """Engines that died, restarted in the background: new processes in the old seats, then weights."""
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from megarl.cluster.engines.engine_handle import EngineHandle
 from megarl.cluster.workers.calls import LOOK_S, end_silent, wait
 from megarl.cluster.workers.signs_of_life import SignsOfLife
 from megarl.cluster.workers.worker import Call, Worker, WorkerFailed, WorkerGone
+from megarl.process.logs import say
 
 Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
 """Goes on with an engine step by step: yields the calls, at least one, that have to end before the next step."""
@@ -54,20 +54,20 @@ class _Restart:
 
 
 class Restarts:
-    """The restarts of a run's engines, at most so `many`, with those before the checkpoint that it goes on from.
+    """The restarts of a run's engines, at most `max_restarts`, with those before the checkpoint that it goes on from.
 
     Nothing goes on by itself: a restart takes its next step when somebody who waits for engines calls `go_on`. So the
     trainer's ranks are asked for weights only where nothing else is asked of them. While others have the device, after
     `hold_off`, an engine is prepared and no more.
     """
 
-    def __init__(self, many: int, start: StartStages, *, up_within_s: float, start_within_s: float) -> None:
+    def __init__(self, max_restarts: int, start: StartStages, *, up_within_s: float, start_within_s: float) -> None:
         """An engine's processes come up within so many seconds, and then it starts, or it has died once more."""
         self.count = 0
         """How many there were."""
         self.give_weights: Callable[[], object] = lambda: None
         """Gives weights to those that are up and have none; engines that read a folder need nothing."""
-        self._many, self._start = many, start
+        self._max_restarts, self._start = max_restarts, start
         self._up_within_s, self._start_within_s = up_within_s, start_within_s
         self._first: _Cause | None = None
         self._under_way: dict[EngineHandle, _Restart] = {}
@@ -136,7 +136,7 @@ class Restarts:
             self._is_held_off = False
             self.go_on()
 
-    def serves(self, handle: EngineHandle) -> None:
+    def note_serving(self, handle: EngineHandle) -> None:
         """Take note that an engine has its weights, if it is one that was restarted."""
         with self.lock:
             if (restart := self._under_way.pop(handle, None)) is not None:
@@ -162,13 +162,14 @@ class Restarts:
 
     def _begin(self, handle: EngineHandle, failure: WorkerFailed, died_s: float) -> None:
         first = self._first = self._first or _Cause(failure.reason, str(failure.log), failure.details)
-        if self._many == 0:
+        if self._max_restarts == 0:
             raise failure
         happened = failure.happened
-        if self.count >= self._many:
-            raise _one_too_many(first, self._many, happened)
+        if self.count >= self._max_restarts:
+            raise _one_too_many(first, self._max_restarts, happened)
         self.count += 1
-        say(f"{happened}; {handle.name} is started again (restart {self.count} of {self._many}), and the others go on")
+        numbered = f"restart {self.count} of {self._max_restarts}"
+        say(f"{happened}; {handle.name} is started again ({numbered}), and the others go on")
         restart = _Restart(self._start.prepare(handle), died_s, until_s=time.monotonic() + self._up_within_s)
         self._under_way[handle] = restart
         self._advance(handle, restart)
@@ -189,7 +190,7 @@ class Restarts:
             self._begin(handle, WorkerFailed(str(error), handle.worker.log, error), restart.died_s)
         else:
             if handle.state == "serving":
-                self.serves(handle)
+                self.note_serving(handle)
 
     def _begins_to_load(self, handle: EngineHandle, restart: _Restart) -> bool:
         """Note that the steps of a stage have ended; whether there are more now."""
@@ -227,15 +228,10 @@ class Restarts:
         return WorkerGone(happened, advice, handle.worker.log)
 
 
-def _one_too_many(first: _Cause, many: int, last: str) -> WorkerGone:
+def _one_too_many(first: _Cause, max_restarts: int, last: str) -> WorkerGone:
     """The failure of a run of which engines die again and again: the first of them is the cause to look for."""
-    ended = f"engines died more often than cluster.max_engine_restarts={many} allows, the last time: {last}"
+    ended = f"engines died more often than cluster.max_engine_restarts={max_restarts} allows, the last time: {last}"
     failure = WorkerGone(ended, f"the first time, {first.reason}", Path(first.log))
     failure.details = first.details
     failure.may_resume = False  # with others in their place they die just so
     return failure
-
-
-def say(sentence: str) -> None:
-    """Tell whoever looks after the run."""
-    print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)

@@ -10,14 +10,15 @@ from typing import NamedTuple
 
 from converters.errors import UserError
 from megarl.cluster.engines.engine_handle import EngineHandle, is_death, wait_for_living
+from megarl.cluster.engines.heartbeat import INTERVAL_S, Heartbeat
 from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
 from megarl.cluster.engines.progress_log import ProgressLog
-from megarl.cluster.engines.restarts import Restarts, say
+from megarl.cluster.engines.restarts import Restarts
 from megarl.cluster.workers.calls import answered
-from megarl.cluster.workers.heartbeat import INTERVAL_S, Heartbeat
 from megarl.cluster.workers.streams import End, Stream, next_of
 from megarl.cluster.workers.worker import Call, Failed, WorkerFailed
 from megarl.data import Turn
+from megarl.process.logs import say
 from megarl.rollout.conversations import Conversations
 from megarl.rollout.protocol import Engine, Event, Progress, Request
 
@@ -265,7 +266,7 @@ class Router:
                 time.sleep(_TOGETHER_S)
             if not found or time.monotonic() > next_look_s:
                 self._hear_of_submitted()
-                self._look_after()
+                self._check_engines()
                 next_look_s = time.monotonic() + INTERVAL_S
 
     def _hear_of_submitted(self) -> None:
@@ -358,9 +359,9 @@ class Router:
             return
         if left:
             say(f"{handle.name} had not answered {len(left)} requests: they go on behind the {kept} tokens there are")
-        self._look_after()
+        self._check_engines()
 
-    def _look_after(self) -> None:
+    def _check_engines(self) -> None:
         """Begin to restart who has died, go on with who is started, and send what waits to who serves."""
         try:
             # Who holds it has to do with restarts, for as long as a refit takes: others have answers to be heard of.
@@ -379,7 +380,7 @@ class Router:
             self._send()
 
     def _bring_back(self) -> None:
-        self._heartbeat.look_after()
+        self._heartbeat.note_deaths()
         for handle in self._handles:
             if handle.state == "down":
                 self._restarts.begin(handle)

@@ -23,7 +23,6 @@ from megatron_ext.loopback import LOOPBACK
 _RAY = "r"
 LONGEST_SOCKET = f"{_RAY}/session_2026-01-31_23-59-59_999999_4194304/sockets/plasma_store"
 """Path of a socket in the folder of a Ray node, with the time and the process of its start."""
-_END_BYTES = 64 * 1024
 _TIMED_OUT = "timed out during startup"
 
 
@@ -118,13 +117,3 @@ def _bind_to_loopback() -> None:
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False
-
-
-def last_lines(path: Path, count: int = 20) -> str:
-    """The end of a log file, for an error message; however long the file has become."""
-    if not path.exists():
-        return "(no output)"
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(lines[-count:]) or "(no output)"

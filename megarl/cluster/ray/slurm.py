@@ -23,6 +23,7 @@ from typing import IO
 from converters.errors import UserError
 from megarl.cluster.ray.network_environment import address_of
 from megarl.process.errors import MachinesUnfit, exit_code_of
+from megarl.process.logs import last_lines
 from megarl.process.open_files import allow_many_open_files
 from megarl.process.scratch import scratch_folder
 from megarl.sandbox.process_tree import die_with
@@ -117,7 +118,7 @@ def serve(address: str, head: str, interface: str | None) -> int:
     # A notice that comes early is not to end it.
     for number in _NODE_HEARS:
         signal.signal(number, lambda *_: None)
-    from megarl.cluster.ray.runtime import LONGEST_SOCKET, last_lines
+    from megarl.cluster.ray.runtime import LONGEST_SOCKET
 
     # Ray's own processes on the node inherit it, and all ranks and engines.
     allow_many_open_files()

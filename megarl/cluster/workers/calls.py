@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Collection, Sequence
+from enum import IntEnum
 from math import inf
 from typing import Any, TypeVar
 
@@ -138,16 +139,26 @@ def _done(calls: Sequence[Call[R]], timeout_s: float) -> list[Call[R]]:
     return [call for call in calls if call.reference in done]
 
 
-def _depth(failure: Exception, consequence: type[Exception] | tuple[()]) -> int:
+class _Depth(IntEnum):
+    """How far the failure of a call is from what began it all."""
+
+    END_OF_PROCESS = 0
+    ERROR = 1
+    CONSEQUENCE = 2
+
+
+def _depth(failure: Exception, consequence: type[Exception] | tuple[()]) -> _Depth:
     error = failure.error if isinstance(failure, WorkerFailed) else failure
-    return 0 if error is None else 2 if isinstance(error, consequence) else 1
+    if error is None:
+        return _Depth.END_OF_PROCESS
+    return _Depth.CONSEQUENCE if isinstance(error, consequence) else _Depth.ERROR
 
 
 def _cause(failure: Exception, pending: Sequence[Call[Any]]) -> Exception:
     """The reason of an error that is a consequence: the death of another worker, which comes to light soon after it, or
     one that stands still, for which the others waited in a collective until its time was over.
     """
-    if _depth(failure, ()) != 1:
+    if _depth(failure, ()) is not _Depth.ERROR:
         return failure
     deadline = time.monotonic() + _CONSEQUENCES_S
     left = list(pending)

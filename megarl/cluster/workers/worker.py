@@ -8,9 +8,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import ray
 
 from megarl.cluster.placement.reservation import Seats
-from megarl.cluster.ray.runtime import last_lines
 from megarl.cluster.workers.worker_actor import SocketAddress, WorkerActor
 from megarl.process.errors import Resumable, RunFailed
+from megarl.process.logs import last_lines
 
 R = TypeVar("R", covariant=True)
 

@@ -108,7 +108,7 @@ class Restarting:
 
     def end(self, handle):
         self.under_way.discard(handle)
-        handle.committed(1)
+        handle.note_committed(1)
 
 
 class Played:
@@ -118,9 +118,9 @@ class Played:
         self.restarts = Restarting()
         self.handles = [EngineHandle([Process(number)], AT_ONCE) for number in range(ENGINES)]
         for handle in self.handles:
-            handle.committed(1)
+            handle.note_committed(1)
         self.router = Router(self.handles, self.restarts)
-        self.router._heartbeat = SimpleNamespace(look_after=lambda: None)
+        self.router._heartbeat = SimpleNamespace(note_deaths=lambda: None)
         self.asked = []
         self.told = Counter()
         """Tokens that engines told of, by draw and sample."""
@@ -157,22 +157,22 @@ class Played:
         for stream in dead:
             self.router._lose(stream, handle.worker.failure)
         if not dead:
-            self.router._look_after()
+            self.router._check_engines()
 
     def come_back(self, handle, _):
         if self.restarts.awaits(handle):
             self.restarts.end(handle)
-            self.router._look_after()
+            self.router._check_engines()
 
     def update(self, handle, _):
         if handle.state == "serving":
             handle.begin_update(handle.version + 1, [])
-            self.router._look_after()
+            self.router._check_engines()
 
     def commit(self, handle, _):
         if handle.state == "updating":
-            handle.committed(handle.version + 1)
-            self.router._look_after()
+            handle.note_committed(handle.version + 1)
+            self.router._check_engines()
 
     def check(self, before):
         """Nobody has too much, nothing that waits is older than what is asked for, and what was told is not lost."""
@@ -243,7 +243,7 @@ def test_others_are_asked_while_a_refit_has_to_do_with_restarts() -> None:
             refitting.set()
             is_over.wait(30)
 
-    holder, looking = threading.Thread(target=refit), threading.Thread(target=played.router._look_after)
+    holder, looking = threading.Thread(target=refit), threading.Thread(target=played.router._check_engines)
     holder.start()
     assert refitting.wait(30)
     # One dies meanwhile, and is restarted by whoever has the lock, or when it is free.
@@ -257,7 +257,7 @@ def test_others_are_asked_while_a_refit_has_to_do_with_restarts() -> None:
     looking.join()
     assert not was_stuck
     assert dead.state == "down"
-    played.router._look_after()
+    played.router._check_engines()
     assert played.restarts.awaits(dead)
 
 

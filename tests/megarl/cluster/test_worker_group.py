@@ -28,9 +28,9 @@ from megarl.cluster.placement.placement import Role
 from megarl.cluster.placement.reservation import reserve
 from megarl.cluster.placement.roles import engine_role, trainer_role
 from megarl.cluster.ray.runtime import ray_cluster
-from megarl.cluster.workers import calls, heartbeat
+from megarl.cluster.workers import calls, idle_ranks
 from megarl.cluster.workers.calls import wait, wait_together
-from megarl.cluster.workers.heartbeat import Ranks
+from megarl.cluster.workers.idle_ranks import IdleRanks
 from megarl.cluster.workers.streams import End, Stream, next_of, next_part, results_of
 from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
 from megarl.cluster.workers.worker_group import WorkerGroup, in_order_of_gpus
@@ -284,17 +284,17 @@ def test_a_death_is_told_and_not_its_consequence_which_comes_first(make_group, t
 
 
 def test_a_death_is_heard_of_while_nothing_is_asked(make_group, monkeypatch):
-    monkeypatch.setattr(heartbeat, "LOOK_S", 0.1)
+    monkeypatch.setattr(idle_ranks, "LOOK_S", 0.1)
     with pytest.raises(WorkerGone, match="the process of worker_1 died"), make_group() as group:
-        look_after_and_kill(Ranks([group]), group.call("pid")[1])
+        check_and_kill(IdleRanks([group]), group.call("pid")[1])
 
 
-def look_after(group):
-    assert eventually(Ranks([group]).look_after), "nothing was seen while nothing was asked"
+def check_idle(group):
+    assert eventually(IdleRanks([group]).raise_if_dead), "nothing was seen while nothing was asked"
 
 
 WAITS = {
-    "nothing is asked": look_after,
+    "nothing is asked": check_idle,
     "all work": lambda group: group.call("sleep"),
     "all need each other": lambda group: play(group, "sleep", "sleep"),
 }
@@ -304,7 +304,7 @@ WAITS = {
     "meanwhile", ["all work", *(pytest.param(name, marks=pytest.mark.long) for name in WAITS if name != "all work")]
 )
 def test_one_that_stands_still_is_told_and_ended(make_group, monkeypatch, meanwhile):
-    monkeypatch.setattr(heartbeat, "LOOK_S", 0.2)
+    monkeypatch.setattr(idle_ranks, "LOOK_S", 0.2)
     monkeypatch.setattr(calls, "LOOK_S", 0.2)
     says = r"^worker_1 gave no sign of life for 3 s and was ended: see to its machine .* continues from the last"
     with pytest.raises(WorkerGone, match=says), make_group(silence_s=3) as group:
@@ -318,11 +318,11 @@ def stop_the_second_and(wait_for, group, stopped):
     wait_for(group)
 
 
-def look_after_and_kill(ranks, pid):
+def check_and_kill(ranks, pid):
     for _ in range(3):
-        ranks.look_after()
+        ranks.raise_if_dead()
     psutil.Process(pid).kill()
-    assert eventually(ranks.look_after)
+    assert eventually(ranks.raise_if_dead)
 
 
 def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothing(monkeypatch, tmp_path):

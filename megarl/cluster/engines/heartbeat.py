@@ -1,17 +1,17 @@
-"""Processes of which nobody waits for an answer, asked now and then whether they live."""
+"""Engines of which nobody waits for an answer, asked now and then whether they live."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from megarl.cluster.engines.engine_handle import EngineHandle
-from megarl.cluster.workers.calls import LOOK_S, wait
+from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.signs_of_life import SignsOfLife
 from megarl.cluster.workers.worker import Call, Worker, WorkerFailed
-from megarl.cluster.workers.worker_group import WorkerGroup
 from megarl.rollout.protocol import Engine
 
 INTERVAL_S = 1.0
+"""How often whoever waits for engines looks after them."""
 
 
 class Heartbeat:
@@ -24,7 +24,7 @@ class Heartbeat:
         self._handles = handles
         self._signs = SignsOfLife[Worker, Call[Any]](INTERVAL_S)
 
-    def look_after(self) -> None:
+    def note_deaths(self) -> None:
         """Note which engines have died, and end those that were silent for as long as they may be.
 
         Raises what an engine failed of that has not died.
@@ -49,19 +49,3 @@ class Heartbeat:
             # It may have been heard of otherwise, and others be in its place.
             if any(call.worker in handle.processes and handle.state != "down" for handle in self._handles):
                 raise
-
-
-class Ranks:
-    """The processes of groups that have nothing to do while the run waits for somebody else."""
-
-    def __init__(self, groups: Sequence[WorkerGroup] = ()) -> None:
-        self._workers = [worker for group in groups for worker in group.workers]
-        self._signs = SignsOfLife[Worker, Call[Any]](LOOK_S)
-
-    def look_after(self) -> None:
-        """Raise WorkerGone for one that was found dead, or was silent for as long as it may be."""
-        if self._signs.is_due:
-            ended, silent = self._signs.look({worker: worker.begin_node for worker in self._workers})
-            if silent:
-                raise silent[0].end_silent()
-            wait(ended)

@@ -2,7 +2,7 @@
 
 import os
 
-from megarl.cluster.ray.runtime import last_lines
+from megarl.process.logs import last_lines
 
 
 def test_the_end_of_a_log_that_weeks_have_filled_is_read_alone(tmp_path):
