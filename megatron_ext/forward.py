@@ -24,8 +24,8 @@ from megatron_ext.optimizer.optimizer import Wrapped
 from megatron_ext.optimizer.overlap import overlapping
 from megatron_ext.packing.packing import MicroBatch, Part, RaggedBatch
 from megatron_ext.packing.shared_prefixes import SharedPart
-from megatron_ext.routing.router_balance import watch
-from megatron_ext.routing.router_replay import aim, replaying
+from megatron_ext.routing.router_balance import expect_routed_tokens
+from megatron_ext.routing.router_replay import replaying, set_replayed_experts
 
 Predict: TypeAlias = Callable[[Any, Any, Part], Any]
 """Called on the last stage with the model, its output (hidden states) and the tokens that these are of."""
@@ -104,11 +104,11 @@ def forward_backward(
     Returns the metrics of each micro-batch; empty on all but the last pipeline stage.
     """
 
-    def lose(predictions: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
+    def loss_of(predictions: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         loss, metrics = objective(predictions, micro_batch)
         return loss, torch.zeros((), dtype=torch.int), metrics
 
-    step = partial(_forward_step, predict=predict, consume=lose)
+    step = partial(_forward_step, predict=predict, consume=loss_of)
     config = chunks[0].config
     config.finalize_model_grads_func = _finalize_without_scaling
     with overlapping(chunks):
@@ -167,8 +167,8 @@ def _forward_step(
 ) -> tuple[Tensor, Callable]:
     micro_batch = next(micro_batches)
     own = micro_batch.own
-    aim(model, own)
-    watch(model, micro_batch)
+    set_replayed_experts(model, own)
+    expect_routed_tokens(model, micro_batch)
     with record_function(f"forward pass of {own.tokens.shape[1]} tokens"):
         taken = None if own.ahead is None else own.ahead.taken
         output = model(own.tokens, own.position_ids, None, labels=taken, packed_seq_params=packed_sequences(own))

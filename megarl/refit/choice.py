@@ -31,24 +31,22 @@ def loader_path(trainer: TrainerGroup, engines: Engines, architecture: Architect
     """The path of the first weights of engines without any, on one machine.
 
     It hands over to the direct path where the engines say where they keep every tensor and the configuration does not
-    forbid it. Raises UserError where engine and policy are not the same model.
+    forbid it. Raises UserError where engine and policy are not the same model, and where the configuration allows the
+    direct path alone and they do not.
     """
-    path = LoaderPath(trainer, engines, architecture, config)
+    candidate, refusal = None, ""
     try:
-        direct = DirectPath(trainer, engines, architecture, config)
+        candidate = DirectPath(trainer, engines, architecture, config)
     except NoDirectPathError as error:
-        path.refuse_direct(str(error))
-    else:
-        if config.path != "loader":
-            path.candidate = direct
-    return path
+        refusal = str(error)
+    if config.path == "loader":
+        candidate = None
+    return LoaderPath(trainer, engines, architecture, config, candidate=candidate, refusal=refusal)
 
 
 def adapter_path(trainer: TrainerGroup, engines: Engines, adapter: Architecture, config: RefitConfig) -> LoaderPath:
     """The path of an adapter into a slot of engines that have loaded the weights, on one machine."""
-    path = LoaderPath(trainer, engines, adapter, config)
-    path.refuse_direct("the adapter goes alone, into a slot")
-    return path
+    return LoaderPath(trainer, engines, adapter, config, refusal="the adapter goes alone, into a slot")
 
 
 def direct_path(trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig) -> DirectPath:

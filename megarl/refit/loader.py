@@ -28,8 +28,16 @@ class LoaderPath:
     is_direct = False
 
     def __init__(
-        self, trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig
+        self,
+        trainer: TrainerGroup,
+        engines: Engines,
+        architecture: Architecture,
+        config: RefitConfig,
+        *,
+        candidate: DirectPath | None = None,
+        refusal: str = "",
     ) -> None:
+        """`refusal` is why there is no direct path. Raises UserError if the configuration allows no other."""
         self._trainer = trainer
         self._engines = engines
         self._workers = engines.workers()
@@ -42,8 +50,10 @@ class LoaderPath:
             quantised=_quantised(trainer, engines, architecture),
         )
         self._is_open = False
+        self._candidate = candidate
         self._refusal = ""
-        self.candidate: DirectPath | None = None
+        if refusal:
+            self._refuse_direct(refusal)
 
     @property
     def description(self) -> str:
@@ -58,14 +68,14 @@ class LoaderPath:
             return self
         path = copy(self)
         path._engines, path._workers, path._is_open = engines, engines.workers(), False
-        path.candidate = self.candidate and self.candidate.to(engines)
+        path._candidate = self._candidate and self._candidate.to(engines)
         return path
 
-    def refuse_direct(self, reason: str) -> None:
+    def _refuse_direct(self, reason: str) -> None:
         """Go on through the loader for this `reason`. Raises UserError if the configuration forbids that."""
         if self._config.path == "direct":
             raise UserError(f"refit.path=direct is not possible: {reason}; set refit.path to auto or loader")
-        self._refusal, self.candidate = reason, None
+        self._refusal, self._candidate = reason, None
 
     def send(self, version: int) -> TransferStats:  # noqa: ARG002
         """See `Path.send`."""
@@ -91,15 +101,15 @@ class LoaderPath:
 
     def next_path(self, version: int) -> Path:
         """See `Path.next_path`."""
-        if self.candidate is None:
+        if self._candidate is None:
             return self
         try:
-            self.candidate.confirm(version)
+            self._candidate.confirm(version)
         except NoDirectPathError as error:
-            self.refuse_direct(str(error))
+            self._refuse_direct(str(error))
             return self
         self.close()
-        return self.candidate
+        return self._candidate
 
     def close(self) -> None:
         """Free the segments, until the next time."""

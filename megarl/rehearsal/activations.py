@@ -18,8 +18,8 @@ from megatron_ext.forward import packed_sequences, predict_ahead, predict_labels
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.model.multi_token_prediction import look_ahead
 from megatron_ext.packing.packing import MicroBatch, Part, RaggedBatch
-from megatron_ext.routing.router_balance import watch
-from megatron_ext.routing.router_replay import aim
+from megatron_ext.routing.router_balance import expect_routed_tokens
+from megatron_ext.routing.router_replay import set_replayed_experts
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class _Passes:
 def _forward(chunk: torch.nn.Module, micro_batch: MicroBatch, model: MegatronModel) -> Tensor:
     """Output of a chunk, or on the last a number that every prediction is part of."""
     own, bare = micro_batch.own, unwrap_model(chunk)
-    aim(chunk, own)
-    watch(chunk, micro_batch)
+    set_replayed_experts(chunk, own)
+    expect_routed_tokens(chunk, micro_batch)
     if not bare.pre_process:
         bare.set_input_tensor(_received(own, model))
     taken = None if own.ahead is None else own.ahead.taken

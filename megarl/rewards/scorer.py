@@ -167,14 +167,14 @@ class PendingScores:
         """
         self._added.append(self._scorer.submit(samples, self))
 
-    def when_finished(self, told: Callable[[], None]) -> None:
-        """Call `told` once all that was added is scored or has failed: `finish` then does not wait."""
+    def when_finished(self, on_scored: Callable[[], None]) -> None:
+        """Call `on_scored` once all that was added is scored or has failed: `finish` then does not wait."""
         left, added = count(1), len(self._added)
 
         def note(_: object) -> None:
             # One thread ends them all.
             if next(left) == added:
-                told()
+                on_scored()
 
         for each in self._added.copy():
             each.add_done_callback(note)

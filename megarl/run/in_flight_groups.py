@@ -24,16 +24,16 @@ class InFlightGroups:
         self,
         groups: Sequence[PromptGroup],
         requests: Sequence[Request],
-        told: Callable[[PromptGroup, Sequence[Future]], None],
+        on_answered: Callable[[PromptGroup, Sequence[Future]], None],
     ) -> None:
-        """Let the engines sample groups, each behind what there is of it; `told` gets the answers of one.
+        """Let the engines sample groups, each behind what there is of it; `on_answered` gets the answers of one.
 
         There is one request for each group, or, after all of these, as many more.
         """
         pending = self._engines.begin_generate(requests, self._take_saved(groups, requests))
         for place, group in enumerate(groups):
             self._pending[group.ordinal] = own = pending[place :: len(groups)]
-            when_answered(own, partial(told, group))
+            when_answered(own, partial(on_answered, group))
 
     def end(self, ordinal: int) -> None:
         """Forget a group: others have its samples."""
@@ -61,13 +61,13 @@ class InFlightGroups:
         return found
 
 
-def when_answered(pending: Sequence[PendingRequest], told: Callable[[Sequence[Future]], None]) -> None:
-    """Call `told` with the answers of all, once they are there."""
+def when_answered(pending: Sequence[PendingRequest], on_answered: Callable[[Sequence[Future]], None]) -> None:
+    """Call `on_answered` with the answers of all, once they are there."""
     answers, ended, total = [each.answer for each in pending], count(1), len(pending)
 
     def note(_: Future) -> None:
         if next(ended) == total:
-            told(answers.copy())
+            on_answered(answers.copy())
             # An answer holds its callback, and this them all: their tokens would stay until a search for garbage.
             answers.clear()
 

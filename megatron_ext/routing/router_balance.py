@@ -33,17 +33,17 @@ class RouterBalance:
         self._values: Mapping[str, Tensor] = {}
 
     @contextmanager
-    def step(self, lengths: Tensor, count: Callable[[], object]) -> Iterator[None]:
-        """Inside, every pass with a gradient adds the losses of its micro-batch; see `watch`.
+    def step(self, lengths: Tensor, run_forward: Callable[[], object]) -> Iterator[None]:
+        """Inside, every pass with a gradient adds the losses of its micro-batch; see `expect_routed_tokens`.
 
-        `lengths` are those of all sequences of this data-parallel rank. `count` runs all its micro-batches forward,
-        without a gradient: it is called where a loss needs what the whole batch chooses. Collective.
+        `lengths` are those of all sequences of this data-parallel rank. `run_forward` runs all its micro-batches
+        forward, without a gradient: it is called where a loss needs what the whole batch chooses. Collective.
         """
         if not self._losses:
             yield
             return
         totals = _totals(lengths)
-        counts = self._count(count) if self._losses.needs_counts else {}
+        counts = self._count(run_forward) if self._losses.needs_counts else {}
         values: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
 
         def observe(router: ObservedRouter) -> RouterObserver:
@@ -71,7 +71,7 @@ class RouterBalance:
             return {}
         return {name: value / of_layers for name, value in zip(self._losses.coefficients, values, strict=True)}
 
-    def _count(self, count: Callable[[], object]) -> dict[int, Tensor]:
+    def _count(self, run_forward: Callable[[], object]) -> dict[int, Tensor]:
         """Layer number -> int64[E], how often all ranks' tokens choose each expert."""
         counted: dict[int, _ObservingCount] = {}
 
@@ -79,13 +79,13 @@ class RouterBalance:
             return counted.setdefault(router.layer_number, _ObservingCount())
 
         with _observed(self._chunks, observe):
-            count()
+            run_forward()
         for choices in counted.values():
             dist.all_reduce(choices.counts, group=_all_tokens())
         return {layer: choices.counts for layer, choices in counted.items()}
 
 
-def watch(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
+def expect_routed_tokens(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
     """Tell whoever observes and counts at the chunk's routers which tokens its next forward pass brings them."""
     ahead = [] if micro_batch.own.ahead is None else prediction_routers(chunk)
     for router in (*routers(chunk), *ahead):

@@ -36,7 +36,7 @@ class RecordedChoice(RouterReplay):
         RouterReplay.global_router_replay_instances.remove(self)
         self.followed: list[Tensor] = []
 
-    def aim(self, experts: Tensor | None) -> None:
+    def set_experts(self, experts: Tensor | None) -> None:
         """Send the next micro-batch to `experts` long[tokens, topk], -1 for a token without a record."""
         self.target_topk_idx = experts
         if experts is not None and torch.is_grad_enabled():
@@ -70,7 +70,7 @@ class RecordedChoice(RouterReplay):
 
 @contextmanager
 def replaying(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, `aim` says where the tokens of the next micro-batch go; afterwards nothing is replayed any more.
+    """Inside, `set_replayed_experts` says where the next micro-batch's tokens go; afterwards nothing is replayed.
 
     Raises RuntimeError where a router was not asked for a record that it had: its tokens went elsewhere.
     """
@@ -83,12 +83,12 @@ def replaying(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
             choice.clear_indices()
 
 
-def aim(chunk: torch.nn.Module, own: Part) -> None:
+def set_replayed_experts(chunk: torch.nn.Module, own: Part) -> None:
     """Send the tokens of the chunk's next forward pass to their recorded experts, or to the chunk's own choice."""
     config: TransformerConfig = unwrap_model(chunk).config
     if own.routed_experts is None:
         for choice in _choices([chunk]):
-            choice.aim(None)
+            choice.set_experts(None)
         return
     routing = routing_of(config)
     places = {layer: place for place, layer in enumerate(layers_with_experts(vars(config), config.num_layers))}
@@ -96,7 +96,7 @@ def aim(chunk: torch.nn.Module, own: Part) -> None:
     rows = _rows_of_this_rank(own.routed_experts, config)
     experts = routing.experts_of(rows, [places[router.layer_number - 1] for router in of_chunk])
     for router, of_layer in zip(of_chunk, experts.unbind(1), strict=True):
-        _install(router).aim(of_layer)
+        _install(router).set_experts(of_layer)
 
 
 def take_counts(chunks: Sequence[torch.nn.Module], on: torch.device) -> Tensor:

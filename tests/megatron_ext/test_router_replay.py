@@ -200,7 +200,7 @@ def test_the_weights_of_replayed_experts_are_the_routers_and_learn(sigmoid: bool
     recorded = torch.rand(tokens, experts, generator=generator).topk(topk).indices
     recorded[::7] = -1
     router.router_replay = RecordedChoice()
-    router.router_replay.aim(recorded)
+    router.router_replay.set_experts(recorded)
     weights, chosen = router.routing(logits)
     expected = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, recorded.clamp(min=0), True)
     expected[::7] = own[::7]
@@ -233,7 +233,7 @@ def counts_of_a_stage(rank: int, _sizes: ParallelSizes, routers_of_stages: list[
     choices = [RecordedChoice() for _ in routers_of_stages[rank]]
     for router, choice in zip(routers_of_stages[rank], choices, strict=True):
         for records in FOLLOWED[router]:
-            choice.aim(torch.tensor(records))
+            choice.set_experts(torch.tensor(records))
             scores = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).expand(len(records), -1).clone().requires_grad_()
             choice.get_replay_topk(scores, 2, default_compute_topk=lambda scores, topk, *_: scores.topk(topk))
     chunk = chunk_with(*choices)
@@ -265,6 +265,6 @@ def test_a_record_that_no_router_asked_for_is_no_silence() -> None:
     router = RecordedChoice()
     chunk = chunk_with(router)
     with pytest.raises(RuntimeError, match="left 1 micro-batches"), replaying([chunk]):
-        router.aim(torch.zeros(3, 2, dtype=torch.long))
+        router.set_experts(torch.zeros(3, 2, dtype=torch.long))
     with replaying([chunk]):
         pass

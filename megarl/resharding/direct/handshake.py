@@ -120,7 +120,10 @@ def connect_all(listeners: Mapping[str, Address], key: bytes, timeout_s: float) 
 
 
 def _go_on(selector: DefaultSelector, handshake: "_Handshake", peer: str, timeout_s: float) -> Link | Exception | None:
-    """Take the next step of a handshake that is `ready`: the link after the last one, or the error that ended it."""
+    """Take the next step of a handshake whose socket the selector found ready.
+
+    Returns the link after the last one, or the error that ended it.
+    """
     try:
         if not handshake.go_on():
             selector.modify(handshake, EVENT_READ)

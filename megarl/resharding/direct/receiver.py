@@ -52,11 +52,11 @@ class Receiver:
         messages: MessagesByPeer,
         tensors: Mapping[str, Tensor],
         rendezvous: Rendezvous,
-        taken: Callable[[int, Announcement], None] = lambda _source, _announcement: None,
+        on_taken: Callable[[int, Announcement], None] = lambda _source, _announcement: None,
     ) -> None:
-        """`taken` is called with every message that was taken, and its source."""
+        """`on_taken` is called with every message that was taken, and its source."""
         self._rank = rank
-        self._taken = taken
+        self._on_taken = on_taken
         self._messages = messages
         self._tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self._rendezvous = rendezvous
@@ -186,7 +186,7 @@ class Receiver:
                 incoming = pulled.popleft()
                 take(incoming)
                 self._links[incoming.source].send(Acknowledgement(incoming.announcement.bucket))
-                self._taken(incoming.source, incoming.announcement)
+                self._on_taken(incoming.source, incoming.announcement)
 
     def _announcements(
         self, selector: BaseSelector, missing: dict[Link, tuple[int, set[int]]], version: int, *, wait: bool

@@ -117,7 +117,7 @@ class RecvEndpoint(Protocol):
     ) -> Callable[[], Tensor]:
         """Begin to fetch what a source has pushed; calling the result waits and gives the bucket it is in (uint8).
 
-        Pieces that are `straight`, in the order of the message, are read where they are.
+        The `zero_copy` pieces, in the order of the message, are read where they are.
         """
 
     def close(self) -> None:

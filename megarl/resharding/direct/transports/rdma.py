@@ -134,7 +134,7 @@ class RdmaRecvEndpoint:
 
 
 def _reads(own: Tensor, bucket: int, zero_copy: Sequence[ZeroCopyPiece]) -> Iterator[tuple[Tensor, int]]:
-    """The reads of a message: what is straight from where it is, what lies between from the bucket at this address."""
+    """The reads of a message: zero-copy pieces from where they are, all between from the bucket at this address."""
     at = 0
     for each in zero_copy:
         if at < each.start:
