@@ -82,7 +82,7 @@ def asked_field(fields: Container[str]) -> str | None:
 
 
 def asked(fields: Mapping[str, Tensor], labels: Tensor) -> Tensor:
-    """Those of `labels`, bool[T], about which a model is asked something by `fields`: what is not a number is not 0."""
+    """Which of `labels`, bool[T], a model is asked about by `fields`: what is not a number is not 0."""
     name = asked_field(fields)
     return labels if name is None else fields[name] != 0
 

@@ -22,7 +22,7 @@ class Tally:
         self._count += count
 
     def take(self) -> int:
-        """What was counted since it was taken last."""
+        """The count since it was taken last."""
         count, self._count = self._count, 0
         return count
 
