@@ -1,12 +1,16 @@
 """The choice of a path: what the configuration asks for, and what engines and machines allow."""
 
+import torch
+
 from converters.architectures import Architecture
 from converters.errors import UserError
+from converters.number_formats import NumberFormat
 from megarl.cluster.engines.engines import Engines
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.refit.direct import DirectPath, NoDirectPathError
 from megarl.refit.loader import LoaderPath
 from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
+from megarl.resharding.loader.buckets import cut_into_buckets
 from megarl.schema import RefitConfig
 
 
@@ -25,6 +29,18 @@ def check_machines(machines: int, config: RefitConfig, *, has_gpus: bool) -> Non
         raise UserError(
             f"refit.transport={config.transport} is memory of one machine, {apart}: set it to auto, rdma or tcp"
         )
+
+
+def check_buckets(
+    architecture: Architecture, params_dtype: torch.dtype, held_in: NumberFormat | None, config: RefitConfig
+) -> None:
+    """Raise UserError for a tensor larger than a bucket, through which first weights go whole on one machine.
+
+    `held_in` is the number format of the engines, if they have one.
+    """
+    quantised = held_in.quantised_names(architecture) if held_in else ()
+    whole = {name: shape for name, shape in architecture.hf_shapes.items() if name not in quantised}
+    cut_into_buckets(whole, architecture.hf_dtypes(params_dtype), config.bucket_bytes)
 
 
 def loader_path(trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig) -> LoaderPath:

@@ -11,6 +11,7 @@ from pathlib import Path
 import ray
 
 from converters.gc_pause import gc_frozen
+from converters.number_formats import number_format
 from megarl.cluster.colocation import GpuSharing, OwnGpus, SharedGpus
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.placement.placement import table
@@ -28,6 +29,7 @@ from megarl.output.export import check_that_none_is_lost, step_of_export, write_
 from megarl.output.places import ADAPTER, EXPORT, LOGS
 from megarl.process.file_system import lost_in_export
 from megarl.process.phase import phase
+from megarl.refit.choice import check_buckets
 from megarl.rollout import engine_configuration
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.run.batches import BatchStream, StepBatch, read_waiting
@@ -64,9 +66,7 @@ class RunSetup:
             options = megatron_options(config)
             check_trainable(model, options, config.algorithm)
             if COMMANDS[command].refits_engines:
-                check_held(model, config.rollout)
-                if options.adapter is not None and not options.adapter.merge:
-                    with_adapter_slot(config.rollout, model.architecture, options.adapter.lora)
+                _check_refits(model, options, config)
             setup = cls(config, command, model, options, latest_checkpoint(config, command))
             if setup.checkpoint is not None:
                 check_trained_alike(setup.checkpoint.folder, options.adapter)
@@ -131,6 +131,16 @@ class RunSetup:
         if self.checkpoint is None:
             return BatchStream(sampler, make)
         return BatchStream(sampler, make, read_waiting(self.checkpoint.folder, self.checkpoint.state["batches"]))
+
+
+def _check_refits(model: Model, options: MegatronOptions, config: MegarlConfig) -> None:
+    """Raise UserError where engines cannot hold the model or its adapter, or a bucket is too small for a tensor."""
+    check_held(model, config.rollout)
+    if options.adapter is not None and not options.adapter.merge:
+        with_adapter_slot(config.rollout, model.architecture, options.adapter.lora)
+    elif config.cluster.address is None:
+        held_in = number_format(config.rollout.weights)
+        check_buckets(model.architecture, options.params_dtype, held_in, config.refit)
 
 
 class Processes:

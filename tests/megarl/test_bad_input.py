@@ -76,6 +76,7 @@ def run(model, files, tmp_path, capfd):
             ["rollout.engine_args.max_model_len=12", "rollout.max_response_tokens=5"],
             ["a prompt of 8 tokens and rollout.max_response_tokens=5 new ones", "or raise rollout.engine_args."],
         ),
+        (["refit.bucket_bytes=1000"], ["model.embed_tokens.weight has", "raise refit.bucket_bytes to"]),
         (["model.path=nowhere"], ["nowhere"]),
         (["model.megatron_checkpoint=nowhere"], ["nowhere is not a folder", "torch_dist"]),
     ],
