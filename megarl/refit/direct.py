@@ -86,7 +86,7 @@ class DirectPath:
         self._is_connected = False
 
     def to(self, engines: Engines) -> "DirectPath":
-        """See `Path.to`. Engines that are new are asked where they keep their weights, as the first ones were."""
+        """See `WeightPath.to`. Engines that are new are asked where they keep their weights, as the first ones were."""
         if engines.workers() == self._workers:
             return self
         new = engines.excluding(self._workers)
@@ -133,19 +133,19 @@ class DirectPath:
             raise NoDirectPathError(f"the engine does not keep {min(differing)} as it was loaded")
 
     def send(self, version: int) -> TransferStats:
-        """See `Path.send`."""
+        """See `WeightPath.send`."""
         if not self._is_connected:
             self.connect()
         return self._send(version, self._engines.begin(Engine.receive, version))
 
     def recover(self, failure: WorkerFailed) -> None:
-        """See `Path.recover`: a transfer that failed while all processes live is made once more."""
+        """See `WeightPath.recover`: a transfer that failed while all processes live is made once more."""
         if not isinstance(failure.error, TransferError):
             raise failure
         self._is_connected = False
 
     def next_path(self, version: int) -> "DirectPath":  # noqa: ARG002
-        """See `Path.next_path`."""
+        """See `WeightPath.next_path`."""
         return self
 
     def close(self) -> None:

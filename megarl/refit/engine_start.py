@@ -11,7 +11,7 @@ from megarl.cluster.workers.worker import WorkerFailed
 from megarl.models.policy import Model, check_loadable
 from megarl.refit.choice import adapter_path, check_machines, direct_path, loader_path
 from megarl.refit.log_prob_check import LogProbCheck
-from megarl.refit.path import Path
+from megarl.refit.path import WeightPath
 from megarl.refit.refit import Refit
 from megarl.rollout import engine_kind
 from megarl.schema import MegarlConfig, RefitConfig
@@ -91,7 +91,9 @@ class EngineStart:
         drafts = engine_kind(rollout.engine).drafts(rollout.engine_args)
         return self._model.architecture if drafts else self._model.without_prediction_layers
 
-    def _make_refit(self, make_path: Callable[[TrainerGroup, EngineGroup, Architecture, RefitConfig], Path]) -> Refit:
+    def _make_refit(
+        self, make_path: Callable[[TrainerGroup, EngineGroup, Architecture, RefitConfig], WeightPath]
+    ) -> Refit:
         sent = self._sent
         refit = Refit(
             self._trainer,
@@ -106,7 +108,7 @@ class EngineStart:
         self._engines.bring_back_with(refit.catch_up)
         return refit
 
-    def _with_all_engines(self, make_path: Callable[[], Path]) -> Path:
+    def _with_all_engines(self, make_path: Callable[[], WeightPath]) -> WeightPath:
         """A path to engines that are all up; made once more where one dies and another has taken its place."""
         while True:
             # Where engines keep their weights is traced with these in place.

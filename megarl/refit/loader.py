@@ -8,7 +8,7 @@ from megarl.cluster.engines.engines import Engines, wait_in_refit
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.worker import Call, WorkerFailed
 from megarl.refit.direct import DirectPath, NoDirectPathError
-from megarl.refit.path import Path
+from megarl.refit.path import WeightPath
 from megarl.resharding.loader.buckets import Quantised, cut_into_buckets
 from megarl.resharding.shared_memory import Segment
 from megarl.resharding.transfer_stats import TransferStats
@@ -63,7 +63,7 @@ class LoaderPath:
         return f"loader ({self._refusal or 'this is the first refit'})"
 
     def to(self, engines: Engines) -> "LoaderPath":
-        """See `Path.to`."""
+        """See `WeightPath.to`."""
         if engines.workers() == self._workers:
             return self
         path = copy(self)
@@ -78,7 +78,7 @@ class LoaderPath:
         self._refusal, self._candidate = reason, None
 
     def send(self, version: int) -> TransferStats:  # noqa: ARG002
-        """See `Path.send`."""
+        """See `WeightPath.send`."""
         if not self._is_open:
             self._open()
         loading: dict[int, list[Call[None]]] = {}
@@ -91,7 +91,7 @@ class LoaderPath:
         return TransferStats(sum(bucket.size_bytes for bucket in self._buckets))
 
     def recover(self, failure: WorkerFailed) -> None:
-        """See `Path.recover`: a loader that fails would fail again."""
+        """See `WeightPath.recover`: a loader that fails would fail again."""
         if self._refusal and failure.error is not None:
             raise UserError(
                 f"the engine does not take the policy's weights, {self._refusal}: give rollout.engine_args nothing "
@@ -99,8 +99,8 @@ class LoaderPath:
             ) from failure
         raise failure
 
-    def next_path(self, version: int) -> Path:
-        """See `Path.next_path`."""
+    def next_path(self, version: int) -> WeightPath:
+        """See `WeightPath.next_path`."""
         if self._candidate is None:
             return self
         try:

@@ -7,7 +7,7 @@ from megarl.cluster.workers.worker import WorkerFailed
 from megarl.resharding.transfer_stats import TransferStats
 
 
-class Path(Protocol):
+class WeightPath(Protocol):
     """One way of the weights. There are two, direct and through the engines' loader."""
 
     is_direct: bool
@@ -25,5 +25,5 @@ class Path(Protocol):
     def recover(self, failure: WorkerFailed) -> None:
         """Prepare to send again after `failure`; raise it, or what it means, where that is no use."""
 
-    def next_path(self, version: int) -> "Path":
+    def next_path(self, version: int) -> "WeightPath":
         """Return the path of the next refits, now that the engines have `version`, which the ranks still have."""

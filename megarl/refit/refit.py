@@ -7,7 +7,7 @@ from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.worker import WorkerFailed
 from megarl.refit.log_prob_check import LogProbCheck
-from megarl.refit.path import Path
+from megarl.refit.path import WeightPath
 from megarl.resharding.transfer_stats import TransferStats
 from megarl.rollout.protocol import KeysAndValues
 
@@ -25,7 +25,7 @@ class Refit:
         self,
         trainer: TrainerGroup,
         engines: EngineGroup,
-        path: Path,
+        path: WeightPath,
         names: Sequence[str],
         *,
         timeout_s: float,

@@ -110,7 +110,7 @@ def _own_streams() -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # What it has of Python's own keeps lines back until there are many, and nobody would see those of a last sample.
+    # Its own buffer keeps lines back until there are many, and nobody would see those of a last sample.
     sys.stdout = sys.stderr
     return requests, replies
 

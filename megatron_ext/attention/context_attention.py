@@ -1,7 +1,7 @@
 """Attention under context parallelism in plain torch: for CPU, and for GPUs without Transformer Engine.
 
-Every rank has the queries of its own two stretches of each sequence, and gets the keys and values of all ranks. A
-stretch looks at all stretches before it, and causally at itself.
+Every rank has the queries of its own two chunks of each sequence, and gets the keys and values of all ranks. A
+chunk looks at all chunks before it, and causally at itself.
 """
 
 from collections.abc import Iterator
@@ -42,28 +42,28 @@ def context_parallel_attention(
     keys, values = of_all.index_select(0, order).split([key.shape[-1], value.shape[-1]], dim=-1)
     is_plain = softcap is None and window is None and dropout == 0 and query.device.type == "cpu"
     outputs, places = [], []
-    for stretches in _stretches_of_similar_length(cu_seqlens.tolist(), group.size(), group.rank(), query.device):
-        own = _at(stretches.queries, query), _at(stretches.keys, keys), _at(stretches.keys, values)
-        before = _at(stretches.before, keys), _at(stretches.before, values)
+    for chunks in _chunks_of_similar_length(cu_seqlens.tolist(), group.size(), group.rank(), query.device):
+        own = _at(chunks.queries, query), _at(chunks.keys, keys), _at(chunks.keys, values)
+        before = _at(chunks.before, keys), _at(chunks.before, values)
         if is_plain:
-            output = _attend(*own, *before, stretches.is_before, softmax_scale)
+            output = _attend(*own, *before, chunks.is_before, softmax_scale)
         else:
             output = attend_step_by_step(
                 own[0],
                 torch.cat([before[0], own[1]], dim=1),
                 torch.cat([before[1], own[2]], dim=1),
-                stretches.hidden(window),
+                chunks.hidden(window),
                 softmax_scale=softmax_scale,
                 dropout=dropout,
                 softcap=softcap,
             )
-        outputs.append(output[stretches.is_real])
-        places.append(stretches.queries[stretches.is_real])
+        outputs.append(output[chunks.is_real])
+        places.append(chunks.queries[chunks.is_real])
     return torch.cat(outputs)[torch.cat(places).argsort()]
 
 
-class _Stretches(NamedTuple):
-    """One stretch of each of N sequences, padded to the longest: H tokens, after B others of its sequence."""
+class _Chunks(NamedTuple):
+    """One chunk of each of N sequences, padded to the longest: H tokens, after B others of its sequence."""
 
     queries: Tensor
     """long[N, H]: places among the tokens of this rank."""
@@ -92,10 +92,8 @@ def _at(places: Tensor, values: Tensor) -> Tensor:
     return values[places.flatten()].unflatten(0, places.shape)
 
 
-def _stretches_of_similar_length(
-    bounds: list[int], ranks: int, rank: int, device: torch.device
-) -> Iterator[_Stretches]:
-    """The two stretches of each sequence that this rank has."""
+def _chunks_of_similar_length(bounds: list[int], ranks: int, rank: int, device: torch.device) -> Iterator[_Chunks]:
+    """The two chunks of each sequence that this rank has."""
     for starts, lengths in batches_of_similar_length(bounds):
         halves = [length // (2 * ranks) for length in lengths]
         for is_late, number in enumerate((rank, 2 * ranks - 1 - rank)):
@@ -104,7 +102,7 @@ def _stretches_of_similar_length(
             firsts = [start + count for start, count in zip(starts, counts, strict=True)]
             queries, is_real = padded_index(own, halves, device)
             keys, _ = padded_index(firsts, halves, device)
-            yield _Stretches(queries, keys, is_real, *padded_index(starts, counts, device))
+            yield _Chunks(queries, keys, is_real, *padded_index(starts, counts, device))
 
 
 def _attend(
@@ -133,7 +131,7 @@ def _padded(value: Tensor, key: Tensor) -> Tensor:
 
 
 class _OwnAndEarlier(torch.autograd.Function):
-    """Attention causally to a stretch's own keys, and to earlier ones, of which some are padding, in one softmax."""
+    """Attention causally to a chunk's own keys, and to earlier ones, of which some are padding, in one softmax."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:

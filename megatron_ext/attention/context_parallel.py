@@ -1,7 +1,7 @@
 """Context parallelism: every rank of a group has a part of each sequence, and all have the results of the whole.
 
-A sequence is padded to a multiple of 2 R tokens, for R ranks, and cut into 2 R stretches of the same length. Rank r has
-the stretches r and 2 R - 1 - r: a token attends to all before it, so that an early stretch and a late one together cost
+A sequence is padded to a multiple of 2 R tokens, for R ranks, and cut into 2 R chunks of the same length. Rank r has
+the chunks r and 2 R - 1 - r: a token attends to all before it, so that an early chunk and a late one together cost
 what any other two do. Megatron-core and Transformer Engine cut packed sequences in the same way.
 """
 
@@ -48,7 +48,7 @@ def cut(micro_batch: MicroBatch, ranks: int, rank: int, align: int) -> ContextPa
     bounds = micro_batch.cu_seqlens.long()
     lengths = bounds.diff()
     padded = -(-lengths // (2 * ranks)) * 2 * ranks
-    # The rest is one more sequence, of whole stretches, too.
+    # The rest is one more sequence, of whole chunks, too.
     step = torch.lcm(torch.tensor(2), torch.tensor(align))
     if rest := int(-(padded.sum() // ranks) % step):
         padded = torch.cat([padded, padded.new_tensor([rest * ranks])])
@@ -90,8 +90,8 @@ def rank_order(bounds: Tensor, ranks: int) -> Tensor:
     of_sequence = torch.arange(len(lengths), device=bounds.device).repeat_interleave(lengths)
     half = (lengths // (2 * ranks))[of_sequence]
     position = positions_within(lengths)
-    stretch = position // half
-    is_late = stretch >= ranks
-    rank = torch.where(is_late, 2 * ranks - 1 - stretch, stretch)
-    within = position - stretch * half + half * is_late
+    chunk = position // half
+    is_late = chunk >= ranks
+    rank = torch.where(is_late, 2 * ranks - 1 - chunk, chunk)
+    within = position - chunk * half + half * is_late
     return rank * (bounds[-1] // ranks) + bounds[of_sequence] // ranks + within

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_ext.attention.attention import attend_step_by_step
 from megatron_ext.attention.rotary import PackedSequences
-from megatron_ext.attention.varlen_kernels import Merged, Stretches, kernel_for, merge
+from megatron_ext.attention.varlen_kernels import Merged, VarlenSequences, kernel_for, merge
 from megatron_ext.packing.shared_prefixes import Level
 
 Place = tuple[int, int]
@@ -38,9 +38,9 @@ class _Part(NamedTuple):
         """With the lengths of both."""
         return cls(queries, keys, is_causal, (_lengths(queries), _lengths(keys)))
 
-    def stretches(self, scale: float) -> Stretches:
+    def sequences(self, scale: float) -> VarlenSequences:
         """As a kernel is told."""
-        return Stretches(*self.lengths, self.is_causal, scale)
+        return VarlenSequences(*self.lengths, self.is_causal, scale)
 
 
 @dataclass
@@ -107,12 +107,12 @@ class _OwnAndPrefixes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         query, key, value, parts, kernel, scale = inputs
-        output, total = kernel.forward(query, key, value, parts[0].stretches(scale))
+        output, total = kernel.forward(query, key, value, parts[0].sequences(scale))
         if len(parts) > 1:
             output, total = output.to(total.dtype), total.contiguous()
         for part in parts[1:]:
             found = kernel.forward(
-                _rows(query, part.queries), *(_rows(each, part.keys) for each in (key, value)), part.stretches(scale)
+                _rows(query, part.queries), *(_rows(each, part.keys) for each in (key, value)), part.sequences(scale)
             )
             for (start, stop), behind, behind_total in _by_place(part.queries, *found):
                 merge(output[start:stop], total[start:stop], behind, behind_total)
@@ -126,7 +126,7 @@ class _OwnAndPrefixes(torch.autograd.Function):
         query, key, value, output, total = ctx.saved_tensors
         parts: list[_Part] = ctx.parts
         whole = Merged(gradient, output, total)
-        sums: list[Tensor] = ctx.kernel.backward(query, key, value, whole, parts[0].stretches(ctx.scale))
+        sums: list[Tensor] = ctx.kernel.backward(query, key, value, whole, parts[0].sequences(ctx.scale))
         if len(parts) > 1:
             sums = [each.to(total.dtype) for each in sums]
         for part in parts[1:]:
@@ -134,7 +134,7 @@ class _OwnAndPrefixes(torch.autograd.Function):
                 _rows(query, part.queries),
                 *(_rows(each, part.keys) for each in (key, value)),
                 Merged(*(_rows(each, part.queries) for each in whole)),
-                part.stretches(ctx.scale),
+                part.sequences(ctx.scale),
             )
             for total_of, of_part, places in zip(sums, found, (part.queries, part.keys, part.keys), strict=True):
                 for (start, stop), rows in _by_place(places, of_part):

@@ -1,4 +1,4 @@
-"""Kernels for attention of stretches of several lengths, with the log-sum-exps by which parts are merged."""
+"""Kernels for attention of sequences of several lengths, with the log-sum-exps by which parts are merged."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -22,8 +22,8 @@ _WIDEST_HEAD, _HEAD_STEP = 256, 8
 """Limits of the fused kernel for CUDA."""
 
 
-class Stretches(NamedTuple):
-    """The queries of each of N stretches look at the keys of another; all lie end to end.
+class VarlenSequences(NamedTuple):
+    """The queries of each of N sequences look at the keys of another; all lie end to end.
 
     Where `is_causal` both are of the same tokens, and each looks at itself and those before it.
     """
@@ -49,12 +49,12 @@ class Merged(NamedTuple):
 class Kernel(Protocol):
     """Queries are [Q, heads, width], keys and values [K, groups, width]."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: VarlenSequences) -> tuple[Tensor, Tensor]:
         """Output, and float32[Q, heads], the log-sum-exp of each query's scores."""
         ...
 
     def backward(
-        self, query: Tensor, key: Tensor, value: Tensor, merged: Merged, stretches: Stretches
+        self, query: Tensor, key: Tensor, value: Tensor, merged: Merged, sequences: VarlenSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value: their part where `merged` is of more keys than these."""
         ...
@@ -82,17 +82,17 @@ def kernel_for(query: Tensor) -> Kernel | None:
 
 
 class CudaKernel:
-    """Flash attention as torch has it: one call for all stretches."""
+    """Flash attention as torch has it: one call for all sequences."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: VarlenSequences) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
-        sizes = _sizes(stretches, query.device)
-        options = 0.0, stretches.is_causal, False
-        output, total, *_ = _flash_forward(query, key, value, *sizes, *options, scale=stretches.scale)
+        sizes = _sizes(sequences, query.device)
+        options = 0.0, sequences.is_causal, False
+        output, total, *_ = _flash_forward(query, key, value, *sizes, *options, scale=sequences.scale)
         return output, total.t()
 
     def backward(
-        self, query: Tensor, key: Tensor, value: Tensor, merged: Merged, stretches: Stretches
+        self, query: Tensor, key: Tensor, value: Tensor, merged: Merged, sequences: VarlenSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
         # The kernel takes the log-sum-exps to lie row by row, and random numbers, which nothing reads without dropout.
@@ -104,22 +104,22 @@ class CudaKernel:
             value,
             merged.output,
             total,
-            *_sizes(stretches, query.device),
+            *_sizes(sequences, query.device),
             0.0,
-            stretches.is_causal,
+            sequences.is_causal,
             unused,
             unused,
-            scale=stretches.scale,
+            scale=sequences.scale,
         )
 
 
-def _sizes(stretches: Stretches, on: torch.device) -> tuple[Tensor, Tensor, int, int]:
-    """Bounds and longest stretch, of queries and keys."""
+def _sizes(sequences: VarlenSequences, on: torch.device) -> tuple[Tensor, Tensor, int, int]:
+    """Bounds and longest sequence, of queries and keys."""
     return (
-        _bounds(stretches.queries, on),
-        _bounds(stretches.keys, on),
-        max(stretches.queries),
-        max(stretches.keys),
+        _bounds(sequences.queries, on),
+        _bounds(sequences.keys, on),
+        max(sequences.queries),
+        max(sequences.keys),
     )
 
 
@@ -129,44 +129,44 @@ def _bounds(lengths: tuple[int, ...], on: torch.device) -> Tensor:
 
 
 class CpuKernel:
-    """One call for stretches of similar length: whole matrices of scores where these are small, else torch's tiles."""
+    """One call for sequences of similar length: whole matrices of scores where these are small, else torch's tiles."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, stretches: Stretches) -> tuple[Tensor, Tensor]:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: VarlenSequences) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
         precise = torch.promote_types(query.dtype, torch.float32)
         output, total = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=precise)
-        for queries, keys in _batches(stretches, query.device):
+        for queries, keys in _batches(sequences, query.device):
             inputs = queries.of(query), keys.of(key), keys.of(value)
             attend = whole_scores.forward if _is_small(queries, keys) else _tiled_forward
-            found = attend(*inputs, Scores(stretches.scale, stretches.is_causal))
+            found = attend(*inputs, Scores(sequences.scale, sequences.is_causal))
             for whole, each in zip((output, total), found, strict=True):
                 queries.put(whole, each)
         return output, total
 
     def backward(
-        self, query: Tensor, key: Tensor, value: Tensor, merged: Merged, stretches: Stretches
+        self, query: Tensor, key: Tensor, value: Tensor, merged: Merged, sequences: VarlenSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
         results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        for queries, keys in _batches(stretches, query.device):
+        for queries, keys in _batches(sequences, query.device):
             gradient, output, total = map(queries.of, merged)
             # Padding repeats a token, whose keys would be given the gradient again.
             gradient = gradient.masked_fill(~queries.is_real[..., None, None], 0)
             inputs = queries.of(query), keys.of(key), keys.of(value), gradient, output, total
             derive = whole_scores.backward if _is_small(queries, keys) else _tiled_backward
-            found = derive(*inputs, Scores(stretches.scale, stretches.is_causal))
+            found = derive(*inputs, Scores(sequences.scale, sequences.is_causal))
             for whole, each, places in zip(results, found, (queries, keys, keys), strict=True):
                 places.put(whole, each)
         return results
 
 
 class _Places:
-    """The tokens of N stretches, each padded to the longest by repeating its last."""
+    """The tokens of N sequences, each padded to the longest by repeating its last."""
 
     def __init__(self, starts: list[int], lengths: list[int], on: torch.device) -> None:
         self.longest = max(lengths)
         self._only = slice(starts[0], starts[0] + lengths[0]) if len(starts) == 1 else None
-        """One stretch is no copy."""
+        """One sequence is no copy."""
         self._index, self.is_real = padded_index(starts, lengths, on)
         """long[N, H] and bool[N, H]"""
 
@@ -189,11 +189,11 @@ def _is_small(queries: _Places, keys: _Places) -> bool:
     return queries.longest * keys.longest <= WHOLE_SCORES_UP_TO**2
 
 
-def _batches(stretches: Stretches, on: torch.device) -> Iterator[tuple[_Places, _Places]]:
-    """Queries and keys of stretches that are computed together."""
-    if stretches.is_causal:
-        # Padding comes after all tokens of a stretch, where the causal mask hides it.
-        for starts, lengths in batches_of_similar_length(list(accumulate(stretches.queries, initial=0))):
+def _batches(sequences: VarlenSequences, on: torch.device) -> Iterator[tuple[_Places, _Places]]:
+    """Queries and keys of sequences that are computed together."""
+    if sequences.is_causal:
+        # Padding comes after all tokens of a sequence, where the causal mask hides it.
+        for starts, lengths in batches_of_similar_length(list(accumulate(sequences.queries, initial=0))):
             together = [(starts, lengths)]
             if min(lengths) >= ALONE_FROM:
                 together = [([start], [length]) for start, length in zip(starts, lengths, strict=True)]
@@ -202,7 +202,7 @@ def _batches(stretches: Stretches, on: torch.device) -> Iterator[tuple[_Places, 
                 yield places, places
         return
     query = key = 0
-    for queries, keys in zip(stretches.queries, stretches.keys, strict=True):
+    for queries, keys in zip(sequences.queries, sequences.keys, strict=True):
         yield _Places([query], [queries], on), _Places([key], [keys], on)
         query, key = query + queries, key + keys
 

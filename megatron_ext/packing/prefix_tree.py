@@ -1,4 +1,4 @@
-"""Common beginnings of sequences: a tree of stretches, each of which is computed once in a micro-batch."""
+"""Common beginnings of sequences: a tree of nodes, each of which is computed once in a micro-batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -63,7 +63,7 @@ def common_tokens(a: bytes, b: bytes) -> int:
     return int(differs.argmax())
 
 
-class Stretch(NamedTuple):
+class PrefixNode(NamedTuple):
     """Tokens [start, stop) of each of the sequences [first, last), the same in all."""
 
     first: int
@@ -71,18 +71,18 @@ class Stretch(NamedTuple):
     start: int
     stop: int
     depth: int
-    """How many stretches are before it."""
+    """How many nodes are before it."""
 
 
-def stretches(lengths: Sequence[int], common: Sequence[int]) -> Iterator[Stretch]:
-    """The stretches of sequences in the order of their `Prefixes`; those after one in the tree follow it at once."""
+def prefix_nodes(lengths: Sequence[int], common: Sequence[int]) -> Iterator[PrefixNode]:
+    """The nodes of sequences in the order of their `Prefixes`; those after one in the tree follow it at once."""
     waiting = [(0, len(lengths), 0, 0)] if len(lengths) else []
     while waiting:
         first, last, start, depth = waiting.pop()
         stop = min(common[first + 1 : last], default=lengths[first])
-        is_stretch = stop > start if last - first == 1 else stop - start >= SHORTEST_PREFIX
-        if is_stretch:
-            yield Stretch(first, last, start, stop, depth)
+        is_node = stop > start if last - first == 1 else stop - start >= SHORTEST_PREFIX
+        if is_node:
+            yield PrefixNode(first, last, start, stop, depth)
             start, depth = stop, depth + 1
         if last - first > 1:
             waiting += [(*each, start, depth) for each in reversed(list(runs(common, first, last, stop + 1)))]
@@ -110,7 +110,7 @@ class Counted(NamedTuple):
 def count(lengths: Sequence[int], common: Sequence[int]) -> Counted:
     """Count sequences in the order of their `Prefixes`, and what several begin with once."""
     tokens = squares = 0
-    for _, _, start, stop, _ in stretches(lengths, common):
+    for _, _, start, stop, _ in prefix_nodes(lengths, common):
         tokens += stop - start
         squares += stop * stop - start * start
     return Counted(tokens, squares)

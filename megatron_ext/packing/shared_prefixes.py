@@ -1,7 +1,7 @@
-"""Tokens that sequences of a micro-batch begin with in common are computed once: a tree of stretches.
+"""Tokens that sequences of a micro-batch begin with in common are computed once: a tree of nodes.
 
-A stretch belongs to all sequences that go through it. Its tokens look at those of their own stretch and of the
-stretches before it in the tree; all else of a model sees each token of a stretch once.
+A node belongs to all sequences that go through it. Its tokens look at those of their own node and of the
+nodes before it in the tree; all else of a model sees each token of a node once.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_ext.packing.packing import MicroBatch, Part
-from megatron_ext.packing.prefix_tree import Prefixes, Stretch, stretches
+from megatron_ext.packing.prefix_tree import Prefixes, PrefixNode, prefix_nodes
 
 
 class Prefix(NamedTuple):
@@ -33,7 +33,7 @@ Level = tuple[Prefix, ...]
 class SharedPart(Part):
     """The tokens of a micro-batch, those that sequences begin with in common once: L of them.
 
-    `tokens` and `position_ids` are of these; `cu_seqlens` are the bounds of the stretches that lie end to end in them,
+    `tokens` and `position_ids` are of these; `cu_seqlens` are the bounds of the nodes that lie end to end in them,
     padding's included. `labels` and `asked` are those of the whole micro-batch: the last token of a prefix predicts the
     first of every continuation. `max_seqlen` is the length of the longest whole sequence.
     """
@@ -66,15 +66,15 @@ def share(micro_batch: MicroBatch, align: int) -> SharedPart:
     sequences = [each.numpy() for each in micro_batch.tokens[0, : bounds[-1]].split(lengths)]
     prefixes = Prefixes.of(sequences)
     in_order = prefixes.order.argsort()
-    tree = list(stretches(micro_batch.lengths.numpy()[in_order].tolist(), prefixes.common.tolist()))
+    tree = list(prefix_nodes(micro_batch.lengths.numpy()[in_order].tolist(), prefixes.common.tolist()))
     ends = np.cumsum([each.stop - each.start for each in tree], dtype=np.int64)
     tokens = int(ends[-1]) if tree else 0
     places, sources = np.zeros(micro_batch.tokens.shape[1], dtype=np.int64), np.zeros(tokens, dtype=np.int64)
-    for stretch, end in zip(tree, ends, strict=True):
-        own = np.arange(end - (stretch.stop - stretch.start), end)
-        for sequence in in_order[stretch.first : stretch.last]:
-            places[bounds[sequence] + stretch.start : bounds[sequence] + stretch.stop] = own
-        sources[own] = bounds[in_order[stretch.first]] + np.arange(stretch.start, stretch.stop)
+    for node, end in zip(tree, ends, strict=True):
+        own = np.arange(end - (node.stop - node.start), end)
+        for sequence in in_order[node.first : node.last]:
+            places[bounds[sequence] + node.start : bounds[sequence] + node.stop] = own
+        sources[own] = bounds[in_order[node.first]] + np.arange(node.start, node.stop)
     padding = -tokens % align if tokens else align
     source = torch.from_numpy(sources)
 
@@ -96,12 +96,12 @@ def share(micro_batch: MicroBatch, align: int) -> SharedPart:
     )
 
 
-def _levels(tree: Sequence[Stretch], ends: NDArray[np.int64]) -> tuple[Level, ...]:
+def _levels(tree: Sequence[PrefixNode], ends: NDArray[np.int64]) -> tuple[Level, ...]:
     firsts = [each.first for each in tree]
     levels: dict[int, list[Prefix]] = {}
-    for stretch, end in zip(tree, ends.tolist(), strict=True):
-        after = int(np.searchsorted(firsts, stretch.last))
+    for node, end in zip(tree, ends.tolist(), strict=True):
+        after = int(np.searchsorted(firsts, node.last))
         stop = int(ends[after - 1])
         if stop > end:
-            levels.setdefault(stretch.depth, []).append(Prefix(end - (stretch.stop - stretch.start), end, stop))
+            levels.setdefault(node.depth, []).append(Prefix(end - (node.stop - node.start), end, stop))
     return tuple(tuple(levels[depth]) for depth in sorted(levels))

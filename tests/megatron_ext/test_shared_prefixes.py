@@ -29,7 +29,7 @@ from megatron_ext.attention import prefix_attention as prefix_attention_module
 from megatron_ext.attention.attention import packed_causal_attention
 from megatron_ext.attention.prefix_attention import SharedSequences, _own, prefix_attention
 from megatron_ext.attention.rotary import rotate_by_position
-from megatron_ext.attention.varlen_kernels import CpuKernel, CudaKernel, Merged, Stretches
+from megatron_ext.attention.varlen_kernels import CpuKernel, CudaKernel, Merged, VarlenSequences
 from megatron_ext.forward import forward_backward, packed_sequences, predict_labels
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options.options import MegatronOptions
@@ -367,7 +367,7 @@ def test_branches_of_a_conversation_and_pairs_are_counted_as_they_are_packed() -
 
 def test_the_fused_kernel_takes_and_gives_what_the_one_for_cpus_does() -> None:
     """Shapes and types alone, by torch's own account of its kernel for CUDA; no GPU is needed for that."""
-    stretches = Stretches((40, 24), (16, 8), is_causal=False, scale=0.1)
+    stretches = VarlenSequences((40, 24), (16, 8), is_causal=False, scale=0.1)
     query, key, value = (torch.randn(length, heads, 64) for length, heads in ((64, 4), (24, 2), (24, 2)))
     results = []
     for kernel, place in ((CpuKernel(), "cpu"), (CudaKernel(), "meta")):

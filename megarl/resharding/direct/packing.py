@@ -47,8 +47,8 @@ def blocks(
             continue
         # Bytes that align the next piece are in a checksum within a group alone.
         for together in [[piece] for piece in pieces] if is_zero_copy else [pieces]:
-            stretches = list(_stretches(together, bucket, tensors, end, limit))
-            runs = _runs(stretches, limit) if bucket.device.type == "cpu" else [stretches]
+            ranges = list(_ranges(together, bucket, tensors, end, limit))
+            runs = _runs(ranges, limit) if bucket.device.type == "cpu" else [ranges]
             found += _blocks(list(runs), bucket)
     return found
 
@@ -89,8 +89,8 @@ def _one_after_the_other(
 
 
 @dataclass(frozen=True, slots=True)
-class _Stretch:
-    """A stretch of a bucket, and what becomes of it: it is copied, or quantised into, or it is there already."""
+class _BucketRange:
+    """A part of a bucket, and what becomes of it: it is copied, or quantised into, or it is there already."""
 
     start: int
     stop: int
@@ -107,9 +107,9 @@ class _Stretch:
         return self.view is not None and self.dtype is not None and not is_known(self.dtype, self.view)
 
 
-def _stretches(
+def _ranges(
     pieces: Iterable[Piece], bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, limit: int
-) -> Iterator[_Stretch]:
+) -> Iterator[_BucketRange]:
     """Cut the pieces, in the order of their bytes."""
     for piece in pieces:
         name, box = _place(piece, end)
@@ -134,19 +134,19 @@ def _in_place(piece: Piece, tensors: Mapping[str, Tensor], end: _End) -> Block:
     return Block(tensors[name][box.slices()].view(-1).view(torch.uint8), [], [], [])
 
 
-def _moved(name: str, whole: Tensor, start: int, dtype: torch.dtype, limit: int) -> Iterator[_Stretch]:
-    """The stretches of a local tensor that lies in the bucket in `dtype`, from `start` on."""
+def _moved(name: str, whole: Tensor, start: int, dtype: torch.dtype, limit: int) -> Iterator[_BucketRange]:
+    """The ranges of a local tensor that lies in the bucket in `dtype`, from `start` on."""
     elements = whole.numel() if is_known(dtype, whole) else limit // dtype.itemsize
     for part in parts(tuple(whole.shape), elements):
         stop = start + part.size * dtype.itemsize
-        yield _Stretch(start, stop, name, whole[part.slices()], dtype)
+        yield _BucketRange(start, stop, name, whole[part.slices()], dtype)
         start = stop
 
 
 def _quantised(
     name: str, whole: Tensor, piece: Piece, scales: PieceScales, bucket: Tensor, limit: int
-) -> Iterator[_Stretch]:
-    """The stretches of the codes, then that of the scales, which are written with the codes."""
+) -> Iterator[_BucketRange]:
+    """The ranges of the codes, then that of the scales, which are written with the codes."""
     number_format, shape = scales.number_format, piece.source_box.shape
     block = number_format.block_in(shape)
     codes = _packed(bucket, piece.offset_bytes, piece.dtype, shape)
@@ -159,9 +159,9 @@ def _quantised(
         stop = start + part.size * piece.dtype.itemsize
         rows = slice(part.start[0] // block[0], -(-part.stop[0] // block[0]))
         made = Quantised(name, whole[part.slices()], codes[part.slices()], there[rows], number_format)
-        yield _Stretch(start, stop, quantised=made)
+        yield _BucketRange(start, stop, quantised=made)
         start = stop
-    yield _Stretch(scales.offset_bytes, scales.offset_bytes + scales.size_bytes)
+    yield _BucketRange(scales.offset_bytes, scales.offset_bytes + scales.size_bytes)
 
 
 def _scales_type(scales: PieceScales) -> torch.dtype:
@@ -177,26 +177,26 @@ def _packed(bucket: Tensor, start: int, dtype: torch.dtype, shape: Shape) -> Ten
     return bucket[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-def _runs(stretches: Iterable[_Stretch], limit: int) -> Iterator[list[_Stretch]]:
+def _runs(ranges: Iterable[_BucketRange], limit: int) -> Iterator[list[_BucketRange]]:
     """Neighbours that together reach over `limit` bytes at most, or over any number if one pass is all they take."""
-    for takes_a_pass, neighbours in groupby(stretches, key=lambda each: each.takes_a_pass):
-        run: list[_Stretch] = []
-        for stretch in neighbours:
-            if run and takes_a_pass and stretch.stop - run[0].start > limit:
+    for takes_a_pass, neighbours in groupby(ranges, key=lambda each: each.takes_a_pass):
+        run: list[_BucketRange] = []
+        for part in neighbours:
+            if run and takes_a_pass and part.stop - run[0].start > limit:
                 yield run
                 run = []
-            run.append(stretch)
+            run.append(part)
         yield run
 
 
-def _blocks(runs: Sequence[Sequence[_Stretch]], bucket: Tensor) -> Iterator[Block]:
+def _blocks(runs: Sequence[Sequence[_BucketRange]], bucket: Tensor) -> Iterator[Block]:
     """Blocks that follow each other without gaps, so that the checksum is the same however they are cut."""
     stops = [run[0].start for run in runs[1:]] + [runs[-1][-1].stop]
     for run, stop in zip(runs, stops, strict=True):
         yield _block(run, bucket[run[0].start : stop], bucket)
 
 
-def _block(run: Sequence[_Stretch], memory: Tensor, bucket: Tensor) -> Block:
+def _block(run: Sequence[_BucketRange], memory: Tensor, bucket: Tensor) -> Block:
     packed, local, names = [], [], []
     for each in run:
         if each.view is not None and each.dtype is not None:
