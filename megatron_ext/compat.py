@@ -65,8 +65,9 @@ def install() -> None:
 def let_output_layer_go_without_apex() -> None:
     """`ColumnParallelLinear` refuses `gradient_accumulation_fusion` without apex, whose kernel its backward calls.
 
-    With Transformer Engine all layers fuse by its own kernels, and the one ColumnParallelLinear that is left, the
-    output layer, adds up its gradient itself (`log_probs`).
+    Transformer Engine's modules fuse by its own kernels, and the one ColumnParallelLinear that is left beside them, the
+    output layer, adds up its gradient itself (`log_probs`). Local modules get the option with apex alone
+    (`device_fields`).
     """
     layers._grad_accum_fusion_available = True
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster.ray.network_environment import RdmaPort, look_at
 from megarl.doctor.inventory import PACKAGES, installed_version
 from megarl.doctor.limits import Limits, limits_here
+from megarl.process.open_files import allow_many_open_files
 from megarl.process.rdma_devices import has_verbs
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ class NodeProbe:
     """An actor on a node."""
 
     def __init__(self, address: str) -> None:
+        # As every process of a run does.
+        allow_many_open_files()
         self._address = address
         self._listener: socket.socket | None = None
 

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 _MOUNTS = Path("/proc/self/mounts")
-_INCOHERENT = ("nfs", "nfs4", "ceph", "cifs", "smb3", "9p", "afs", "beegfs")
-"""Where a machine gives whole pages of a mapped file back, also what others have written there meanwhile."""
+_INCOHERENT = ("nfs", "nfs4", "ceph", "cifs", "smb3", "9p", "afs", "beegfs", "fuse")
+"""Types where a machine writes whole pages of a mapped file back, and so over what others wrote there meanwhile.
+
+Some programs that serve a `fuse` do, such as fuse.juicefs."""
 _COHERENT = ("lustre", "gpfs", "wekafs")
-_FUSE = "fuse."
-"""Begins the types of those that a program serves, which may be either."""
+"""Types of several machines where it does not."""
 
 
 def type_of(path: Path) -> str:
@@ -24,14 +25,13 @@ def type_of(path: Path) -> str:
 
 def is_shared(path: Path) -> bool:
     """Whether other machines may see a path."""
-    kind = type_of(path)
-    return kind in (*_INCOHERENT, *_COHERENT) or kind.startswith(_FUSE)
+    return _family(type_of(path)) in (*_INCOHERENT, *_COHERENT)
 
 
 def lost_in_export(folder: Path, machines: int) -> str | None:
     """Why processes of so many machines cannot map the files of an export together; None where they can."""
     kind = type_of(folder)
-    if machines < 2 or not (kind in _INCOHERENT or kind.startswith(_FUSE)):
+    if machines < 2 or _family(kind) not in _INCOHERENT:
         return None
     return (
         f"{folder} is on a file system of type {kind}, where"
@@ -39,3 +39,8 @@ def lost_in_export(folder: Path, machines: int) -> str | None:
         " (megarl export --megatron CHECKPOINT --out FOLDER), or move output_dir to another file system and start the"
         " same command with it"
     )
+
+
+def _family(kind: str) -> str:
+    """A type without that of the program: fuse of fuse.juicefs."""
+    return kind.partition(".")[0]

@@ -19,6 +19,8 @@ _LONGEST_SOCKET = 107
 _PREFIX = "megarl-"
 _MARKER = "held"
 _SEGMENTS = "megarl-segments"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+"""Names this machine, and its containers, until it is started again."""
 _SHARED_MEMORY = Path("/dev/shm")
 _SHORT = (Path("/tmp"), _SHARED_MEMORY)
 """Folders with room for sockets whose paths are too long below TMPDIR."""
@@ -92,6 +94,7 @@ def _hold(folder: Path) -> int:
     """Lock the marker before it has its name: one that nobody holds is that of a dead process."""
     unnamed = folder / f"{_MARKER}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
+    os.write(lock, _BOOT.read_bytes())
     # Without locks, as on some mounts of Lustre, nobody takes it for that of a dead process.
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -100,11 +103,15 @@ def _hold(folder: Path) -> int:
 
 
 def _remove_stale() -> None:
-    """Remove what nobody holds, but where other machines may: some file systems tell of the locks of this one alone."""
+    """Remove the folders of dead processes; on file systems of several machines those of this one alone.
+
+    There a lock may be seen on its own machine alone.
+    """
     for parent in {Path(tempfile.gettempdir()), *_SHORT}:
-        if is_shared(parent):
-            continue
+        of_several = is_shared(parent)
         for folder in parent.glob(f"{_PREFIX}*"):
+            if of_several and not _is_of_this_machine(folder):
+                continue
             if _is_ours(folder) and (lock := _take(folder / _MARKER)) is not None:
                 _remove(folder)
                 os.close(lock)
@@ -116,6 +123,14 @@ def _is_ours(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _is_of_this_machine(folder: Path) -> bool:
+    """Whether a folder was made here since the machine was started."""
+    try:
+        return (folder / _MARKER).read_text() == _BOOT.read_text()
+    except OSError:
+        return False
 
 
 def _take(marker: Path) -> int | None:

@@ -1,7 +1,7 @@
 """One rank of the trainer, built of the real modules in a world that is not there."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -95,7 +95,10 @@ def rehearse_rank(trained: TrainedModel, rank: int, size: MicroBatchSize) -> Reh
 
 def build(trained: TrainedModel, rank: int) -> MegatronModel:
     """The model of a rank, ready for its first step; see `TrainerWorker.build`."""
-    model = MegatronModel(read_architecture(trained.hf_config), trained.options, rank, head=trained.head)
+    # The modules here are local ones, whatever a run takes on its GPUs.
+    transformer = {name: value for name, value in trained.options.transformer.items() if name != "transformer_impl"}
+    options = replace(trained.options, transformer=transformer)
+    model = MegatronModel(read_architecture(trained.hf_config), options, rank, head=trained.head)
     names = model.module_names
     check_layout(model.local_tensors(), names, trained, trained.options.parallel.unsharded, rank)
     if trained.is_frozen:

@@ -144,8 +144,8 @@ class Checkpoints:
                 model.finish_save()
             keep_last, keep_every = self._config.keep_last, self._config.keep_every
             checkpoint_folder.commit(self._root, self._pending["step"], self._pending, keep_last, keep_every)
-        note_progress()
         self._pending = None
+        note_progress()
 
     def take_metrics(self) -> dict[str, float]:
         """How long saves have waited for the one before, since the last time."""

@@ -1,4 +1,4 @@
-"""Attention under context parallelism in plain torch: for CPU, and for GPUs without Transformer Engine.
+"""Attention under context parallelism in plain torch: for local modules, on a CPU and on GPUs.
 
 Every rank has the queries of its own two chunks of each sequence, and gets the keys and values of all ranks. A
 chunk looks at all chunks before it, and causally at itself.

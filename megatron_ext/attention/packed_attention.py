@@ -1,4 +1,4 @@
-"""Core attention of a GPTModel over packed sequences, in plain torch: for CPU, and GPUs without Transformer Engine."""
+"""Core attention of a GPTModel over packed sequences, in plain torch: for local modules, on a CPU and on GPUs."""
 
 import math
 from collections.abc import Callable

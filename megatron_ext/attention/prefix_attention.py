@@ -1,6 +1,6 @@
-"""Attention where common beginnings of sequences are there once: to the own stretch, and to the prefixes before it.
+"""Attention where common beginnings of sequences are there once: to the own node, and to the prefixes before it.
 
-Each part is one call of a kernel that takes stretches of several lengths, and gives the log-sum-exp of its scores, by
+Each part is one call of a kernel that takes sequences of several lengths, and gives the log-sum-exp of its scores, by
 which parts are merged into one softmax. Backward each part is given the output and log-sum-exp of the whole, and so
 finds its part of the gradient.
 """
@@ -45,7 +45,7 @@ class _Part(NamedTuple):
 
 @dataclass
 class SharedSequences(PackedSequences):
-    """Stretches of a `SharedPart`, end to end, for every layer.
+    """Nodes of a `SharedPart`, end to end, for every layer.
 
     Example: SharedSequences(bounds=part.bounds, levels=part.levels)
     """
@@ -58,7 +58,7 @@ class SharedSequences(PackedSequences):
 
     @cached_property
     def parts(self) -> list[_Part]:
-        """The parts that attention is made of, the same in every layer: own stretches, then the prefixes of a level."""
+        """The parts that attention is made of, the same in every layer: own nodes, then the prefixes of a level."""
         own = _own(self.bounds)
         behind = [
             _Part.of(
@@ -80,7 +80,7 @@ def prefix_attention(
     softcap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal self-attention of stretches that lie end to end, each token also to the prefixes before it.
+    """Causal self-attention of nodes that lie end to end, each token also to the prefixes before it.
 
     Shapes are those of `packed_causal_attention`. Memory is linear in the number of tokens; it is quadratic in those of
     a tree with `dropout`, `softcap` or `window`, and on devices without a kernel.
@@ -102,7 +102,7 @@ def _own(bounds: Sequence[int]) -> list[Place]:
 
 
 class _OwnAndPrefixes(torch.autograd.Function):
-    """Attention causally to a token's own stretch, and to each prefix before it, in one softmax."""
+    """Attention causally to a token's own node, and to each prefix before it, in one softmax."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -159,7 +159,7 @@ def _by_place(places: Sequence[Place], *values: Tensor) -> Iterator[tuple[Any, .
 
 
 def _trees(bounds: Sequence[int], levels: Sequence[Level]) -> Iterator[tuple[int, int, Tensor]]:
-    """Each tree of stretches: its place, and bool[L, L] whether a query, the row, sees a key."""
+    """Each tree of nodes: its place, and bool[L, L] whether a query, the row, sees a key."""
     own = _own(bounds)
     roots = [(each.start, each.stop) for each in levels[0]] if levels else []
     inside = {place for place in own for start, stop in roots if start <= place[0] < stop}

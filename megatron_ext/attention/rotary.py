@@ -1,4 +1,4 @@
-"""Rotary frequencies of packed sequences: tables of few lengths, and rows where a shared prefix is before a stretch."""
+"""Rotary frequencies of packed sequences: tables of few lengths, and rows where a shared prefix is before a node."""
 
 from dataclasses import dataclass
 from typing import Any

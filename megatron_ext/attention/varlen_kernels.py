@@ -61,7 +61,7 @@ class Kernel(Protocol):
 
 
 def merge(output: Tensor, total: Tensor, of_others: Tensor, total_of_others: Tensor) -> None:
-    """Make `output` [..., width] of queries, in place, what it is of other keys, too: one softmax of all scores.
+    """Merge, in place, the attention `output` [..., width] of queries with that to other keys: one softmax over both.
 
     Each has the log-sum-exps [...] of its scores; `total` becomes that of all. Backward each part is given the merged
     ones, and so finds its part of the gradient of the whole.

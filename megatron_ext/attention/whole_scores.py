@@ -1,4 +1,4 @@
-"""Attention by whole matrices of scores: on a CPU, short stretches take a third of the time of small tiles.
+"""Attention by whole matrices of scores: on a CPU, short sequences take a third of the time of small tiles.
 
 The scores are made again on the way back, as a kernel in tiles does: nothing quadratic in the length stays in between.
 Shapes are `query` [N, Q, heads, width], `key` [N, K, groups, width] and `value` [N, K, groups, v_width], with heads a

@@ -129,7 +129,7 @@ def transformer_config(
         "mtp_num_layers": architecture.mtp_layers or None,
     }
     if shared_prefixes:
-        # The fused kernels count positions from the bound of each stretch.
+        # The fused kernels count positions from the bound of each node.
         fixed["apply_rope_fusion"] = False
     _check_overrides(config_class, fixed, overrides, implementation)
     try:

@@ -1,4 +1,4 @@
-"""Normalisation in plain torch, for CPU and for GPUs without Transformer Engine."""
+"""Normalisation in plain torch: for local modules, on a CPU and on GPUs."""
 
 from typing import Any
 

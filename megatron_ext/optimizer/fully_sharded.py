@@ -34,7 +34,7 @@ def wrap_fully_sharded(chunk: torch.nn.Module, fields: Mapping[str, Any]) -> Ful
     """Cut the parameters of `chunk`, which are the whole ones until then; `fields` are of its configuration."""
     compat.shard_on_this_device(wrapper)
     config = DistributedDataParallelConfig(**{**fields, "use_distributed_optimizer": False})
-    # By default a local ColumnParallelLinear, too, which lies in a layer that is cut already.
+    # By default RotaryEmbedding, too, and beside modules of Transformer Engine the output layer, which is cut with all.
     wrapped = FullySharded(chunk.config, config, chunk, sub_modules_to_wrap={TransformerLayer, LanguageModelEmbedding})
     for module in _sharded_modules(chunk):
         # The weights of the loss hold the denominator of the global batch: gradients are summed.

@@ -13,6 +13,7 @@ from megatron_ext import device
 TRANSFORMER_ENGINE = "transformer_engine"
 """Value of `transformer_impl` for the modules of Transformer Engine; `LOCAL` is for megatron-core's own."""
 LOCAL = "local"
+_APEX = "fused_weight_gradient_mlp_cuda"
 _EXTENSION = "megatron.core.extensions.transformer_engine"
 _NEED_TRANSFORMER_ENGINE = (
     "apply_rope_fusion",
@@ -32,8 +33,6 @@ def chosen_implementation(fields: Mapping[str, Any]) -> str:
     is_there = device.has_transformer_engine()
     usual = TRANSFORMER_ENGINE if is_there else LOCAL
     chosen = str(fields.get("transformer_impl") or usual)
-    if chosen not in (LOCAL, TRANSFORMER_ENGINE):
-        raise UserError(f"megatron.transformer_impl={chosen} is not supported; use {LOCAL} or {TRANSFORMER_ENGINE}")
     if chosen == TRANSFORMER_ENGINE and not is_there:
         raise UserError(
             f"megatron.transformer_impl={chosen} needs Transformer Engine on a GPU, which is not here: use {LOCAL}"
@@ -46,6 +45,8 @@ def required_fields(implementation: str) -> dict[str, Any]:
     if implementation == TRANSFORMER_ENGINE:
         return {"moe_grouped_gemm": True}
     without_kernels: dict[str, Any] = dict.fromkeys(_NEED_TRANSFORMER_ENGINE, False)
+    if not _is_there(_APEX):
+        without_kernels["gradient_accumulation_fusion"] = False
     if device.backend() == "nccl":
         return without_kernels
     return {
@@ -76,7 +77,7 @@ class _TrainingDefault:
     suits: Callable[[Mapping[str, Any]], bool] = lambda _fields: True
 
     def is_there(self, implementation: str) -> bool:
-        """Whether modules of this `implementation` find one of `needs`; only its own use Transformer Engine."""
+        """Whether modules of this `implementation` find one of `needs`; its own alone use Transformer Engine's."""
         is_own = implementation == TRANSFORMER_ENGINE
         return any(_is_there(each) for each in self.needs if is_own or not each.startswith(_EXTENSION))
 
@@ -98,7 +99,7 @@ def _is_swiglu(fields: Mapping[str, Any]) -> bool:
 _TRAINING_DEFAULTS = (
     _TrainingDefault(
         "gradient_accumulation_fusion",
-        (f"{_EXTENSION}:HAVE_TE", "fused_weight_gradient_mlp_cuda"),
+        (f"{_EXTENSION}:HAVE_TE", _APEX),
     ),
     _TrainingDefault(
         "apply_rope_fusion",

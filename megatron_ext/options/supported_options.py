@@ -139,6 +139,7 @@ REFUSED: Mapping[str, Refusal] = {
     "cache_mla_latents": Refusal(_INFERENCE),
     "use_inference_optimized_layers": Refusal(_INFERENCE),
     "inference_fuse_tp_communication": Refusal(_INFERENCE),
+    "transformer_impl": Refusal(_INFERENCE, (None, "local", "transformer_engine")),
     **REFUSED_IN_SOME_VERSIONS,
 }
 
@@ -190,7 +191,6 @@ TESTED: Mapping[str, str] = {
     "check_for_nan_in_grad": "megatron_ext/test_gradient_norm.py",
     "use_distributed_optimizer": "megarl/test_losses_on_ranks.py",
     "use_torch_fsdp2": "megatron_ext/test_fully_sharded.py",
-    "transformer_impl": "megatron_ext/test_device_fields.py",
     "recompute_granularity": "megatron_ext/test_recompute.py",
     "recompute_method": "megatron_ext/test_recompute.py",
     "recompute_num_layers": "megatron_ext/test_recompute.py",

@@ -131,7 +131,7 @@ class _Dealer:
                 low = middle + 1
             else:
                 high, bins = middle, tried
-        # Stretches of one item may be too short to be shared once those of another lie before them.
+        # Nodes of one item may be too short to be shared once those of another lie before them.
         while high < most and any(self.counter(each).tokens > self.max_tokens for each in bins):
             high += 1
             bins = fill(high) or bins

@@ -153,7 +153,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class MicroBatch(Part):
-    """Packed sequences as `GPTModel` takes them: the part that is all, of T' tokens with the alignment's padding.
+    """Packed sequences as `GPTModel` takes them: a Part that has all T' tokens, the padding of the alignment included.
 
     Index i predicts the token at i + 1 of the same sequence: that token is label i, and index i of a field is the
     value that belongs to that token. Where there is no next token (`targets` False: the last of each sequence, and

@@ -77,7 +77,7 @@ class Families:
         yield from (sorted(self._units[slice(*each)]) for each in together)
 
     def _subtrees(self, first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
-        """The largest subtrees below the stretch that [first, last) begin with that have at most so many tokens."""
+        """The largest subtrees below the node that [first, last) begin with that have at most so many tokens."""
         for below in runs(self._common, first, last, self._before(first, last) + SHORTEST_PREFIX):
             if below[1] - below[0] == 1 or self._tokens_between(*below) <= most:
                 yield below

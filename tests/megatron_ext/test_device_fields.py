@@ -30,6 +30,8 @@ WITH_KERNELS = {*PLAIN, "gradient_accumulation_fusion", "apply_rope_fusion"}
 @pytest.fixture
 def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    # Apex's kernel, where it is installed.
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", None)
 
 
 @pytest.fixture
@@ -96,8 +98,11 @@ def test_local_modules_may_be_chosen_beside_transformer_engine(kernels):
     assert module_names(config(transformer_impl="local")) == "local"
     with pytest.raises(UserError, match=r"^megatron\.fp8=hybrid needs the modules of Transformer Engine"):
         config(transformer_impl="local", fp8="hybrid")
-    with pytest.raises(UserError, match=r"^megatron\.transformer_impl=inference_optimized is not supported; use local"):
+    with pytest.raises(UserError, match=r"^megatron\.transformer_impl=inference_optimized is not supported: "):
         config(transformer_impl="inference_optimized")
+    # Its check passes where Transformer Engine is, and the kernel is apex's.
+    with pytest.raises(UserError, match="gradient_accumulation_fusion is True, but here it must be False"):
+        config(transformer_impl="local", gradient_accumulation_fusion=True)
 
 
 def test_modules_that_are_not_there_are_refused():

@@ -26,7 +26,7 @@ class Rewards(Enum):
 
     ANY = "any rewards"
     NOT_NEGATIVE = "rewards of at least 0"
-    """With all that is taken off them token by token, as a KL is."""
+    """Also after what is subtracted token by token, such as a KL."""
     OUTCOMES = "outcomes from 0 to 1"
 
 
@@ -124,7 +124,7 @@ class Estimator:
     whitened: bool = False
     """Whether its advantages of tokens are brought to mean 0 and variance 1 over the tokens of the batch afterwards."""
     rewards: Rewards = Rewards.ANY
-    """Others end the run, so that a configuration which makes some is refused."""
+    """With any other reward the run ends; configurations that make such rewards are refused at the start."""
     single_branch: bool = False
     """Whether it adds up rewards of tokens to the end of a response, which must then have one end."""
 

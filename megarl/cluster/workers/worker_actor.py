@@ -28,7 +28,7 @@ class WorkerActor:
 
     def __init__(self, log: Path, shared_gpus: Sequence[str] | None = None) -> None:
         """Without `shared_gpus` the process has the GPUs that Ray gives it."""
-        # Ray was not started by this project on every cluster, and each connection of a rank is an open file.
+        # Where others started Ray, the limit may be low, and each connection of a rank is an open file.
         allow_many_open_files()
         self._object: Any = None
         self._profiler: Any = None

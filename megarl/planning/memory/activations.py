@@ -134,9 +134,9 @@ def _attention(
 
 
 def _keys_before(ranks: int) -> float:
-    """Keys of other ranks, in units of its own, that a rank of plain context parallelism keeps for its two stretches.
+    """Keys of other ranks, in units of its own, that a rank of plain context parallelism keeps for its two chunks.
 
-    Rank r has stretches r and 2 `ranks` - 1 - r, and as many stretches come before them.
+    Rank r has chunks r and 2 `ranks` - 1 - r, and as many chunks come before them.
     """
     return (2 * ranks - 1) / 2 if ranks > 1 else 0.0
 

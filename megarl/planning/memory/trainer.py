@@ -9,6 +9,7 @@ from converters.dtypes import dtype_name
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.memory.activations import (
     FUSED,
+    PLAIN,
     Kernels,
     Recompute,
     kept_by_layer,
@@ -58,6 +59,7 @@ class TrainingOptions:
         away = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
         return cls(
             recompute=Recompute.of(megatron),
+            kernels=PLAIN if megatron.get("transformer_impl") == "local" else FUSED,
             weight_bytes=_WIDTHS[dtype],
             gradient_bytes=_FLOAT32 if megatron.get("grad_reduce_in_fp32", True) else _WIDTHS[dtype],
             optimizer_bytes=(main + moments) * (1 - away),

@@ -319,7 +319,7 @@ def test_nobody_is_asked_for_anything_while_it_is_counted_how_long_engines_were_
         asking.join()
         return 0.0
 
-    with mock.patch.object(engine_handle.time, "monotonic", now):
+    with mock.patch.object(engine_handle, "time", SimpleNamespace(monotonic=now)):
         idle_s = played.router.take_idle_s()
     assert len(idle_s) == ENGINES
     assert could_ask == [False] * ENGINES

@@ -56,14 +56,16 @@ def node(tmp_path_factory):
     address = f"127.0.0.1:{(port := free_port())}"
     words = [str(FEW_FILES), "node", address, "--head", "n1"]
     task = subprocess.Popen([sys.executable, "-c", _NODE, *words], env=environment, start_new_session=True)
-    deadline = time.monotonic() + 120
-    while not listens("127.0.0.1", port, 1.0):
-        assert task.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    yield psutil.Process(task.pid), address, environment
-    task.send_signal(signal.SIGUSR2)
-    assert task.wait(60) == 0
+    try:
+        deadline = time.monotonic() + 120
+        while not listens("127.0.0.1", port, 1.0):
+            assert task.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield psutil.Process(task.pid), address, environment
+    finally:
+        task.send_signal(signal.SIGUSR2)
+        assert task.wait(60) == 0
 
 
 def test_rays_own_processes_may_have_many_files_open(node):

@@ -21,6 +21,7 @@ def runs(tmp_path, monkeypatch):
         f"fast {tmp_path}/my\\040runs/fast lustre rw 0 0",
         f"10.0.0.1:/ {tmp_path}/my\\040runs/ceph ceph rw 0 0",
         f"juice {tmp_path}/my\\040runs/fuse fuse.juicefs rw 0 0",
+        f"bucket {tmp_path}/my\\040runs/s3 fuse rw 0 0",
     )
     mounts.write_text("\n".join(lines) + "\n")
     monkeypatch.setattr(file_system, "_MOUNTS", mounts)
@@ -49,7 +50,9 @@ def ranks_on(*nodes: str) -> SimpleNamespace:
     return SimpleNamespace(_seats=seats, call=lambda *words: called.append(words), called=called)
 
 
-@pytest.mark.parametrize(("folder", "kind"), [("", "nfs4"), ("ceph", "ceph"), ("fuse", r"fuse\.juicefs")])
+@pytest.mark.parametrize(
+    ("folder", "kind"), [("", "nfs4"), ("ceph", "ceph"), ("fuse", r"fuse\.juicefs"), ("s3", "fuse")]
+)
 def test_an_export_that_machines_would_lose_parts_of_is_refused_before_a_byte_is_written(runs, folder, kind):
     group = ranks_on("a", "a", "b")
     for export in (

@@ -126,7 +126,10 @@ def test_what_a_killed_run_left_goes_with_the_next(other, segment):
         assert not segment.exists()
 
 
-def test_on_a_file_system_of_several_machines_nobody_is_taken_for_dead(other, tmp, tmp_path_factory, monkeypatch):
+@pytest.mark.parametrize("is_here", [True, False])
+def test_on_a_file_system_of_several_machines_no_other_is_taken_for_dead(
+    other, tmp, tmp_path_factory, monkeypatch, is_here
+):
     """Some say of locks what this machine has alone."""
     mounts = tmp_path_factory.mktemp("kernel") / "mounts"
     mounts.write_text(f"overlay / overlay rw 0 0\nfast {tmp} lustre rw,localflock 0 0\n")
@@ -134,9 +137,11 @@ def test_on_a_file_system_of_several_machines_nobody_is_taken_for_dead(other, tm
     process, folder = other
     process.kill()
     process.wait()
+    if not is_here:
+        (folder / "held").write_text("f3a1c7e2-0000-4000-8000-000000000000\n")
     with scratch_folder() as own:
         assert own.parent == tmp
-        assert folder.exists()
+        assert folder.exists() != is_here
 
 
 def test_without_locks_there_is_one_all_the_same(tmp, monkeypatch):
