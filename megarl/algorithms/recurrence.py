@@ -28,9 +28,9 @@ Values = Tensor | Callable[[slice], Tensor]
 """Finite float[T], or what gives those of a slice of the T tokens."""
 
 
-def prefix_sums(values: Values, responses: Ragged) -> Tensor:
-    """The sum over k <= t of x_k within the response of t: finite float[T] to [T]."""
-    return _sums(_given(values), responses.tokens, _cuts(responses), 1.0, _FORWARD)
+def prefix_sums(values: Values, responses: Ragged, decay: float = 1.0) -> Tensor:
+    """The sum over k <= t of decay^(t-k) x_k within the response of t: finite float[T] to [T]."""
+    return _sums(_given(values), responses.tokens, _cuts(responses), decay, _FORWARD)
 
 
 def suffix_sums(values: Values, responses: Ragged, decay: float = 1.0) -> Tensor:

@@ -15,7 +15,7 @@ from megarl.tracking.clock import Clock
 
 def test_prompts_that_teach_nothing_are_replaced_by_as_many_others(scorer) -> None:
     job = job_of(scorer, Answers("00", "11", "01", "10", "00", "20"), dynamic_sampling=True)
-    sampled, groups, rollouts = sample(job, Clock())
+    sampled, groups = sample(job, Clock())
     metrics = job.rollouts.metrics()
     assert (metrics["schedule/dropped_equal"], metrics["schedule/dropped_unscored"]) == (3, 0)
     assert (metrics["schedule/length_sampled"], metrics["schedule/length_trained"]) == (1, 1)
@@ -23,7 +23,7 @@ def test_prompts_that_teach_nothing_are_replaced_by_as_many_others(scorer) -> No
     assert [group.ordinal for group in groups] == [2, 3, 5]
     assert [group.rewards for group in groups] == [[0, 1], [1, 0], [2, 0]]
     assert [group.ordinal for group in sampled] == [0, 1, 2, 3, 4, 5]
-    assert rollouts == 2
+    assert metrics["groups/rounds"] == 2
     assert len({request.sampling.seed for call in job.engines.calls for request in call}) == 6
 
 

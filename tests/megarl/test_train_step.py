@@ -9,9 +9,9 @@ from megarl.tracking.clock import Clock
 def test_one_rollout_gives_every_drawn_prompt_its_samples(scorer) -> None:
     job = job_of(scorer, Answers("10", "11", "00", "31"), prompts_per_step=2)
     for ordinals in ((0, 1), (2, 3)):
-        sampled, groups, rollouts = sample(job, Clock())
+        sampled, groups = sample(job, Clock())
         assert sampled == groups
-        assert rollouts == 1
+        assert job.rollouts.metrics()["groups/rounds"] == 1
         assert [(group.ordinal, group.prompt.index) for group in groups] == [(each, each) for each in ordinals]
     assert [group.rewards for group in groups] == [[0, 0], [3, 1]]
     assert [each.turns[0].prompt_ids.tolist() for group in groups for each in group.trajectories] == [
@@ -47,7 +47,7 @@ def test_the_same_prompt_in_another_epoch_and_another_run_has_another_seed(score
 
 def test_the_greedy_baseline_has_the_score_of_the_model_as_the_others_have(scorer) -> None:
     job = job_of(scorer, Answers("10", "11", "00"), reward_model=TenTimesTheToken(), advantage="remax")
-    _, groups, _ = sample(job, Clock())
+    _, groups = sample(job, Clock())
     assert [group.rewards for group in groups] == [[11, 0], [11, 11], [0, 0]]
     assert [group.baseline.reward for group in groups] == [22, 22, 22]
     ((*sampled, _, _, _),) = ([request.sampling.temperature for request in call] for call in job.engines.calls)
