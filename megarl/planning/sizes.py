@@ -28,7 +28,7 @@ def trainer_sizes(
 
     Raises UserError where the model or the ranks cannot be cut like that.
     """
-    first, last = _ends(architecture.num_layers, pipeline)
+    first, last = stage_ends(architecture.num_layers, pipeline)
     sizes = ParallelSizes(
         world_size=world,
         tensor_model_parallel_size=tensor,
@@ -44,8 +44,8 @@ def trainer_sizes(
     return sizes
 
 
-def _ends(layers: int, stages: int) -> tuple[int | None, int | None]:
-    """Layers of the first and the last stage, None where all stages have as many."""
+def stage_ends(layers: int, stages: int) -> tuple[int | None, int | None]:
+    """The layers of the first and the last stage, None where all stages have as many."""
     if layers % stages == 0:
         return None, None
     middle = ceil(layers / stages)

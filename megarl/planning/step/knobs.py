@@ -1,14 +1,13 @@
 """Which knob moves a step most: each size doubled and halved, and what it does to seconds and memory."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from converters.errors import UserError
 from converters.layouts.megatron import check_divisible
-from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.refit import engine_sizes
-from megarl.planning.sizes import trainer_sizes
+from megarl.planning.sizes import stage_ends
 from megarl.planning.step.prediction import PlannedStep, StepPrediction
 
 
@@ -17,7 +16,7 @@ class Turned:
     """A knob that was turned."""
 
     name: str
-    """Example: "--tp 8", as the command takes it."""
+    """All that is turned, on the same GPUs, as the command takes it. Example: "--engine-tp 8 --replicas 4"."""
     prediction: StepPrediction
 
 
@@ -34,19 +33,30 @@ def turned_knobs(step: PlannedStep) -> list[Turned]:
 
 
 _Change = Callable[[], PlannedStep]
+_TRAINER_SIZES = {
+    "--tp": "tensor_model_parallel_size",
+    "--pp": "pipeline_model_parallel_size",
+    "--cp": "context_parallel_size",
+    "--ep": "expert_model_parallel_size",
+}
+_ENDS = {
+    "--decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
+    "--decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
+}
+"""Options of sizes, and their fields in `ParallelSizes`."""
 
 
 def _changes(step: PlannedStep) -> Iterator[tuple[str, _Change]]:
     """Each knob by its option, and the step in which it is turned."""
     work, recompute = step.workload, step.training.recompute
-    sizes = trainer_names(step.refit.trainer)
-    for name, size in sizes.items():
-        for value in (2 * size, size // 2):
-            if value:
-                yield f"--{name} {value}", partial(_with_trainer, step, {**sizes, name: value})
+    for option, name in _TRAINER_SIZES.items():
+        for value in _doubled_and_halved(getattr(step.refit.trainer, name)):
+            fields = {name: value, **(_moved_ends(step, value) if option == "--pp" else {})}
+            said = "".join(f" {end} {fields[field]}" for end, field in _ENDS.items() if field in fields)
+            yield f"{option} {value}{said}", partial(_with_trainer, step, fields)
     yield from _engine_changes(step)
-    for value in (2 * work.max_tokens_per_micro_batch, work.max_tokens_per_micro_batch // 2):
-        portions = replace(work, max_tokens_per_micro_batch=max(1, value))
+    for value in _doubled_and_halved(work.max_tokens_per_micro_batch):
+        portions = replace(work, max_tokens_per_micro_batch=value)
         yield f"--micro-batch-tokens {value}", partial(replace, step, workload=portions)
     again = replace(step.training, recompute=replace(recompute, is_full=not recompute.is_full))
     yield f"--recompute {'none' if recompute.is_full else 'full'}", partial(replace, step, training=again)
@@ -54,35 +64,36 @@ def _changes(step: PlannedStep) -> Iterator[tuple[str, _Change]]:
         yield "--staleness 1", partial(replace, step, staleness=1)
 
 
-def _with_trainer(step: PlannedStep, sizes: Mapping[str, int]) -> PlannedStep:
-    """The same ranks, cut in another way."""
-    refit = step.refit
-    trainer = trainer_sizes(
-        *(refit.architecture, refit.trainer.world_size, sizes["tp"], sizes["pp"], sizes["cp"], sizes["ep"]),
-        fully_sharded=refit.trainer.use_torch_fsdp2,
-    )
-    return replace(step, refit=replace(refit, trainer=trainer))
+def _doubled_and_halved(size: int) -> list[int]:
+    return [value for value in (2 * size, size // 2) if value]
 
 
-def trainer_names(parallel: ParallelSizes) -> Mapping[str, int]:
-    """The trainer's sizes by the names of the options."""
-    return {
-        "tp": parallel.tensor_model_parallel_size,
-        "pp": parallel.pipeline_model_parallel_size,
-        "cp": parallel.context_parallel_size,
-        "ep": parallel.expert_model_parallel_size,
-    }
+def _moved_ends(step: PlannedStep, stages: int) -> dict[str, int]:
+    """The layers of the first and the last of so many stages, where they are not what the command would take anyway."""
+    trainer, layers = step.refit.trainer, step.refit.architecture.num_layers
+    moved = zip(_ENDS.values(), stage_ends(layers, stages), strict=True)
+    # An end that was given is unset by no option, but may be as the other stages.
+    return {name: size or layers // stages for name, size in moved if stages > 1 and getattr(trainer, name) != size}
+
+
+def _with_trainer(step: PlannedStep, fields: dict[str, int]) -> PlannedStep:
+    """The same ranks, with these sizes alone changed."""
+    trainer = replace(step.refit.trainer, **fields)
+    check_divisible(step.refit.architecture, trainer)
+    return replace(step, refit=replace(step.refit, trainer=trainer))
 
 
 def _engine_changes(step: PlannedStep) -> Iterator[tuple[str, _Change]]:
     engine, gpus = step.refit.engine, step.refit.destinations
     tensor = engine.tensor_model_parallel_size
     expert = engine.expert_model_parallel_size if engine.expert_model_parallel_size > 1 else None
-    others = [(f"--engine-tp {value}", value, expert) for value in (2 * tensor, tensor // 2) if value]
+    others = [(f"--engine-tp {value}", value, expert) for value in _doubled_and_halved(tensor)]
     if step.refit.architecture.num_experts and expert is None and tensor > 1:
         others.append((f"--engine-ep {tensor}", tensor, tensor))
     for name, new_tensor, new_expert in others:
-        yield name, partial(_with_engine, step, gpus, new_tensor, new_expert)
+        replicas = gpus // (new_expert or new_tensor)
+        said = f" --replicas {replicas}" if replicas != step.refit.replicas else ""
+        yield name + said, partial(_with_engine, step, gpus, new_tensor, new_expert)
     if step.refit.engine_dtype == "bf16":
         yield "--engine-dtype fp8", partial(_in_fp8, step)
 

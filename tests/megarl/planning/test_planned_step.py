@@ -125,9 +125,31 @@ def test_the_knob_that_saves_most_comes_first() -> None:
     knobs = turned_knobs(step)
     names, seconds = [each.name for each in knobs], [each.prediction.step_seconds for each in knobs]
     assert seconds == sorted(seconds)
-    assert {"--tp 4", "--tp 1", "--pp 2", "--ep 2", "--engine-tp 4", "--recompute full"} <= {*names}
+    assert {"--tp 4", "--tp 1", "--pp 2", "--ep 2", "--engine-tp 4 --replicas 4", "--recompute full"} <= {*names}
     turned = knobs[names.index("--pp 2")].prediction.step.refit.trainer
     assert (turned.pipeline_model_parallel_size, turned.world_size) == (2, 16)
+
+
+def test_a_knob_turns_what_its_name_says_and_nothing_else() -> None:
+    step = small_step(
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=4,
+        virtual_pipeline_model_parallel_size=2,
+        expert_tensor_parallel_size=2,
+        num_layers_in_first_pipeline_stage=2,
+        num_layers_in_last_pipeline_stage=2,
+    )
+    step = replace(step, workload=replace(step.workload, max_tokens_per_micro_batch=1))
+    knobs = {each.name: each.prediction.step for each in turned_knobs(step)}
+    trainer = step.refit.trainer
+    assert knobs["--ep 2"].refit.trainer == replace(trainer, expert_model_parallel_size=2)
+    assert "--micro-batch-tokens 0" not in knobs
+    # Sixteen layers: stages of as many need no layers of their own at the ends, but those of the base are given.
+    even = "--pp 2 --decoder-first-pipeline-num-layers 8 --decoder-last-pipeline-num-layers 8"
+    ends = {"num_layers_in_first_pipeline_stage": 8, "num_layers_in_last_pipeline_stage": 8}
+    assert knobs[even].refit.trainer == replace(trainer, pipeline_model_parallel_size=2, **ends)
+    engines = knobs["--engine-tp 4 --replicas 4"].refit
+    assert (engines.engine.tensor_model_parallel_size, engines.replicas) == (4, 4)
 
 
 def test_collectives_are_as_fast_as_the_slowest_way() -> None:
