@@ -21,7 +21,7 @@ _SHORT_LIST = 6
 
 @dataclass
 class FallenOut:
-    """Candidates that lack memory, or are none that a run can have."""
+    """Candidates that lack memory, or are none that a run can have, beside the number of those that fit."""
 
     who: str
     count: int = 0
@@ -32,6 +32,7 @@ class FallenOut:
     """Further candidates, with more data-parallel parts than there are responses."""
     unserved: int = 0
     """Further candidates, which no run takes: see `PlannedRefit.check_served`."""
+    fitting: int = 0
 
     def add(self, lacking: int, name: str) -> None:
         """Count one that lacks so many bytes."""
@@ -68,6 +69,8 @@ def search(template: PlannedStep, gpus: int) -> Proposal:
     They are shared where its trainer and engines are colocated, else split. Raises UserError where nothing fits, with
     what the nearest candidates lack.
     """
+    if gpus == 1 and not template.refit.colocated:
+        raise UserError("trainer and engines need a GPU each, and --gpus is 1: give 2 or more, or --colocated")
     lacking = FallenOut("the trainer"), FallenOut("an engine")
     found: list[StepPrediction] = []
     fitting = 0
@@ -75,15 +78,19 @@ def search(template: PlannedStep, gpus: int) -> Proposal:
         trainers = _fitting_trainers(template, trainer_gpus, lacking[0])
         engines = _fitting_engines(template, engine_gpus, lacking[1])
         fitting += len(trainers) * len(engines)
+        lacking[0].fitting += len(trainers)
+        lacking[1].fitting += len(engines)
         found.extend(_together(trainers, engines))
-    if not found and lacking[0].idle and not lacking[0].count:
+    if not found and lacking[0].idle and not lacking[0].count and not lacking[0].fitting:
         raise UserError(
             f"no trainer on {gpus} GPUs has responses for all of its ranks: a step has"
             f" {template.workload.responses}, in {say_count(template.workload.updates, 'update')}; give fewer GPUs, or"
             " more --prompts or --samples"
         )
     if not found:
-        reasons = "; ".join(filter(None, (each.say() for each in lacking))) or "the model cannot be cut over them"
+        # Where one of the two fits nowhere, the other is not in the way.
+        in_the_way = [each for each in lacking if not each.fitting] or lacking
+        reasons = "; ".join(filter(None, (each.say() for each in in_the_way))) or "the model cannot be cut over them"
         raise UserError(
             f"nothing fits on {gpus} GPUs: {reasons}; give more GPUs, GPUs with more memory, or lower"
             " --micro-batch-tokens"

@@ -71,6 +71,20 @@ def test_more_gpus_than_a_step_has_work_for_are_said_to_be_so(colocated: bool) -
         search(small_step(colocated=colocated), 1_000_000)
 
 
+def test_engines_that_fit_nowhere_are_blamed_alone() -> None:
+    step = small_step(memory_gbyte=80)
+    # Keys and values of one response are more than a GPU has, and some trainers have more ranks than responses.
+    work = replace(step.workload, prompts=1, samples=2, max_response_tokens=10**8)
+    with pytest.raises(UserError, match=r"nothing fits on 8 GPUs: \d+ cuts of an engine do not fit") as refused:
+        search(replace(step, workload=work), GPUS)
+    assert "trainer" not in str(refused.value)
+
+
+def test_one_gpu_is_not_shared_out() -> None:
+    with pytest.raises(UserError, match=r"need a GPU each, and --gpus is 1: give 2 or more, or --colocated"):
+        search(small_step(colocated=False), 1)
+
+
 def test_only_engines_that_a_run_can_have_are_proposed() -> None:
     template = small_step(colocated=True)
     template = replace(template, refit=replace(template.refit, engine_dtype="fp8"))
