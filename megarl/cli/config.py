@@ -9,7 +9,7 @@ recipes are the same, with 1 where they differ; overrides count for both.
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from megarl.cli import outcome
 from megarl.cli.recipe import add_megatron_args, assignments
 
 if TYPE_CHECKING:
+    from megarl.config.assignment import Assignment
     from megarl.config.origins import Setting
 
 EXAMPLES = """examples:
@@ -64,26 +65,27 @@ def run(options: argparse.Namespace) -> int:
         return _diff(options)
     if options.from_verl or options.from_slime:
         return _translate(options)
-    from megarl.config.origins import DEFAULT
+    from megarl.config.origins import DEFAULT, explain
 
-    settings = _explain(options, options.config_name)
+    options = _placed(options, options.config_name)
+    given = assignments(options)
+    settings = explain(options.config_name, given, options.config_dir)
     if options.given:
         settings = {key: setting for key, setting in settings.items() if setting.origin != DEFAULT}
     facts = {key: {"value": setting.value, "origin": setting.origin} for key, setting in settings.items()}
     outcome.print_outcome(options, list(_yaml(settings)), {"configuration": facts})
     # Before torch is loaded for the checks, which takes seconds.
     sys.stdout.flush()
-    _check(options)
+    _check(options, given)
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace, given: "Sequence[Assignment]") -> None:
     """Raise UserError for the first value that is wrong by itself; keys that are open have none."""
     from megarl.config.origins import compose_open
     from megarl.config.validate import check_single_values
 
-    name, folder = _place(options, options.config_name)
-    check_single_values(compose_open(name, [each.text for each in assignments(options)], folder)[0])
+    check_single_values(compose_open(options.config_name, [each.text for each in given], options.config_dir)[0])
 
 
 def _translate(options: argparse.Namespace) -> int:
@@ -105,25 +107,21 @@ def _translate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _explain(options: argparse.Namespace, name: str) -> "dict[str, Setting]":
-    from megarl.config.origins import explain
-
-    name, folder = _place(options, name)
-    return explain(name, assignments(options), folder)
-
-
-def _place(options: argparse.Namespace, name: str) -> tuple[str, str | None]:
-    """Name and folder of a recipe, which may be given as a file."""
+def _placed(options: argparse.Namespace, name: str) -> argparse.Namespace:
+    """The options with name and folder of this recipe, which may be given as a file."""
     file = Path(name)
     if file.suffix != ".yaml":
-        return name, options.config_dir
+        return argparse.Namespace(**{**vars(options), "config_name": name})
     if not file.is_file():
         raise UserError(f"there is no file {file}; give the name of a recipe without .yaml, or a file")
-    return file.stem, str(file.parent)
+    return argparse.Namespace(**{**vars(options), "config_name": file.stem, "config_dir": str(file.parent)})
 
 
 def _diff(options: argparse.Namespace) -> int:
-    a, b = (_explain(options, name) for name in options.diff)
+    from megarl.config.origins import explain
+
+    both = (_placed(options, name) for name in options.diff)
+    a, b = (explain(each.config_name, assignments(each), each.config_dir) for each in both)
     # An empty group is no value where the other recipe has keys in it.
     here = [{key: each for key, each in settings.items() if each.value != {}} for settings in (a, b)]
     keys = sorted(key for key in {*here[0], *here[1]} if _of(here[0], key) != _of(here[1], key))

@@ -48,9 +48,7 @@ def read_config(options: argparse.Namespace) -> "MegarlConfig":
     from megarl.config.compose import compose
 
     script = _read_script(options)
-    given = [*(script.assignments if script else []), *_words(options)]
-    if is_scaled(options):
-        given = [*_scale(base_of(options)), *given]
+    given = _given(options, script)
     config = compose(options.config_name, [each.text for each in given], options.config_dir)
     if script and Path(config.model.path, "config.json").is_file():
         from megarl.config.foreign.megatron_script import check_model
@@ -61,7 +59,10 @@ def read_config(options: argparse.Namespace) -> "MegarlConfig":
 
 def assignments(options: argparse.Namespace) -> "list[Assignment]":
     """Everything that a command line gives, in the order in which it counts: a script, overrides, flags."""
-    script = _read_script(options)
+    return _given(options, _read_script(options))
+
+
+def _given(options: argparse.Namespace, script: "MegatronScript | None") -> "list[Assignment]":
     scale = _scale(base_of(options)) if is_scaled(options) else []
     return [*scale, *(script.assignments if script else []), *_words(options)]
 

@@ -81,6 +81,15 @@ def test_a_difference_names_both_values_and_where_they_come_from(
     assert capsys.readouterr().out == "quickstart and quickstart are the same configuration\n"
 
 
+def test_a_recipe_given_as_a_file_has_a_tiny_scale_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("defaults: [grpo_qwen3_moe, _self_]\nloop: {steps: 9}\noutput_dir: o\n")
+    assert main(["config", "--config-name", str(mine), "+scale=tiny", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["configuration"]
+    assert found["loop.steps"] == {"value": 2, "origin": "scale=tiny"}
+    assert main(["config", "--diff", "grpo_qwen3_moe", str(mine), "+scale=tiny", "output_dir=o"]) == 0
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
