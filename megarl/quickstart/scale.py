@@ -15,7 +15,9 @@ from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
 from megarl.config.folder import known_model
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.schema import MegarlConfig
+from megarl.rollout import engine_kind
+from megarl.rollout.argument_values import PREFIX
+from megarl.schema import MegarlConfig, RolloutConfig
 
 INPUTS = "tiny"
 """Folder of model and data below `output_dir`."""
@@ -71,7 +73,7 @@ def tiny(config: MegarlConfig) -> dict[str, Any]:
         "refit.bucket_bytes": 8 * 1024**2,
         "rollout.replicas": 1,
         "rollout.max_response_tokens": _RESPONSE_TOKENS,
-        **dict(_engine(config.rollout.engine_args)),
+        **dict(_engine(config.rollout)),
         **dict(_ranks(config)),
         **dict(_pools(config)),
     }
@@ -139,11 +141,10 @@ def _sizes(megatron: Mapping[str, Any], ranks: int, most: int) -> dict[str, int]
     return {**sizes, "ranks": found}
 
 
-def _engine(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    yield "rollout.engine_args.max_model_len", _PROMPT_TOKENS + _RESPONSE_TOKENS
-    yield "rollout.engine_args.tensor_parallel_size", min(_CUT, arguments.get("tensor_parallel_size", 1))
-    if "nnodes" in arguments:
-        yield "rollout.engine_args.nnodes", 1
+def _engine(rollout: RolloutConfig) -> Iterator[tuple[str, Any]]:
+    kind = engine_kind(rollout.engine)
+    arguments = {kind.context_argument: _PROMPT_TOKENS + _RESPONSE_TOKENS, **kind.tiny(rollout.engine_args)}
+    yield from ((f"{PREFIX}{name}", value) for name, value in arguments.items())
 
 
 def _pools(config: MegarlConfig) -> Iterator[tuple[str, Any]]:

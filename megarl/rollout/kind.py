@@ -41,6 +41,11 @@ class Ability(Enum):
     """Where it cannot, a response starts over after its engine was killed, or the run was."""
 
 
+def two_at_most(arguments: Arguments, names: Collection[str]) -> Arguments:
+    """The sizes of these names that are given, none above two."""
+    return {name: min(2, size) for name in names if (size := arguments.get(name)) is not None}
+
+
 class EngineSizes(NamedTuple):
     """How an engine cuts the model: attention over `tensor` ranks, whole experts over `expert` ranks (None: cut, too).
 
@@ -132,6 +137,9 @@ class EngineKind:
     """The argument that limits how many tokens a prompt and its response may have."""
     at_once: Callable[[Arguments], int | None] = lambda _arguments: None
     """How many samples an engine with these arguments computes at the same time; None where that is not known."""
+    tiny: Callable[[Arguments], Arguments] = lambda _arguments: {}
+    """Arguments with which an engine has two workers, on one machine, for each kind of parallelism of which it has
+    more: `+scale=tiny`."""
     nodes: Callable[[Arguments], int] = lambda _arguments: 1
     """How many machines an engine with these arguments spans. On each it has a process: the first is the engine."""
     part_class: tuple[str, str] | None = None

@@ -17,6 +17,7 @@ from megarl.rollout.kind import (
     EngineSizes,
     OwnEnvironment,
     quantisation,
+    two_at_most,
 )
 from megarl.rollout.refusal_reasons import DRAFT, MOVED_EXPERTS, OTHER_DISTRIBUTION, OUTLIVES_WEIGHTS, SET_BY_MEGARL
 from megarl.rollout.sglang.installation import SET_UP, installed_version
@@ -304,6 +305,7 @@ SGLANG = EngineKind(
     cuts=_cuts,
     at_once=lambda arguments: arguments.get("max_running_requests") or MAX_RUNNING_REQUESTS,
     context_argument="context_length",
+    tiny=lambda arguments: two_at_most(arguments, ("tp_size", "ep_size")),
     quantised=_quantised,
     number_formats=("fp8_block", "fp8_block_ue8m0"),
     memory_share=_share,

@@ -15,6 +15,7 @@ from megarl.rollout.kind import (
     EngineKind,
     EngineSizes,
     quantisation,
+    two_at_most,
 )
 from megarl.rollout.refusal_reasons import DRAFT, MOVED_EXPERTS, OTHER_DISTRIBUTION, OUTLIVES_WEIGHTS, SET_BY_MEGARL
 from megarl.rollout.slot_limits import SlotLimits
@@ -139,6 +140,11 @@ PART_ARGUMENTS = ("node_rank", "master_addr", "master_port")
 
 def _workers(arguments: Arguments) -> int:
     return math.prod(arguments.get(f"{kind}_parallel_size", 1) for kind in ("data", "tensor", "pipeline"))
+
+
+def _tiny(arguments: Arguments) -> Arguments:
+    machines = {"nnodes": 1} if "nnodes" in arguments else {}
+    return {**two_at_most(arguments, [f"{kind}_parallel_size" for kind in ("data", "tensor", "pipeline")]), **machines}
 
 
 def _share(arguments: Arguments) -> float:
@@ -293,6 +299,7 @@ VLLM = EngineKind(
     at_once=lambda arguments: (
         (arguments.get("max_num_seqs") or MAX_NUM_SEQS) * (arguments.get("data_parallel_size") or 1)
     ),
+    tiny=_tiny,
     nodes=lambda arguments: arguments.get("nnodes") or 1,
     quantised=_quantised,
     number_formats=("fp8_block", "fp8_block_ue8m0", "int8_channel", "mxfp8", "nvfp4"),

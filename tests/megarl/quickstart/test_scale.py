@@ -8,6 +8,7 @@ from converters.errors import UserError
 from megarl.cli.main import main
 from megarl.config.compose import compose
 from megarl.quickstart.scale import MOST_RANKS, family_of, model_fields, tiny
+from megarl.rollout import engine_kind
 
 OPEN = ("model.path=m", "output_dir=o")
 
@@ -31,6 +32,25 @@ def test_each_kind_of_parallelism_is_there_in_two(recipe, expected):
     assert sizes(changed) == expected
     assert changed["cluster.trainer_ranks"] == (1 if expected == [1, 1, 1, 1] else MOST_RANKS)
     assert changed["model.name"] is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "expected"),
+    [
+        ("vllm", {"tensor_parallel_size": 8}, {"max_model_len": 32, "tensor_parallel_size": 2}),
+        ("vllm", {"nnodes": 2, "max_model_len": 9999}, {"max_model_len": 32, "nnodes": 1}),
+        ("sglang", {"tp_size": 8, "ep_size": 8}, {"context_length": 32, "tp_size": 2, "ep_size": 2}),
+        ("transformers", {}, {"max_model_len": 32}),
+    ],
+)
+def test_an_engine_is_made_small_by_its_own_arguments(engine, given, expected):
+    config = compose("grpo_qwen3_moe", OPEN)
+    config.rollout.engine, config.rollout.engine_args = engine, given
+    changed = tiny(config)
+    prefix = "rollout.engine_args."
+    arguments = {key.removeprefix(prefix): value for key, value in changed.items() if key.startswith(prefix)}
+    assert arguments == expected
+    engine_kind(engine).check({**given, **arguments})
 
 
 def test_a_critic_has_its_own_sizes():
