@@ -43,7 +43,8 @@ class Gpu:
     """One NVIDIA GPU as the driver shows it."""
 
     name: str
-    memory_bytes: int
+    memory_bytes: int | None
+    """None where the driver does not say: it is the machine's own, or the GPU is lost."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,12 @@ def _gpus() -> list[Gpu]:
     if done.returncode != 0:
         return []
     rows = (line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line)
-    return [Gpu(name.strip(), int(mebibytes) * 1024**2) for name, mebibytes in rows]
+    return [Gpu(name.strip(), _bytes_of(mebibytes.strip())) for name, mebibytes in rows]
+
+
+def _bytes_of(mebibytes: str) -> int | None:
+    """Bytes of a number that nvidia-smi prints; instead of one it may have `[N/A]`, or what is wrong."""
+    return int(mebibytes) * 1024**2 if mebibytes.isdecimal() else None
 
 
 def _can_listen() -> bool:

@@ -7,7 +7,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megarl.doctor.findings import GIB, Finding
-from megarl.doctor.inventory import Inventory
+from megarl.doctor.inventory import Gpu, Inventory
 
 _WIDTH_IN_A_FILE = 10_000
 
@@ -34,8 +34,12 @@ def print_report(inventory: Inventory, findings: Sequence[Finding]) -> None:
     console.print("The main job cannot run here." if blocked else "The main job can run here.")
 
 
+def _memory(gpu: Gpu) -> str:
+    return "memory unknown" if gpu.memory_bytes is None else f"{gpu.memory_bytes / GIB:.0f} GiB"
+
+
 def _rows(inventory: Inventory) -> list[tuple[str, str]]:
-    gpus = ", ".join(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in inventory.gpus)
+    gpus = ", ".join(f"{gpu.name} ({_memory(gpu)})" for gpu in inventory.gpus)
     return [
         ("device", inventory.device),
         ("engines", ", ".join(inventory.engines.values()) or "none"),

@@ -32,6 +32,20 @@ def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["memory_bytes"] > report["memory_available_bytes"] > 0
 
 
+def test_a_gpu_whose_memory_the_driver_does_not_know_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\nprintf 'NVIDIA GB10, [N/A]\\nH100, [GPU is lost]\\nH100, 81920\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    inventory = take_inventory()
+    assert [gpu.memory_bytes for gpu in inventory.gpus] == [None, None, 80 * 1024**3]
+    print_report(inventory, [])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "NVIDIA GB10 (memory unknown), H100 (memory unknown), H100 (80 GiB)" in said
+
+
 def test_names_are_whole_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     finding = Finding(False, "rollout.engine_args.a_name_longer_than_a_column", "because " * 60 + "so", "none")
