@@ -1,5 +1,6 @@
 """Sizes and times as people write and read them."""
 
+import math
 import re
 
 from converters.errors import UserError
@@ -7,7 +8,7 @@ from converters.errors import UserError
 _UNITS = {"": 1, **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", start=1)}}
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 _BY_FOLDED_NAME = {"b": 1, **{unit.lower(): factor for unit, factor in _UNITS.items()}}
-_SIZE = re.compile(r"\s*([\d_]+(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 _SAID = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _MINUTE_S, _HOUR_S = 60, 3600
 
@@ -19,9 +20,9 @@ def read_bytes(text: str, option: str) -> int:
     """
     match = _SIZE.fullmatch(text)
     if match and match[2].lower() in _BY_FOLDED_NAME:
-        nbytes = int(float(match[1]) * _BY_FOLDED_NAME[match[2].lower()])
-        if nbytes >= 1:
-            return nbytes
+        nbytes = float(match[1]) * _BY_FOLDED_NAME[match[2].lower()]
+        if 1 <= nbytes < math.inf:
+            return int(nbytes)
     raise UserError(f"{option} {text} is no size; write it as 5GB, 500MB or 2GiB")
 
 

@@ -66,13 +66,23 @@ def test_a_terminal_gets_a_bar_that_is_drawn_now_and_then() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("5GB", 5 * 10**9), ("500 MB", 5 * 10**8), ("2GiB", 2**31), ("1.5kb", 1500), ("4096", 4096), ("7B", 7)],
+    [
+        ("5GB", 5 * 10**9),
+        ("500 MB", 5 * 10**8),
+        ("2GiB", 2**31),
+        ("1.5kb", 1500),
+        ("4096", 4096),
+        ("7B", 7),
+        ("1_000", 1000),
+    ],
 )
 def test_sizes_are_read(text: str, nbytes: int) -> None:
     assert read_bytes(text, "--size") == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-5GB", "0", "5 GB/s", "1e9", "5XB", "\u0665GB"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "-5GB", "0", "5 GB/s", "1e9", "5XB", "\u0665GB", "_GB", "1__0", "5_", "9" * 400]
+)
 def test_other_texts_are_no_sizes(text: str) -> None:
     with pytest.raises(UserError, match=r"--size .*is no size; write it as"):
         read_bytes(text, "--size")
