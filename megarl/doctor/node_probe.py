@@ -192,9 +192,8 @@ def _read(connection: socket.socket, count: int) -> bytes:
         if not part:
             raise ConnectionError("the other side closed the connection")
         count -= len(part)
-        # All that is sent back is a ping.
-        parts = [part]
-    return parts[-1]
+        parts.append(part)
+    return b"".join(parts)
 
 
 def _multiply() -> list[Compute]:

@@ -1,11 +1,12 @@
 """Measurements of a node on this machine."""
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from megarl.doctor.node_probe import NodeProbe, _multiply_on
+from megarl.doctor.node_probe import NodeProbe, _multiply_on, _read
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
@@ -48,6 +49,15 @@ def test_a_way_is_measured_and_one_to_nobody_is_said():
     assert 0 < link.latency_s < 1
     nobody = here.send(address, ("a", "b"))
     assert nobody.failure.startswith(f"127.0.0.2:{address[1]}: ")
+
+
+def test_a_ping_that_comes_in_two_pieces_is_whole():
+    # Each message of such a socket is received by itself.
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        there.sendall(b"one")
+        there.sendall(b"other")
+        assert _read(here, 8) == b"oneother"
 
 
 def test_a_file_is_seen_where_it_is(tmp_path):
