@@ -153,11 +153,12 @@ def _little_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fa
 def _slow_links(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:
     """A node whose ways are slow is named for all of them; one way alone is a warning, named by both its ends."""
     rates = rates_of(links)
-    for name, ways, rate, usual in slow_nodes(rates):
+    nodes = slow_nodes(rates)
+    for name, ways, rate, usual in nodes:
         sends, receives = (any(way[end] == name for way in ways) for end in (0, 1))
         how = "go to and from" if sends and receives else "go to" if sends else "come from"
         yield Fault(name, f"{rate:.2g} GB/s {how} other nodes, between those {usual:.2g}", _FREE_OR_LEAVE_OUT)
-    for (sender, receiver), rate, usual in slow_alone(rates):
+    for (sender, receiver), rate, usual in slow_alone(rates, nodes):
         said = f"{rate:.2g} GB/s go to {receiver}, between others {usual:.2g}"
         yield Fault(sender, said, "see to the cables and switches between the two", refuses=False)
 

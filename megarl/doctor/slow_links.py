@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from megarl.doctor.node_probe import Link
 
@@ -22,25 +22,38 @@ TIMES = 5
 """How often a way is measured, at most, before its node is named: other traffic makes one of thousands slow."""
 
 
-def slow_nodes(rates: Mapping[Way, float]) -> Iterator[tuple[str, frozenset[Way], float, float]]:
-    """Nodes that send, or receive, slowly on most of their ways, and on two at least.
+class SlowNode(NamedTuple):
+    """A node that sends, or receives, slowly on most of its ways, and on two at least."""
 
-    It gives the name, these ways, and the medians of their rates and of those between other nodes.
-    """
+    name: str
+    ways: frozenset[Way]
+    """The slow ones."""
+    rate: float
+    """Their median."""
+    usual: float
+    """The median between other nodes."""
+
+
+def slow_nodes(rates: Mapping[Way, float]) -> list[SlowNode]:
+    """The nodes that are slow beside the others."""
     from_and_to = defaultdict[str, tuple[list[Way], list[Way]]](lambda: ([], []))
     for way in rates:
         for end in (0, 1):
             from_and_to[way[end]][end].append(way)
+    # Sorted once: of thousands of ways, a node has but few, which are passed over.
+    in_order = sorted(rates, key=lambda way: rates[way])
+    ordered, places = [rates[way] for way in in_order], {way: place for place, way in enumerate(in_order)}
+    nodes = []
     for name, both in sorted(from_and_to.items()):
-        others = [rate for way, rate in rates.items() if name not in way]
-        usual = median(others) if others else 0.0
+        usual = _median_without(ordered, sorted(places[way] for own in both for way in own)) or 0.0
         found: set[Way] = set()
         for own in both:
             slow_ones = {way for way in own if rates[way] < SLOW * usual}
             if len(slow_ones) > max(1, len(own) / 2):
                 found |= slow_ones
         if found:
-            yield name, frozenset(found), median(rates[way] for way in found), usual
+            nodes.append(SlowNode(name, frozenset(found), median(rates[way] for way in found), usual))
+    return nodes
 
 
 def rates_of(links: Sequence[Link]) -> dict[Way, float]:
@@ -52,7 +65,7 @@ def slow(rates: Mapping[K, float]) -> Iterator[tuple[K, float, float]]:
     """Who is slow beside the others: the key, its rate, and the median of the others."""
     ordered = sorted(rates.values())
     for key, rate in rates.items():
-        usual = _median_without(ordered, rate)
+        usual = _median_without(ordered, [bisect_left(ordered, rate)])
         if usual is not None and rate < SLOW * usual:
             yield key, rate, usual
 
@@ -68,9 +81,9 @@ def usual_latency_s(links: Sequence[Link]) -> float:
     return median([link.latency_s for link in links if not link.failure] or [0.0])
 
 
-def slow_alone(rates: Mapping[Way, float]) -> Iterator[tuple[Way, float, float]]:
-    """Slow ways of which no end is a slow node, as `slow`."""
-    of_nodes = {way for _, ways, _, _ in slow_nodes(rates) for way in ways}
+def slow_alone(rates: Mapping[Way, float], nodes: Sequence[SlowNode]) -> Iterator[tuple[Way, float, float]]:
+    """Slow ways of which no end is one of the slow nodes, as `slow`."""
+    of_nodes = {way for node in nodes for way in node.ways}
     return slow({way: rate for way, rate in rates.items() if way not in of_nodes})
 
 
@@ -92,8 +105,9 @@ def measured_again(links: Sequence[Link], measure: Callable[[Sequence[Way]], Seq
 
 def _doubtful(links: Sequence[Link]) -> list[Way]:
     rates = rates_of(links)
-    of_nodes = [way for _, ways, _, _ in slow_nodes(rates) for way in sorted(ways)]
-    alone = [way for way, _, _ in slow_alone(rates)]
+    nodes = slow_nodes(rates)
+    of_nodes = [way for node in nodes for way in sorted(node.ways)]
+    alone = [way for way, _, _ in slow_alone(rates, nodes)]
     return list(dict.fromkeys([*of_nodes, *alone, *((link.sender, link.receiver) for link in late(links))]))
 
 
@@ -118,10 +132,17 @@ def _best(one: Link, other: Link) -> Link:
     )
 
 
-def _median_without(ordered: Sequence[float], value: float) -> float | None:
-    """The median of sorted values without one of them; None where that is alone."""
-    place, count = bisect_left(ordered, value), len(ordered) - 1
+def _median_without(ordered: Sequence[float], places: Sequence[int]) -> float | None:
+    """The median of sorted values without those at these places, in order; None where no others are there."""
+    count = len(ordered) - len(places)
     if not count:
         return None
-    low, high = ((middle if middle < place else middle + 1) for middle in ((count - 1) // 2, count // 2))
-    return (ordered[low] + ordered[high]) / 2
+    return (_value_without(ordered, places, (count - 1) // 2) + _value_without(ordered, places, count // 2)) / 2
+
+
+def _value_without(ordered: Sequence[float], places: Sequence[int], index: int) -> float:
+    for place in places:
+        if place > index:
+            break
+        index += 1
+    return ordered[index]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megarl.doctor.cluster_check import rounds
 from megarl.doctor.cluster_faults import find_faults
 from megarl.doctor.node_probe import Link, Node
-from megarl.doctor.slow_links import SLOW, TIMES, measured_again, slow
+from megarl.doctor.slow_links import SLOW, TIMES, measured_again, slow, slow_nodes
 
 SIGMA = 0.15
 SEEDS = range(3)
@@ -105,3 +105,22 @@ def test_each_is_compared_with_the_median_of_the_others(values):
         if others and rate < SLOW * median(others):
             expected.append((key, rate, median(others)))
     assert list(slow(rates)) == expected
+
+
+WAYS = [(one, other) for one in "abcdef" for other in "abcdef" if one != other]
+
+
+@given(st.dictionaries(st.sampled_from(WAYS), st.sampled_from([0.5, 1.0, 2.0, 2.5, 5.0])))
+def test_a_node_is_compared_with_the_median_between_the_others(rates):
+    expected = []
+    for name in "abcdef":
+        others = [rate for way, rate in rates.items() if name not in way]
+        usual = median(others) if others else 0.0
+        found = set()
+        for end in (0, 1):
+            own = [way for way in rates if way[end] == name]
+            slow_ones = {way for way in own if rates[way] < SLOW * usual}
+            found |= slow_ones if len(slow_ones) > max(1, len(own) / 2) else set()
+        if found:
+            expected.append((name, found, median(rates[way] for way in found), usual))
+    assert slow_nodes(rates) == expected
