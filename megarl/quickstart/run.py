@@ -193,9 +193,7 @@ def _report(
         "first accuracy": accuracies[0],
         "last accuracy": accuracies[-1],
         f"accuracy of the export in a fresh {_engine(job)}": confirmed,
-        _largest_difference(job): max(
-            line["log_prob_difference/max"] for line in history if "log_prob_difference/max" in line
-        ),
+        _largest_difference(job): _largest(history, "log_prob_difference/max"),
         **{f"mean log-prob gap of the export, {held_in} - trainer": gap for held_in, gap in gaps.items()},
         "path of the weights into the engine": _refit_path(history),
         **{f"seconds: {phase}": value for phase, value in seconds.items()},
@@ -245,6 +243,11 @@ def _largest_difference(job: MegarlConfig) -> str:
     # An engine that is ahead sampled with weights that the trainer has learned on since.
     later = ", with its staleness" if job.schedule.max_staleness else ""
     return f"largest log-prob difference, engine - trainer{later}"
+
+
+def _largest(history: list[dict[str, Any]], name: str) -> float | str:
+    """The largest value of a metric, of those that are finite: the others are null in the file."""
+    return max((value for line in history if (value := line.get(name)) is not None), default="never finite")
 
 
 def _engine(job: MegarlConfig) -> str:

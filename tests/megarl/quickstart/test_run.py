@@ -8,7 +8,8 @@ import pytest
 
 from converters.errors import UserError
 from megarl.cli.quickstart import run
-from megarl.quickstart.run import main, named_for
+from megarl.quickstart.run import _largest, main, named_for
+from megarl.tracking import Run, open_tracker, read_history
 
 USUAL = {"model": "qwen3", "engine": None, "weights": "as_trained", "schedule": "sync", "steps": None}
 
@@ -39,3 +40,13 @@ def test_a_recipe_limits_the_context_of_any_engine_by_the_engine_s_own_name() ->
     given = {"dtype": "float32", "max_model_len": 32}
     assert named_for("vllm", given) == named_for("transformers", given) == given
     assert named_for("sglang", given) == {"dtype": "float32", "context_length": 32}
+
+
+def test_a_difference_that_was_not_finite_does_not_end_the_report(tmp_path: Path) -> None:
+    name = "log_prob_difference/max"
+    tracker = open_tracker(["jsonl"], Run(tmp_path, first_step=0, last_step=3, resumed=False))
+    for step, value in enumerate([0.5, float("nan"), 0.75]):
+        tracker.log(step, {name: value})
+    tracker.close()
+    assert _largest(read_history(tmp_path), name) == 0.75
+    assert _largest(read_history(tmp_path)[1:2], name) == "never finite"
