@@ -162,13 +162,16 @@ TRAINING_COMMANDS: Mapping[str, TrainingCommand] = {
 
 def print_places(output_dir: Path) -> None:
     """Say where everything is that a run wrote."""
+    from megarl.tracking.jsonl import FILE_NAME
+    from megarl.tracking.services import TensorBoardLogger
+
     checkpoints = sorted(output_dir.glob(f"{CHECKPOINTS}/iter_???????"))
     places = {
         "model": output_dir / EXPORT,
         **{name: output_dir / name for name in TRAINED_AUXILIARY},
         "checkpoint": checkpoints[-1] if checkpoints else output_dir / CHECKPOINTS,
-        "metrics": output_dir / "metrics.jsonl",
-        "tensorboard": output_dir / "tensorboard",
+        "metrics": output_dir / FILE_NAME,
+        "tensorboard": output_dir / TensorBoardLogger.FOLDER,
         "logs": output_dir / LOGS,
     }
     print("\n".join(table((name, str(path)) for name, path in places.items() if path.exists())), flush=True)

@@ -33,6 +33,7 @@ from megarl.run.resumption import run_with_restarts
 from megarl.schema import MegarlConfig, RolloutConfig
 from megarl.sft import sft
 from megarl.tracking import read_history
+from megarl.tracking.jsonl import FILE_NAME
 from megarl.tracking.report import report_table, write_report
 from megarl.train import train
 from megatron_ext import device
@@ -212,7 +213,7 @@ def _report(
     written = write_report(output, history, summary)
     checkpoints = checkpoints_folder(job)
     paths: dict[str, Path] = {
-        "metrics": output / "metrics.jsonl",
+        "metrics": output / FILE_NAME,
         "summary": written.summary,
         "curves": written.curves,
         "Megatron checkpoint": iteration_folder(checkpoints, complete_iterations(checkpoints)[-1]),

@@ -6,7 +6,7 @@ from functools import partial
 
 from converters.errors import UserError, did_you_mean
 from megarl.tracking.console import make_console_logger
-from megarl.tracking.jsonl import JsonLinesLogger
+from megarl.tracking.jsonl import FILE_NAME, JsonLinesLogger
 from megarl.tracking.services import MlflowLogger, TensorBoardLogger, WandbLogger, check_installed, open_service
 from megarl.tracking.tracker import Logger, Run, Tracker
 
@@ -26,16 +26,16 @@ class LoggerKind:
 
 LOGGERS: Mapping[str, LoggerKind] = {
     "console": LoggerKind(make_console_logger),
-    "jsonl": LoggerKind(JsonLinesLogger, files=("metrics.jsonl",)),
-    "tensorboard": LoggerKind(TensorBoardLogger, folders=("tensorboard",)),
+    "jsonl": LoggerKind(JsonLinesLogger, files=(FILE_NAME,)),
+    "tensorboard": LoggerKind(TensorBoardLogger, folders=(TensorBoardLogger.FOLDER,)),
     "wandb": LoggerKind(
         partial(open_service, "wandb", WandbLogger),
         folders=("wandb",),
-        files=("wandb_run_id",),
+        files=(WandbLogger.ID_FILE,),
         package="wandb",
     ),
     "mlflow": LoggerKind(
-        partial(open_service, "mlflow", MlflowLogger), files=("mlflow_run_id",), package="mlflow-skinny"
+        partial(open_service, "mlflow", MlflowLogger), files=(MlflowLogger.ID_FILE,), package="mlflow-skinny"
     ),
 }
 """The loggers that `tracking.loggers` may name."""

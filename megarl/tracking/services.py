@@ -34,11 +34,13 @@ _MLFLOW_FORBIDS = re.compile(r"[^\w.\- /]")
 class TensorBoardLogger:
     """Event files in `output_dir`/tensorboard; a resumed run hides what was logged from its first step on."""
 
+    FOLDER = "tensorboard"
+
     def __init__(self, run: Run) -> None:
         from torch.utils.tensorboard import SummaryWriter  # torch takes seconds to import
 
         self._make_writer = partial(
-            SummaryWriter, str(run.place("tensorboard")), purge_step=run.first_step if run.resumed else None
+            SummaryWriter, str(run.place(self.FOLDER)), purge_step=run.first_step if run.resumed else None
         )
         # A start that fails before its first metric is to leave no event file, which the next would have to keep.
         self._writer: SummaryWriter | None = None
@@ -80,9 +82,11 @@ class WandbLogger:
     does after a resume. Raises `UserError` if wandb is not installed.
     """
 
+    ID_FILE = "wandb_run_id"
+
     def __init__(self, run: Run) -> None:
         self._wandb: Any = _import("wandb")
-        id_file = run.place("wandb_run_id")
+        id_file = run.place(self.ID_FILE)
         run_id = _read_id(id_file)
         self._run: Any = self._wandb.init(
             project=run.project,
@@ -119,9 +123,11 @@ class MlflowLogger:
     is not installed.
     """
 
+    ID_FILE = "mlflow_run_id"
+
     def __init__(self, run: Run) -> None:
         self._mlflow: Any = _import("mlflow")
-        id_file = run.place("mlflow_run_id")
+        id_file = run.place(self.ID_FILE)
         self._mlflow.set_experiment(run.project)
         started = self._mlflow.start_run(run_id=_read_id(id_file), run_name=run.run_name)
         id_file.write_text(started.info.run_id)
