@@ -67,7 +67,7 @@ def replay(traffic: Traffic, rates: Rates, work: RankRates, *, bucket_bytes: int
     routes = [Routes.of(each, traffic.topology, rates, relayed=each is relayed) for each in (direct, relayed)]
     machine = _Machine(
         _join(direct, relayed, sources),
-        Routes(*(np.concatenate(each) for each in zip(*(vars(route).values() for route in routes), strict=True))),
+        _join_routes(*routes),
         work,
         own_bytes=traffic.direct.sum(axis=0),
         nodes=_Nodes(traffic.topology, work.cores),
@@ -83,6 +83,10 @@ def _join(direct: Messages, relayed: Messages, sources: int) -> Messages:
     pairs = {name: (values, getattr(relayed, name)) for name, values in vars(direct).items()}
     pairs["sender"] = (direct.sender, relayed.sender + sources)
     return Messages(**{name: np.concatenate(pair) for name, pair in pairs.items()})
+
+
+def _join_routes(direct: Routes, relayed: Routes) -> Routes:
+    return Routes(**{name: np.concatenate((values, getattr(relayed, name))) for name, values in vars(direct).items()})
 
 
 class _Nodes:
@@ -130,7 +134,9 @@ class _Machine:
         self._sender, self._receiver, self._bytes = (
             values.tolist() for values in (messages.sender, messages.receiver, messages.nbytes)
         )
-        self._out, self._in, self._move_ns = (values.tolist() for values in vars(routes).values())
+        self._out, self._in, self._move_ns = (
+            values.tolist() for values in (routes.out_port, routes.in_port, routes.nanoseconds)
+        )
         message_ns = round(work.message_s * 1e9)
         self._pack_ns = (nanoseconds(messages.nbytes, work.pack_bytes_per_s) + message_ns).tolist()
         self._unpack_ns = (nanoseconds(messages.nbytes, work.unpack_bytes_per_s) + message_ns).tolist()
