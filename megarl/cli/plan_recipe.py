@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from converters.architectures import Lora
     from megarl.schema import MegarlConfig
 
+_ENGINE = engine_kind(RolloutConfig().engine)
 WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "tp": 1,
     "pp": 1,
@@ -36,7 +37,8 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "training_dtype": "bf16",
     "lora": None,
     "keeps_reference": False,
-    "memory_share": engine_kind(RolloutConfig().engine).memory_share({}),
+    "memory_share": _ENGINE.memory_share({}),
+    "prefill_tokens": _ENGINE.prefill_tokens({}),
     "is_eager": False,
     "kv_bytes": 2,
     "sends_whole_tensors": False,
@@ -168,6 +170,7 @@ def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
         "engine_ep": sizes.expert,
         "engine_dtype": dtype,
         "memory_share": kind.memory_share(config.rollout.engine_args),
+        "prefill_tokens": kind.prefill_tokens(config.rollout.engine_args),
         "is_eager": sizes.is_eager,
         "kv_bytes": sizes.kv_bytes,
     }

@@ -102,7 +102,7 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
         training=replace(
             training, expert_load=options.expert_load, lora=options.lora, keeps_reference=options.keeps_reference
         ),
-        engine=EngineOptions(options.memory_share, options.is_eager, options.kv_bytes),
+        engine=EngineOptions(options.memory_share, options.is_eager, options.kv_bytes, options.prefill_tokens),
         staleness=options.staleness,
         sends_whole_tensors=options.sends_whole_tensors,
     )

@@ -86,7 +86,7 @@ def rehearse_engine(config: MegarlConfig, hf_config: Mapping[str, Any], dtype: t
     return RehearsedEngine(
         workers=len(workers),
         weights=largest.weights,
-        activations=engine_activation_bytes(architecture),
+        activations=engine_activation_bytes(architecture, kind.prefill_tokens(rollout.engine_args)),
         longest=largest.longest,
         longest_tokens=largest.longest_tokens,
         data_parallel=len({worker.data_parallel for worker in workers}),
@@ -126,7 +126,7 @@ def _in_closed_form(
     return RehearsedEngine(
         workers=parallel.world_size,
         weights=round(engine_weight_bytes(rank_weights(architecture, parallel, 0), chosen)),
-        activations=engine_activation_bytes(architecture),
+        activations=engine_activation_bytes(architecture, kind.prefill_tokens(rollout.engine_args)),
         longest=round(kv_token_bytes(architecture, parallel, sizes.kv_bytes) * tokens),
         longest_tokens=tokens,
         data_parallel=parallel.world_size // parallel.tensor_model_parallel_size,

@@ -150,6 +150,8 @@ class EngineKind:
     """With these environment variables an engine listens on this machine alone."""
     memory_share: Callable[[Arguments], float] = lambda _arguments: 0.9
     """Share of a GPU that an engine with these arguments takes."""
+    prefill_tokens: Callable[[Arguments], int] = lambda _arguments: 8192
+    """How many tokens of prompts an engine with these arguments computes at a time, on a GPU of 80 GB."""
     gpu_share: Callable[[float], Arguments] = lambda _share: {}
     """Arguments with which an engine leaves others their room on a GPU of which it has this share."""
     adapter_slot: "Callable[[Arguments, Architecture, Lora, Sequence[str]], Arguments] | None" = None

@@ -8,8 +8,6 @@ from converters.number_formats import NumberFormat
 from megarl.planning.memory.rank_weights import RankWeights, rank_weights
 
 _BF16 = 2
-_BATCHED_TOKENS = 8192
-"""Tokens of a prefill at a time: vLLM's `max_num_batched_tokens` of a server."""
 _HIDDEN_COPIES = 8
 """Tensors as wide as the hidden state that a prefill has at once."""
 _CONTEXT_BYTES = 3e9
@@ -42,14 +40,15 @@ def engine_memory(
     *,
     memory_bytes: float,
     utilization: float,
+    prefill_tokens: int,
     kv_bytes: int = _BF16,
 ) -> EngineMemory:
     """Memory of a rank of an engine of `parallel` ranks, which takes `utilization` of a GPU of `memory_bytes`.
 
-    A number of keys and values has `kv_bytes`.
+    It computes `prefill_tokens` of prompts at a time; a number of keys and values has `kv_bytes`.
     """
     weights = engine_weight_bytes(rank_weights(architecture, parallel, 0), number_format)
-    widths = engine_activation_bytes(architecture)
+    widths = engine_activation_bytes(architecture, prefill_tokens)
     return EngineMemory(
         weights=round(weights),
         working=round(widths + _CONTEXT_BYTES),
@@ -59,9 +58,9 @@ def engine_memory(
     )
 
 
-def engine_activation_bytes(architecture: Architecture) -> int:
-    """Bytes of the hidden states that a prefill has at once."""
-    return int(_BATCHED_TOKENS * _BF16 * _HIDDEN_COPIES * architecture.transformer_config["hidden_size"])
+def engine_activation_bytes(architecture: Architecture, prefill_tokens: int) -> int:
+    """Bytes of the hidden states that a prefill of so many tokens has at once."""
+    return int(prefill_tokens * _BF16 * _HIDDEN_COPIES * architecture.transformer_config["hidden_size"])
 
 
 def engine_weight_bytes(weights: RankWeights, number_format: NumberFormat | None) -> float:

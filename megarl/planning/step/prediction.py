@@ -27,6 +27,8 @@ class EngineOptions:
     is_eager: bool = False
     kv_bytes: int = 2
     """Bytes of a number of keys and values."""
+    prefill_tokens: int = 16384
+    """Tokens of prompts that are computed at a time: vLLM's `max_num_batched_tokens`."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class StepPrediction:
             refit.number_format,
             memory_bytes=self.step.device.memory_bytes,
             utilization=self.step.engine.utilization,
+            prefill_tokens=self.step.engine.prefill_tokens,
             kv_bytes=self.step.engine.kv_bytes,
         )
 

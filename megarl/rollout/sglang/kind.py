@@ -43,6 +43,11 @@ MAX_RUNNING_REQUESTS = 512
 """Samples that an engine on a GPU computes at once, unless `max_running_requests` says otherwise.
 
 SGLang's own choice, 2,048 or more by the memory that it finds, is known to its server alone."""
+CHUNKED_PREFILL_SIZE = 8192
+"""Tokens of prompts that are computed at a time, unless `chunked_prefill_size` says otherwise: SGLang's own choice on
+GPUs of 60 to 160 GB."""
+MAX_PREFILL_TOKENS = 16384
+"""Its own `max_prefill_tokens`, which bounds them where prompts are not cut into chunks."""
 _SERVER = "the server is of this run alone, and listens where the run finds it"
 _WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
 _OTHER_MODEL = "the engine would sample from another model than is trained, and no check of weights sees it"
@@ -178,6 +183,11 @@ def _share(arguments: Arguments) -> float:
     return arguments.get("mem_fraction_static") or 0.9
 
 
+def _prefill_tokens(arguments: Arguments) -> int:
+    chunk = arguments.get("chunked_prefill_size") or CHUNKED_PREFILL_SIZE
+    return chunk if chunk > 0 else arguments.get("max_prefill_tokens") or MAX_PREFILL_TOKENS
+
+
 def _sizes(arguments: Arguments) -> EngineSizes:
     tensor, expert = arguments.get("tp_size") or 1, arguments.get("ep_size") or 1
     if expert not in (1, tensor):
@@ -309,6 +319,7 @@ SGLANG = EngineKind(
     quantised=_quantised,
     number_formats=("fp8_block", "fp8_block_ue8m0"),
     memory_share=_share,
+    prefill_tokens=_prefill_tokens,
     gpu_share=lambda share: {"mem_fraction_static": share},
     adapter_slot=_adapter_slot,
     without_weights={"load_format": "dummy"},

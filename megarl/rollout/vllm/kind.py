@@ -134,6 +134,9 @@ GPU_MEMORY_UTILIZATION = 0.85
 vLLM's own 0.92 is for a GPU that nobody else allocates on: a refit has its buckets there, and NCCL its own."""
 MAX_NUM_SEQS = 512
 """Samples that an engine computes at once, unless `max_num_seqs` says otherwise."""
+MAX_NUM_BATCHED_TOKENS = 16384
+"""Tokens of a step at most, unless `max_num_batched_tokens` says otherwise: vLLM's own choice, for what computes as
+`UsageContext.LLM_CLASS`, on GPUs of 70 GiB or more other than an A100."""
 PART_ARGUMENTS = ("node_rank", "master_addr", "master_port")
 """Arguments that megarl gives to the processes of an engine over machines."""
 
@@ -307,6 +310,7 @@ VLLM = EngineKind(
     part_arguments=_part,
     loopback_environment={"VLLM_HOST_IP": "127.0.0.1"},
     memory_share=_share,
+    prefill_tokens=lambda arguments: arguments.get("max_num_batched_tokens") or MAX_NUM_BATCHED_TOKENS,
     gpu_share=lambda share: {"gpu_memory_utilization": share},
     adapter_slot=_adapter_slot,
     without_weights={"load_format": "dummy"},

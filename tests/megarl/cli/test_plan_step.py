@@ -54,6 +54,22 @@ def test_a_recipe_says_the_work(
     assert rollout("rollout.engine_args.enforce_eager=true") > 2 * rollout()
 
 
+@pytest.mark.parametrize(
+    ("engine", "argument", "by_itself"),
+    [("vllm", "max_num_batched_tokens", 16384), ("sglang", "chunked_prefill_size", 8192)],
+)
+def test_an_engine_works_with_as_many_tokens_as_its_own_argument_says(
+    capsys: pytest.CaptureFixture[str], engine: str, argument: str, by_itself: int
+) -> None:
+    def working(*words: str) -> int:
+        recipe = ["--config-name", "grpo_qwen3_1_7b", f"rollout.engine={engine}", "~rollout.engine_args"]
+        assert main(["plan", *recipe, *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["step"]["engine_bytes"]["working"]
+
+    hidden = 2048 * 2 * 8
+    assert working(f"+rollout.engine_args.{argument}=1024") - 1024 * hidden == working() - by_itself * hidden
+
+
 def test_a_loss_that_needs_a_reference_has_its_row_without_a_kl(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ["plan", "--config-name", "grpo_qwen3_1_7b", "algorithm.kl_coefficient=0"]
     assert main([*recipe, "+algorithm=sppo"]) == 0

@@ -50,7 +50,7 @@ def test_a_rank_has_as_many_elements_as_in_its_layout(name: str, cut: str) -> No
 @pytest.mark.parametrize("sizes", [engine_sizes(8, None), engine_sizes(1, 32)], ids=["TP 8", "EP 32"])
 def test_an_engine_in_fp8_has_the_bytes_of_its_formats(sizes: ParallelSizes) -> None:
     architecture = read_model("deepseek_v3")
-    found = engine_memory(architecture, sizes, FP8_BLOCK, memory_bytes=141e9, utilization=0.9)
+    found = engine_memory(architecture, sizes, FP8_BLOCK, memory_bytes=141e9, utilization=0.9, prefill_tokens=8192)
     held = formats(architecture, number_format=FP8_BLOCK)
     shard = megatron_layout(architecture, sizes, module_names="local").shard(0)
     expected = sum(held[each.hf_name].held(each.hf_box) for each in shard.placements)
