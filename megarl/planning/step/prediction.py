@@ -10,7 +10,7 @@ from megarl.planning.memory.engine import EngineMemory, engine_memory
 from megarl.planning.memory.trainer import TrainerMemory, TrainingOptions, trainer_memory
 from megarl.planning.refit import PlannedRefit
 from megarl.planning.step.rollout import Decoding, rollout_seconds
-from megarl.planning.step.speeds import Reached, Speeds
+from megarl.planning.step.speeds import EXCHANGE_S, Speeds
 from megarl.planning.step.training import Training
 from megarl.planning.workload import Workload
 
@@ -46,7 +46,6 @@ class PlannedStep:
     """Refits go through the engines' own loader (`refit.path=loader`), which gets every tensor whole."""
     refit_seconds: float | None = None
     """Seconds in which the bytes of a refit move, where they have been replayed; else those of an engine's NIC."""
-    reached: Reached = field(default_factory=Reached)
 
     @property
     def overlaps(self) -> bool:
@@ -160,7 +159,7 @@ class StepPrediction:
 
     @property
     def _speeds(self) -> Speeds:
-        return Speeds(self.step.device, self.step.refit.cluster, self.step.reached)
+        return Speeds(self.step.device, self.step.refit.cluster)
 
     @property
     def _decoding(self) -> Decoding:
@@ -177,12 +176,12 @@ class StepPrediction:
     def _refit_seconds(self) -> float:
         """Moving the bytes, and the engine's pause."""
         if self.step.refit_seconds is not None:
-            return self.step.refit_seconds + self.step.reached.exchange_s
+            return self.step.refit_seconds + EXCHANGE_S
         nbytes = self.engine_memory.weights
         if self.step.sends_whole_tensors:
             shapes = self.step.refit.architecture.hf_shapes.values()
             nbytes = self.step.training.weight_bytes * sum(map(prod, shapes))
-        return self._speeds.send(nbytes) + self.step.reached.exchange_s
+        return self._speeds.send(nbytes) + EXCHANGE_S
 
     def _turn_seconds(self) -> float:
         """The trainer's state to the host and back, and the engine's weights in: they share the GPUs."""

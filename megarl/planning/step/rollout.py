@@ -10,7 +10,7 @@ from converters.layouts.parallel_sizes import ParallelSizes
 from converters.number_formats import NumberFormat
 from megarl.planning.memory.engine import EngineMemory, element_bytes
 from megarl.planning.memory.rank_weights import RankWeights, rank_weights
-from megarl.planning.step.speeds import Speeds
+from megarl.planning.step.speeds import ENGINE_STEP_S, LAUNCHED_LAYER_S, RECORDED_LAYER_S, Speeds
 from megarl.planning.workload import Workload
 
 _BF16 = 2
@@ -45,9 +45,9 @@ class Decoding:
         read += own * context * self.memory.kv_token
         flops = 2 * (own * weights.multiplied + sequences * share * weights.experts)
         computing = self.speeds.products(flops, read, is_fp8=self.number_format is not None)
-        layer = self.speeds.reached.launched_layer_s if self.is_eager else self.speeds.reached.recorded_layer_s
+        layer = LAUNCHED_LAYER_S if self.is_eager else RECORDED_LAYER_S
         layers = self.architecture.num_layers
-        return computing + layers * (layer + self._talking(own)) + self.speeds.reached.engine_step_s
+        return computing + layers * (layer + self._talking(own)) + ENGINE_STEP_S
 
     def prefill_seconds(self, tokens: float) -> float:
         """Prompts of the engine of so many tokens in all."""

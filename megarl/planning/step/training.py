@@ -9,7 +9,7 @@ from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.memory.activations import has_experts
 from megarl.planning.memory.rank_weights import RankWeights, rank_weights, stage_layers
 from megarl.planning.memory.trainer import TrainingOptions
-from megarl.planning.step.speeds import Speeds
+from megarl.planning.step.speeds import LAUNCHED_LAYER_S, Speeds
 from megarl.planning.workload import Workload
 
 _BF16, _FLOAT32 = 2, 4
@@ -140,7 +140,7 @@ class Training:
             routed = tokens * group / parallel.tensor_model_parallel_size * self.options.expert_load
             share = self.architecture.transformer_config["moe_router_topk"] / self.architecture.num_experts
             experts = self.speeds.products(2 * routed * share * weights.experts, weights.experts * _BF16)
-        return max(dense + attention + experts, len(layers) * self.speeds.reached.launched_layer_s)
+        return max(dense + attention + experts, len(layers) * LAUNCHED_LAYER_S)
 
     def _optimizer_seconds(self) -> float:
         """Gradients summed over data-parallel ranks, Adam, new weights gathered; next to nothing of an adapter."""
