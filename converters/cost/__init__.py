@@ -2,7 +2,7 @@
 
 from converters.cost.counting import traffic
 from converters.cost.formats import TensorFormat, formats
-from converters.cost.ports import Port, Ports, Rates, busiest_port, lower_bound_seconds, lower_bounds, transfer_seconds
+from converters.cost.ports import Port, Ports, Rates, busiest_port, lower_bounds
 from converters.cost.traffic_matrix import Traffic
 
 __all__ = [
@@ -13,8 +13,6 @@ __all__ = [
     "Traffic",
     "busiest_port",
     "formats",
-    "lower_bound_seconds",
     "lower_bounds",
     "traffic",
-    "transfer_seconds",
 ]

@@ -65,21 +65,16 @@ class Port:
 
 
 def busiest_port(traffic: Traffic, rates: Rates) -> Port:
-    """The port that is busy for longest."""
+    """The port that is busy for longest, which predicts the time of a transfer.
+
+    Assumes that all ports are busy at the same time, so that a relay follows the arrival of its bytes closely, and
+    that no switch is slower than the ports that it joins.
+    """
     busy = Ports.of(traffic).seconds(rates)
     return max(
         (Port(kind, int(each.argmax()), float(each.max())) for kind, each in busy.items()),
         key=lambda port: port.seconds,
     )
-
-
-def transfer_seconds(traffic: Traffic, rates: Rates) -> float:
-    """The predicted time of a transfer: that of its busiest port.
-
-    Assumes that all ports are busy at the same time, so that a relay follows the arrival of its bytes closely, and
-    that no switch is slower than the ports that it joins.
-    """
-    return busiest_port(traffic, rates).seconds
 
 
 def lower_bounds(traffic: Traffic, rates: Rates) -> dict[str, float]:
@@ -126,11 +121,6 @@ def _most_per_gpu(traffic: Traffic) -> float:
         sum(size for inner, size in gpus.items() if inner | outer == outer) / outer.bit_count()
         for outer in {*gpus, everywhere}
     )
-
-
-def lower_bound_seconds(traffic: Traffic, rates: Rates) -> float:
-    """The largest of `lower_bounds`."""
-    return max(lower_bounds(traffic, rates).values())
 
 
 def _per_gpu(place: Topology, gpus: np.ndarray, loads: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from converters.formats.torch_dist.checkpoint import (
     is_weight,
     unwrapped,
 )
-from converters.formats.torch_dist.framing import Frame, frame
+from converters.formats.torch_dist.framing import frame
 from converters.formats.torch_dist.metadata import (
     METADATA,
     Chunk,
@@ -28,7 +28,6 @@ __all__ = [
     "RELEASE",
     "Chunk",
     "Contents",
-    "Frame",
     "StoredObject",
     "StoredTensor",
     "TorchDistCheckpoint",
