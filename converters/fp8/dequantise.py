@@ -20,18 +20,6 @@ _WITHOUT_BIT_14 = ~(1 << 14)
 _BIAS_DIFFERENCE = 2.0 ** (15 - 7)
 
 
-def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight of which `codes` [rows, columns] and `scales` [rows / 128, columns / 128] are all, in `dtype`.
-
-    Raises ValueError as `dequantise_into` does, and where the shapes do not belong together.
-    """
-    if codes.dim() != 2 or tuple(scales.shape) != scales_shape(tuple(codes.shape)):
-        raise ValueError(f"codes of shape {list(codes.shape)} with scales of shape {list(scales.shape)}")
-    out = torch.empty(codes.shape, dtype=dtype)
-    dequantise_into(codes, scales, out)
-    return out
-
-
 @torch.no_grad()
 def dequantise_into(
     codes: torch.Tensor,

@@ -31,19 +31,6 @@ _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.floa
 """By the type of a weight: the one in which its bits without the sign are in the order of its magnitudes, NaN last."""
 
 
-def quantise(weight: torch.Tensor, *, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes (float8_e4m3fn, [rows, columns]) and scales (float32, one per block) of a weight [rows, columns].
-
-    Raises ValueError as `quantise_into` does.
-    """
-    if weight.dim() != 2:
-        raise ValueError(f"a weight of shape {list(weight.shape)} is no matrix")
-    shape = (weight.shape[0], weight.shape[1])
-    codes, scales = torch.empty(shape, dtype=CODES), torch.empty(scales_shape(shape), dtype=torch.float32)
-    quantise_into(weight, codes, scales, power_of_two=power_of_two)
-    return codes, scales
-
-
 @torch.no_grad()
 def quantise_into(
     weight: torch.Tensor,

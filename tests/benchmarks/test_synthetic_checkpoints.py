@@ -9,9 +9,9 @@ from converters.architectures import read_architecture
 from converters.boxes import Box
 from converters.copying import check_checkpoint
 from converters.formats.safetensors import HuggingFaceCheckpoint
-from converters.fp8.dequantise import dequantise
 from converters.fp8.names import quantised_names, scales_of
 from converters.fp8.quantisation_config import is_block_fp8
+from converters.number_formats import FP8_BLOCK
 
 # Wide enough for matrices of several blocks, the last of them cut off.
 SMALL = {
@@ -52,7 +52,7 @@ def test_an_fp8_checkpoint_is_one_of_its_architecture(tmp_path: Path) -> None:
     scales = scales_of(checkpoint.folder, checkpoint.shapes, checkpoint.dtypes)
     assert scales.keys() == quantised_names(architecture)
     for name, scale_name in scales.items():
-        weight = dequantise(read(checkpoint, name), read(checkpoint, scale_name), torch.float32)
+        weight = FP8_BLOCK.dequantise(read(checkpoint, name), read(checkpoint, scale_name), torch.float32)
         assert weight.isfinite().all()
         assert 0.01 < weight.std() < 0.1
 

@@ -6,15 +6,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from converters.fp8 import (
-    LARGEST_WEIGHT,
-    dequantise,
-    dequantise_into,
-    quantise,
-    quantise_into,
-    scales_shape,
-)
+from converters.fp8 import LARGEST_WEIGHT, dequantise_into, quantise_into, scales_shape
 from converters.fp8.blocks import tiles
+from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 NAN_CODES = (0x7F, 0xFF)
@@ -112,7 +106,7 @@ SHAPES = st.tuples(SIDES, SIDES)
 @settings(max_examples=20, deadline=None)
 def test_quantising_follows_the_published_rule_bit_for_bit(power_of_two, seed, shape, dtype, exponent):
     weight = random_weight(seed, shape, dtype, exponent)
-    codes, scales = quantise(weight, power_of_two=power_of_two)
+    codes, scales = (FP8_BLOCK_UE8M0 if power_of_two else FP8_BLOCK).quantise(weight)
     expected_codes, expected_scales = reference_quantise(weight, power_of_two=power_of_two)
     assert same_bits(codes, expected_codes)
     assert same_bits(scales, expected_scales)
@@ -129,7 +123,7 @@ def test_every_weight_is_rounded_to_the_nearest_code_and_to_the_even_one_in_a_ti
     weight = torch.zeros(128, 384, dtype=dtype)
     weight.view(-1)[: len(values)] = values
     weight[0, ::128] = 448
-    codes, scales = quantise(weight)
+    codes, scales = FP8_BLOCK.quantise(weight)
     assert torch.equal(scales, torch.ones(1, 3))
     assert same_bits(codes, reference_codes(weight.to(FP32).numpy()))
     assert set(codes.view(torch.uint8).unique().tolist()) == set(range(256)) - set(NAN_CODES)
@@ -142,7 +136,7 @@ def test_the_largest_weight_of_a_block_becomes_448_whatever_it_is():
     largest[0], largest[1] = 1e-10, LARGEST_WEIGHT
     weight = torch.zeros(1, 3000 * 128)
     weight[0, ::128] = largest
-    codes, scales = quantise(weight)
+    codes, scales = FP8_BLOCK.quantise(weight)
     assert (codes.view(torch.uint8)[0, ::128] == 0x7E).all()
     assert torch.equal(scales, largest[None] / 448)
 
@@ -151,34 +145,34 @@ def test_the_largest_weight_of_a_block_becomes_448_whatever_it_is():
 def test_a_block_of_zeros_has_a_scale_of_its_own(zero):
     weight = torch.full((130, 128), zero)
     weight[:128] = 3.0
-    codes, scales = quantise(weight)
+    codes, scales = FP8_BLOCK.quantise(weight)
     assert torch.equal(scales, torch.tensor([[3.0], [1e-10]]) / 448)
-    assert torch.equal(dequantise(codes, scales, FP32)[128:].abs(), torch.zeros(2, 128))
+    assert torch.equal(FP8_BLOCK.dequantise(codes, scales, FP32)[128:].abs(), torch.zeros(2, 128))
 
 
 @given(seed=SEEDS, shape=SHAPES, exponent=st.integers(-20, 20))
 @settings(max_examples=15, deadline=None)
 def test_a_weight_comes_back_within_half_a_step_of_the_format(seed, shape, exponent):
     weight = random_weight(seed, shape, BF16, exponent)
-    codes, scales = quantise(weight)
+    codes, scales = FP8_BLOCK.quantise(weight)
     steps = scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)[: shape[0], : shape[1]]
     # Half of the last of three mantissa bits; below 2**-6 scales, of a subnormal's. Then float32's own rounding.
     bound = torch.maximum(weight.double().abs() / 16, steps * 2.0**-10) * (1 + 2.0**-20)
     for dtype, rounding in ((FP32, 0.0), (BF16, 2.0**-8)):
-        back = dequantise(codes, scales, dtype).double()
+        back = FP8_BLOCK.dequantise(codes, scales, dtype).double()
         assert ((back - weight.double()).abs() <= bound + rounding * back.abs()).all()
 
 
 def test_weights_of_a_live_model_are_quantised():
     weight = torch.nn.Parameter(random_weight(2, (200, 200), FP32))
-    codes, scales = quantise(weight)
+    codes, scales = FP8_BLOCK.quantise(weight)
     dequantise_into(codes, scales, weight)
-    assert torch.equal(weight, dequantise(codes, scales, FP32))
+    assert torch.equal(weight, FP8_BLOCK.dequantise(codes, scales, FP32))
 
 
 def test_rows_and_columns_of_blocks_are_quantised_as_in_the_whole():
     weight = random_weight(1, (300, 500), BF16)
-    codes, scales = quantise(weight)
+    codes, scales = FP8_BLOCK.quantise(weight)
     files = torch.zeros(300, 500, dtype=torch.uint8).view(FP8), torch.zeros(3, 4)
     for rows, blocks in ((slice(0, 256), slice(0, 2)), (slice(256, 300), slice(2, 3))):
         quantise_into(weight[rows, :256], files[0][rows, :256], files[1][blocks, :2])
@@ -207,12 +201,12 @@ def test_any_box_has_the_values_of_float64_rounded_to_float32(seed, shape, data)
 def test_every_code_has_its_value(scale):
     codes = torch.tensor([code for code in range(256) if code not in NAN_CODES], dtype=torch.uint8).view(FP8)[None]
     scales = torch.full((1, 2), scale)
-    assert same_bits(dequantise(codes, scales, FP32), reference_dequantise(codes, scales))
+    assert same_bits(FP8_BLOCK.dequantise(codes, scales, FP32), reference_dequantise(codes, scales))
 
 
 def test_scales_may_be_in_bfloat16_and_matrices_wide():
     codes, scales = random_codes(3, (140, 8400)), random_scales(3, (140, 8400)).to(BF16)
-    assert same_bits(dequantise(codes, scales, FP32), reference_dequantise(codes, scales.to(FP32)))
+    assert same_bits(FP8_BLOCK.dequantise(codes, scales, FP32), reference_dequantise(codes, scales.to(FP32)))
 
 
 @given(rows=st.integers(0, 3000), columns=st.integers(0, 20000), row_start=st.integers(0, 500))
@@ -247,5 +241,5 @@ def test_tiles_cover_a_box_once_and_are_small(rows, columns, row_start):
     ],
 )
 def test_a_scale_that_is_a_power_of_two_is_the_least_for_the_largest_code(largest, scale, code):
-    codes, scales = quantise(torch.full((1, 1), float(largest)), power_of_two=True)
+    codes, scales = FP8_BLOCK_UE8M0.quantise(torch.full((1, 1), float(largest)))
     assert (scales.item(), codes.float().item()) == (scale, code)

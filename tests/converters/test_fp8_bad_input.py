@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from converters.fp8 import dequantise, dequantise_into, quantise, quantise_into
+from converters.fp8 import dequantise_into, quantise_into
+from converters.number_formats import FP8_BLOCK
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 
@@ -13,7 +14,7 @@ def test_a_code_that_is_nan_is_named(code):
     codes = torch.zeros(600, 9000, dtype=torch.uint8)
     codes[555, 8888] = code
     with pytest.raises(ValueError, match="the code in row 555, column 8888 is NaN"):
-        dequantise(codes.view(FP8), torch.ones(5, 71), BF16)
+        FP8_BLOCK.dequantise(codes.view(FP8), torch.ones(5, 71), BF16)
     box = codes.view(FP8)[500:, 8800:]
     with pytest.raises(ValueError, match="the code in row 555, column 8888 is NaN"):
         dequantise_into(box, torch.ones(5, 71), torch.empty(box.shape), row_start=500, column_start=8800)
@@ -35,26 +36,26 @@ def test_a_weight_that_no_code_stands_for_is_named(value, dtype):
     weight = torch.zeros(200, 9000, dtype=dtype)
     weight[190, 8999] = value
     with pytest.raises(ValueError, match="block 1, 70 holds a weight that is NaN, infinite or too large for FP8"):
-        quantise(weight)
+        FP8_BLOCK.quantise(weight)
 
 
 def test_tensors_that_do_not_belong_together_are_refused():
     codes, scales = torch.zeros(200, 300, dtype=torch.uint8).view(FP8), torch.ones(2, 3)
     for arguments, message in (
-        ((codes, torch.ones(2, 2), BF16), r"codes of shape \[200, 300\] with scales of shape \[2, 2\]"),
+        ((codes, torch.ones(2, 2), BF16), r"there are \[2, 2\] scales where at least \[2, 3\] are needed"),
         ((codes.view(torch.uint8), scales, BF16), "codes in torch.uint8"),
         ((codes, scales, torch.float16), "cannot become torch.float16"),
         ((codes, scales.to(torch.int32), BF16), "scales in torch.int32"),
     ):
         with pytest.raises(ValueError, match=message):
-            dequantise(*arguments)
+            FP8_BLOCK.dequantise(*arguments)
     with pytest.raises(ValueError, match=r"there are \[2, 3\] scales where at least \[3, 3\] are needed"):
         dequantise_into(codes, scales, torch.empty(200, 300), row_start=57)
     with pytest.raises(ValueError, match=r"cannot become a weight of shape \[300, 200\]"):
         dequantise_into(codes, scales, torch.empty(300, 200))
-    with pytest.raises(ValueError, match=r"a weight of shape \[3\] is no matrix"):
-        quantise(torch.ones(3))
+    with pytest.raises(ValueError, match=r"a weight of shape \[3\] cannot become codes of shape \[3\]"):
+        quantise_into(torch.ones(3), torch.zeros(3, dtype=FP8), torch.ones(1, 1))
     with pytest.raises(ValueError, match="a weight in torch"):
-        quantise(torch.ones(3, 3, dtype=torch.float64))
+        FP8_BLOCK.quantise(torch.ones(3, 3, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"scales of shape \[2, 3\]"):
         quantise_into(torch.ones(128, 300), codes[:128], scales)

@@ -9,7 +9,7 @@ from small_configs import make_config
 from converters.architectures import read_architecture
 from converters.boxes import Box
 from converters.errors import UserError
-from converters.fp8 import is_block_fp8, quantise
+from converters.fp8 import is_block_fp8
 from converters.number_formats import (
     AS_TRAINED,
     FP8_BLOCK,
@@ -93,14 +93,6 @@ def test_mxfp8_is_for_columns_of_whole_blocks():
         NVFP4.check(odd, 32, 32)
     with pytest.raises(UserError, match=r"layers\.0\.mlp\.gate_proj\.weight has 240: take a model"):
         MXFP8.check(odd, 1, 1)
-
-
-@pytest.mark.parametrize("number_format", [FP8_BLOCK, FP8_BLOCK_UE8M0], ids=lambda each: each.name)
-def test_the_rule_is_that_of_checkpoints(number_format):
-    weight = torch.randn(130, 200)
-    expected = quantise(weight, power_of_two=number_format is FP8_BLOCK_UE8M0)
-    for found, each in zip(number_format.quantise(weight), expected, strict=True):
-        assert torch.equal(found.view(torch.uint8), each.view(torch.uint8))
 
 
 def test_a_checkpoint_whose_scales_are_powers_of_two_says_so():

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from converters.fp8 import dequantise
+from converters.number_formats import FP8_BLOCK
 
 _FP8 = "sglang.srt.layers.quantization.fp8"
 _LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin"
@@ -47,7 +47,7 @@ def keep_codes(method: Any, _layer: Any) -> None:
 
 def multiply(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
     """Decode a matrix and multiply by it: `Fp8LinearMethod.apply`."""
-    return F.linear(x, dequantise(layer.weight.data, layer.weight_scale_inv.data, x.dtype), bias)
+    return F.linear(x, FP8_BLOCK.dequantise(layer.weight.data, layer.weight_scale_inv.data, x.dtype), bias)
 
 
 def multiply_by_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -81,7 +81,7 @@ def decode_keys_and_values_of_heads(
         if loaded is not None and f"model.layers.{i}.self_attn" not in loaded:
             continue
         dtype = attention.kv_a_layernorm.weight.dtype
-        heads = dequantise(projection.weight.data, projection.weight_scale_inv.data, dtype).unflatten(
+        heads = FP8_BLOCK.dequantise(projection.weight.data, projection.weight_scale_inv.data, dtype).unflatten(
             0, (-1, attention.qk_nope_head_dim + attention.v_head_dim)
         )
         keys, values = heads.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
@@ -95,4 +95,4 @@ class _Decoded:
         self._codes, self._scales, self._dtype = codes, scales, dtype
 
     def __getitem__(self, expert: int) -> Tensor:
-        return dequantise(self._codes[expert], self._scales[expert], self._dtype)
+        return FP8_BLOCK.dequantise(self._codes[expert], self._scales[expert], self._dtype)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.fp8 import dequantise
+from converters.number_formats import FP8_BLOCK
 from megarl.rollout.cpu_linear import linear
 from megarl.rollout.vllm.cpu_experts import multiply_by_decoded_experts
 
@@ -70,8 +70,8 @@ def codes_are_kept() -> bool:
 
 def _multiply(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
     """`CPUFp8BlockScaledMMKernel.apply_weights`."""
-    return linear(x, dequantise(layer.weight.data, layer.weight_scale_inv.data, x.dtype), bias)
+    return linear(x, FP8_BLOCK.dequantise(layer.weight.data, layer.weight_scale_inv.data, x.dtype), bias)
 
 
-_apply = multiply_by_decoded_experts(dequantise)
+_apply = multiply_by_decoded_experts(FP8_BLOCK.dequantise)
 """`CPUExpertsFp8.apply`."""

@@ -14,7 +14,7 @@ from checkpoints import files_in, write_model
 from converters.boxes import Box
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
-from converters.fp8.dequantise import dequantise
+from converters.number_formats import FP8_BLOCK
 from megarl.cli.main import main
 from megarl.models.policy import check_not_in_fp8
 
@@ -136,7 +136,9 @@ def test_a_model_that_was_released_in_fp8_becomes_a_policy(tmp_path: Path) -> No
         whole = Box.whole(shape)
         value = before.read(name, whole)
         if (scales := f"{name}_scale_inv") in before.shapes:
-            value = dequantise(value, before.read(scales, Box.whole(before.shapes[scales])), after.dtypes[name])
+            value = FP8_BLOCK.dequantise(
+                value, before.read(scales, Box.whole(before.shapes[scales])), after.dtypes[name]
+            )
         assert torch.equal(after.read(name, whole), value), name
 
 

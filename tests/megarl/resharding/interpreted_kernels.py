@@ -25,7 +25,7 @@ from kernel_cases import (
     weighted_sum,
 )
 
-from converters.fp8 import LARGEST_WEIGHT, quantise
+from converters.fp8 import LARGEST_WEIGHT
 from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8
 from megarl.resharding.kernels import Block, host, on_gpu
 
@@ -97,7 +97,7 @@ def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype):
     values = torch.cat([codes, middles, *beside])
     found.quantised[0].local.view(-1)[: 2 * len(values)] = torch.cat([values, -values]).to(dtype)
     on_gpu.gather(found, None)
-    expected, scales = quantise(found.quantised[0].local)
+    expected, scales = FP8_BLOCK.quantise(found.quantised[0].local)
     assert scales.tolist() == [[1.0]] == found.quantised[0].scales.tolist()
     assert torch.equal(found.quantised[0].codes.view(torch.uint8), expected.view(torch.uint8))
 

@@ -14,7 +14,6 @@ from engine_host import vllm_pool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from converters.fp8 import dequantise, quantise
 from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8, NVFP4
 from megarl.rollout.vllm import cpu, cpu_experts, cpu_fp8, cpu_number_formats
 
@@ -269,14 +268,14 @@ def _codes():
     kernel = CPUFp8BlockScaledMMKernel.__new__(CPUFp8BlockScaledMMKernel)
     torch.manual_seed(0)
     weight, x = torch.randn(130, 256), torch.randn(3, 256)
-    codes, scales = quantise(weight)
+    codes, scales = FP8_BLOCK.quantise(weight)
     layer = SimpleNamespace(
         weight=torch.nn.Parameter(codes.clone(), False), weight_scale_inv=torch.nn.Parameter(scales)
     )
     kernel.process_weights_after_loading(layer)
     kept = torch.equal(layer.weight.view(torch.uint8), codes.view(torch.uint8))
     product = kernel.apply_weights(layer, x, torch.ones(130))
-    expected = x @ dequantise(codes, scales, torch.float32).T + 1
+    expected = x @ FP8_BLOCK.dequantise(codes, scales, torch.float32).T + 1
     right = torch.allclose(product, expected, atol=1e-4)
     return torch.cpu._is_amx_tile_supported(), stock, state(), kept, right, _other_codes()
 
