@@ -16,12 +16,11 @@ from converters.examine.opening import Checkpoint, config_of, open_checkpoint, r
 from converters.examine.weights import MegatronWeights
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.formats.torch_dist import TorchDistCheckpoint
+from converters.fp8 import CODES, SCALES_SUFFIX
 from converters.layout import Shape
 from converters.manifest import MANIFEST
 
 HUGGINGFACE_FORMAT, TORCH_DIST_FORMAT = "HuggingFace", "Megatron torch_dist"
-_FP8 = torch.float8_e4m3fn
-_SCALES = "_scale_inv"
 _PARALLEL_ARGUMENTS = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -49,7 +48,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """How the tensors lie in files."""
 
     files: int
@@ -76,7 +75,7 @@ class Inspection:
     """Size of the weights as stored."""
     dtypes: Mapping[str, tuple[int, int]]
     """Type -> number of tensors and bytes."""
-    layout: Layout
+    layout: FileLayout
     is_fp8: bool
     optimizer_bytes: int
     """Size of the tensors of a torch_dist checkpoint beside the weights."""
@@ -101,7 +100,7 @@ def inspect(folder: Path, *, hf_config_folder: Path | None = None) -> Inspection
         dtype_of = checkpoint.dtypes
         stored = [(shape, dtype_of[name], name) for name, shape in checkpoint.shapes.items()]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype, _ in stored]
-        layout = Layout(len(checkpoint.files), len(sizes), max(sizes, default=0))
+        layout = FileLayout(len(checkpoint.files), len(sizes), max(sizes, default=0))
         kind, optimizer_bytes = HUGGINGFACE_FORMAT, 0
     else:
         kind, layout, optimizer_bytes = TORCH_DIST_FORMAT, _torch_dist_layout(checkpoint), _beside_weights(checkpoint)
@@ -111,12 +110,12 @@ def inspect(folder: Path, *, hf_config_folder: Path | None = None) -> Inspection
         folder=str(folder),
         format=kind,
         model=_model(architecture) if architecture else None,
-        elements=sum(math.prod(shape) for shape, _, name in stored if not name.endswith(_SCALES)),
+        elements=sum(math.prod(shape) for shape, _, name in stored if not name.endswith(SCALES_SUFFIX)),
         tensors=len(stored),
         nbytes=sum(nbytes for _, nbytes in dtypes.values()),
         dtypes=dtypes,
         layout=layout,
-        is_fp8=any(dtype is _FP8 for _, dtype, _ in stored),
+        is_fp8=any(dtype is CODES for _, dtype, _ in stored),
         optimizer_bytes=optimizer_bytes,
         manifest=(root_of(checkpoint) / MANIFEST).is_file(),
         problem=problem,
@@ -166,13 +165,13 @@ def _model(architecture: Architecture) -> Model:
     )
 
 
-def _torch_dist_layout(checkpoint: TorchDistCheckpoint) -> Layout:
+def _torch_dist_layout(checkpoint: TorchDistCheckpoint) -> FileLayout:
     chunks = [chunk for tensor in checkpoint.weights.values() for chunk in tensor.chunks]
     # A checkpoint saved by hand may have none.
     common = checkpoint.common if checkpoint.common_place else {}
     arguments = getattr(common.get("args"), "__dict__", {})
     iteration = common.get("iteration")
-    return Layout(
+    return FileLayout(
         files=len({chunk.file for tensor in checkpoint.contents.tensors.values() for chunk in tensor.chunks}),
         chunks=len(chunks),
         largest_chunk_bytes=max((chunk.length for chunk in chunks), default=0),

@@ -10,7 +10,8 @@ from converters.errors import UserError
 from converters.fp8.blocks import CODES, scales_shape
 from converters.layout import Shape
 
-_SCALES = "_scale_inv"  # despite its name, what a code is multiplied by
+SCALES_SUFFIX = "_scale_inv"
+"""End of the name of a tensor's scales: despite it, what a code is multiplied by."""
 _SCALE_DTYPES = (torch.float32, torch.bfloat16)
 _KEPT = ("mlp.router.weight", "eh_proj.weight")
 """Megatron's names of the matrices of a layer that DeepSeek-V3 and Qwen3 were released with in bfloat16."""
@@ -33,6 +34,13 @@ def quantised_names(architecture: Architecture) -> frozenset[str]:
     return frozenset(names)
 
 
+def unquantised_modules(architecture: Architecture) -> list[str]:
+    """The modules with matrices that are not in FP8, and the output layer, tied or not."""
+    quantised = quantised_names(architecture)
+    kept = [name for name, shape in architecture.hf_shapes.items() if len(shape) == 2 and name not in quantised]
+    return sorted({"lm_head", *(name.removesuffix(".weight") for name in kept)})
+
+
 def scales_of(folder: Path, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
     """Name of each tensor in FP8 -> name of its scales, of the checkpoint `folder` with these tensors.
 
@@ -42,18 +50,20 @@ def scales_of(folder: Path, shapes: Mapping[str, Shape], dtypes: Mapping[str, to
     scales = {}
     for name, dtype in dtypes.items():
         if dtype is CODES:
-            scales[name] = name + _SCALES
+            scales[name] = name + SCALES_SUFFIX
             _check(folder, name, shapes, dtypes)
         elif dtype.itemsize == 1 and dtype.is_floating_point:
             raise UserError(f"{folder} holds {name} in {dtype}; the only FP8 type that is read is {CODES}")
     for name in dtypes:
-        if name.endswith(_SCALES) and name.removesuffix(_SCALES) not in scales:
-            raise UserError(f"{folder} holds the scales {name}, but no tensor {name.removesuffix(_SCALES)} in {CODES}")
+        if name.endswith(SCALES_SUFFIX) and name.removesuffix(SCALES_SUFFIX) not in scales:
+            raise UserError(
+                f"{folder} holds the scales {name}, but no tensor {name.removesuffix(SCALES_SUFFIX)} in {CODES}"
+            )
     return scales
 
 
 def _check(folder: Path, name: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> None:
-    scales = name + _SCALES
+    scales = name + SCALES_SUFFIX
     if len(shapes[name]) != 2:
         raise UserError(f"{folder} holds {name} in FP8 with shape {list(shapes[name])}; only matrices can be")
     if scales not in shapes:

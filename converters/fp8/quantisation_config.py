@@ -6,7 +6,7 @@ from typing import Any
 from converters.architectures import Architecture
 from converters.errors import UserError
 from converters.fp8.blocks import BLOCK
-from converters.fp8.names import quantised_names
+from converters.fp8.names import unquantised_modules
 
 _REQUIRED: Mapping[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
@@ -48,12 +48,10 @@ def quantisation_config(architecture: Architecture) -> dict[str, Any]:
     expects Qwen3's routers in FP8 unless they are in it. With a list, transformers expects the output layer in FP8
     too unless it is in it, tied or not.
     """
-    quantised = quantised_names(architecture)
-    kept = [name for name, shape in architecture.hf_shapes.items() if len(shape) == 2 and name not in quantised]
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "modules_to_not_convert": sorted({"lm_head", *(name.removesuffix(".weight") for name in kept)}),
+        "modules_to_not_convert": unquantised_modules(architecture),
         "quant_method": "fp8",
         "weight_block_size": [BLOCK, BLOCK],
     }

@@ -112,18 +112,26 @@ class ParallelSizes:
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
+    def stage_ranks(self) -> int:
+        """The number of ranks of a pipeline stage."""
+        return self.world_size // self.pipeline_model_parallel_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """Over how many ranks the experts of a layer are shared out, whole or in parts."""
+        return self.expert_model_parallel_size * self.expert_tensor_size
+
+    @property
     def data_parallel_size(self) -> int:
         """The number of parts into which a batch falls."""
-        stage_ranks = self.world_size // self.pipeline_model_parallel_size
-        return stage_ranks // (self.tensor_model_parallel_size * self.context_parallel_size)
+        return self.stage_ranks // (self.tensor_model_parallel_size * self.context_parallel_size)
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """The place of `rank`, in Megatron's order tp-cp-ep-dp-pp (the leftmost varies fastest)."""
-        stage_ranks = self.world_size // self.pipeline_model_parallel_size
         return RankCoordinates(
             tensor=rank % self.tensor_model_parallel_size,
             context=rank // self.tensor_model_parallel_size % self.context_parallel_size,
-            pipeline=rank // stage_ranks,
+            pipeline=rank // self.stage_ranks,
             expert=rank // self.expert_tensor_size % self.expert_model_parallel_size,
             expert_tensor=rank % self.expert_tensor_size,
         )
@@ -132,6 +140,11 @@ class ParallelSizes:
     def weight_copies(self) -> int:
         """How many ranks of a pipeline stage have the same weights outside experts, or each some rows of them."""
         return self.data_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_copies(self) -> int:
+        """How many ranks of a pipeline stage have the same part of the experts."""
+        return self.stage_ranks // self.expert_ranks
 
     def weight_copy(self, rank: int) -> int:
         """Which of `weight_copies` `rank` has, in the order of Megatron's data-parallel groups with context ranks."""

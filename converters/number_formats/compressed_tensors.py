@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.architectures import Architecture
-from converters.fp8 import quantised_names
+from converters.fp8 import unquantised_modules
 
 
 def compressed_tensors_config(
@@ -15,8 +15,6 @@ def compressed_tensors_config(
     `layout` is the `format` of compressed-tensors: how codes and scales lie in a checkpoint. Activations without a
     scheme stay as they are.
     """
-    quantised = quantised_names(architecture)
-    kept = [name for name, shape in architecture.hf_shapes.items() if len(shape) == 2 and name not in quantised]
     return {
         "quant_method": "compressed-tensors",
         "format": layout,
@@ -29,5 +27,5 @@ def compressed_tensors_config(
                 "format": layout,
             }
         },
-        "ignore": sorted({"lm_head", *(name.removesuffix(".weight") for name in kept)}),
+        "ignore": unquantised_modules(architecture),
     }

@@ -6,7 +6,15 @@ import torch
 
 from converters.architectures import Architecture
 from converters.errors import UserError
-from converters.fp8 import BLOCK, dequantise_into, quantisation_config, quantise_into, quantised_names
+from converters.fp8 import (
+    BLOCK,
+    CODES,
+    SCALES_SUFFIX,
+    dequantise_into,
+    quantisation_config,
+    quantise_into,
+    quantised_names,
+)
 from converters.number_formats.engine_cuts import CUT_IN_COLUMNS, CUT_IN_ROWS
 from converters.number_formats.number_format import NumberFormat
 
@@ -43,9 +51,9 @@ FP8_BLOCK = NumberFormat(
     name="fp8_block",
     title="block FP8",
     block=(BLOCK, BLOCK),
-    codes=torch.float8_e4m3fn,
+    codes=CODES,
     scales=torch.float32,
-    scales_suffix="_scale_inv",
+    scales_suffix=SCALES_SUFFIX,
     quantised_names=quantised_names,
     engine_config=quantisation_config,
     quantise_into=quantise_into,

@@ -73,7 +73,7 @@ def _stages(architecture: Architecture, parallel: ParallelSizes) -> dict[tuple[P
 
 
 def _first_rank(architecture: Architecture, parallel: ParallelSizes, cell: Cell, stage: int) -> int:
-    rank = stage * (parallel.world_size // parallel.pipeline_model_parallel_size)
+    rank = stage * parallel.stage_ranks
     if cell.parameter.is_expert:
         experts_per_rank = architecture.num_experts // parallel.expert_model_parallel_size
         rank += cell.expert // experts_per_rank * parallel.expert_tensor_size

@@ -150,10 +150,7 @@ def _stage(
 def _optimizer_elements(weights: RankWeights, parallel: ParallelSizes, options: TrainingOptions) -> float:
     if parallel.use_torch_fsdp2 or not options.is_distributed:
         return weights.total
-    dense_copies = parallel.data_parallel_size * parallel.context_parallel_size
-    stage_ranks = parallel.world_size // parallel.pipeline_model_parallel_size
-    expert_copies = stage_ranks // (parallel.expert_model_parallel_size * parallel.expert_tensor_size)
-    return weights.shared / dense_copies + weights.experts / expert_copies
+    return weights.shared / parallel.weight_copies + weights.experts / parallel.expert_copies
 
 
 def _kept(

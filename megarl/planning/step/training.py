@@ -114,13 +114,12 @@ class Training:
         hidden = tokens * config["hidden_size"] * _BF16
         # The tokens of a sequence-parallel rank, to each of their experts and back.
         sent = hidden / tensor * config.get("moe_router_topk", 0) * self.options.expert_load
-        expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_size
         key_values = tokens * _key_value_width(self.architecture) / tensor * _BF16
         return PassSeconds(
             computing=self._computing(stage, tokens, layers, moe),
             # Attention and dense MLPs gather their tokens and scatter their sums; experts get theirs by the exchange.
             tensor=(4 * len(layers) - 2 * moe) * self.speeds.gather(hidden, tensor),
-            experts=moe * 2 * self.speeds.all_to_all(sent, expert_ranks),
+            experts=moe * 2 * self.speeds.all_to_all(sent, parallel.expert_ranks),
             context=len(layers) * self.speeds.gather(key_values * context, context, tensor),
             sending=self.speeds.send(hidden / tensor) if parallel.pipeline_model_parallel_size > 1 else 0.0,
         )
@@ -136,8 +135,7 @@ class Training:
         attention = self.speeds.products(len(layers) * pairs, 0)
         experts = 0.0
         if moe:
-            group = parallel.expert_model_parallel_size * parallel.expert_tensor_size
-            routed = tokens * group / parallel.tensor_model_parallel_size * self.options.expert_load
+            routed = tokens * parallel.expert_ranks / parallel.tensor_model_parallel_size * self.options.expert_load
             share = self.architecture.transformer_config["moe_router_topk"] / self.architecture.num_experts
             experts = self.speeds.products(2 * routed * share * weights.experts, weights.experts * _BF16)
         return max(dense + attention + experts, len(layers) * LAUNCHED_LAYER_S)
@@ -149,15 +147,13 @@ class Training:
         if self.parallel.use_torch_fsdp2:
             return self._adam_seconds(self._held[0].total)
         parallel, slowest = self.parallel, 0.0
-        copies = parallel.data_parallel_size * parallel.context_parallel_size
-        stage_ranks = parallel.world_size // parallel.pipeline_model_parallel_size
-        expert_ranks = parallel.expert_model_parallel_size * parallel.expert_tensor_size
+        copies, expert_copies = parallel.weight_copies, parallel.expert_copies
         for stage in range(parallel.pipeline_model_parallel_size):
             weights = self._weights[stage]
             moved = self.options.gradient_bytes + self.options.weight_bytes
             seconds = self.speeds.gather(weights.shared * moved, copies, parallel.tensor_model_parallel_size)
-            seconds += self.speeds.gather(weights.experts * moved, stage_ranks // expert_ranks, expert_ranks)
-            own = weights.shared / copies + weights.experts / (stage_ranks // expert_ranks)
+            seconds += self.speeds.gather(weights.experts * moved, expert_copies, parallel.expert_ranks)
+            own = weights.shared / copies + weights.experts / expert_copies
             slowest = max(slowest, seconds + self._adam_seconds(own))
         return slowest
 
