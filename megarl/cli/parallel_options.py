@@ -3,40 +3,66 @@
 import argparse
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from converters.layouts.parallel_sizes import ParallelSizes
 
-_SIZES = (
-    (("--tp", "--tensor-model-parallel-size"), 1, "tensor-parallel size"),
-    (("--pp", "--pipeline-model-parallel-size"), 1, "pipeline-parallel size"),
-    (("--vpp", "--num-virtual-stages-per-pipeline-rank"), None, "virtual stages of each pipeline stage"),
-    (("--cp", "--context-parallel-size"), 1, "context-parallel size"),
-    (("--ep", "--expert-model-parallel-size"), 1, "expert-parallel size"),
-    (("--etp", "--expert-tensor-parallel-size"), None, "tensor-parallel size of the experts (default: --tp)"),
-    (("--decoder-first-pipeline-num-layers",), None, "layers of the first pipeline stage, where it has its own number"),
-    (("--decoder-last-pipeline-num-layers",), None, "layers of the last pipeline stage, where it has its own number"),
-)
-"""Names, the second of each Megatron-LM's; default; help."""
 
-OPTION_OF_SIZE: Mapping[str, str] = {
-    "tensor_model_parallel_size": "--tp",
-    "pipeline_model_parallel_size": "--pp",
-    "virtual_pipeline_model_parallel_size": "--vpp",
-    "context_parallel_size": "--cp",
-    "expert_model_parallel_size": "--ep",
-    "expert_tensor_parallel_size": "--etp",
-    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers",
-    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers",
-}
-"""Field of `ParallelSizes`, by which its sentences name a size, and the option that gives it."""
+class Size(NamedTuple):
+    """A parallel size, and the option that gives it."""
+
+    options: tuple[str, ...]
+    """Names of the option, the second of each Megatron-LM's."""
+    field: str
+    """The field of `ParallelSizes`, by which its sentences name the size."""
+    default: int | None
+    help: str
+
+    @property
+    def name(self) -> str:
+        """The attribute that argparse makes of the option."""
+        return self.options[0].lstrip("-").replace("-", "_")
+
+
+SIZES = (
+    Size(("--tp", "--tensor-model-parallel-size"), "tensor_model_parallel_size", 1, "tensor-parallel size"),
+    Size(("--pp", "--pipeline-model-parallel-size"), "pipeline_model_parallel_size", 1, "pipeline-parallel size"),
+    Size(
+        ("--vpp", "--num-virtual-stages-per-pipeline-rank"),
+        "virtual_pipeline_model_parallel_size",
+        None,
+        "virtual stages of each pipeline stage",
+    ),
+    Size(("--cp", "--context-parallel-size"), "context_parallel_size", 1, "context-parallel size"),
+    Size(("--ep", "--expert-model-parallel-size"), "expert_model_parallel_size", 1, "expert-parallel size"),
+    Size(
+        ("--etp", "--expert-tensor-parallel-size"),
+        "expert_tensor_parallel_size",
+        None,
+        "tensor-parallel size of the experts (default: --tp)",
+    ),
+    Size(
+        ("--decoder-first-pipeline-num-layers",),
+        "num_layers_in_first_pipeline_stage",
+        None,
+        "layers of the first pipeline stage, where it has its own number",
+    ),
+    Size(
+        ("--decoder-last-pipeline-num-layers",),
+        "num_layers_in_last_pipeline_stage",
+        None,
+        "layers of the last pipeline stage, where it has its own number",
+    ),
+)
+OPTION_OF_SIZE: Mapping[str, str] = {size.field: size.options[0] for size in SIZES}
+"""Field of `ParallelSizes`, and the option that gives it."""
 
 
 def add_parallel_sizes(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare the options."""
-    for names, default, text in _SIZES:
-        parser.add_argument(*names, type=int, default=default, metavar="N", help=text)
+    for size in SIZES:
+        parser.add_argument(*size.options, type=int, default=size.default, metavar="N", help=size.help)
 
 
 def parallel_sizes(options: argparse.Namespace, ranks: int | None = None) -> "ParallelSizes":
@@ -48,14 +74,4 @@ def parallel_sizes(options: argparse.Namespace, ranks: int | None = None) -> "Pa
         tp, pp, cp, ep = (max(1, size) for size in (options.tp, options.pp, options.cp, options.ep))
         etp = max(1, tp if options.etp is None else options.etp)
         ranks = pp * math.lcm(tp * cp, ep * etp)
-    return ParallelSizes(
-        world_size=ranks,
-        tensor_model_parallel_size=options.tp,
-        pipeline_model_parallel_size=options.pp,
-        virtual_pipeline_model_parallel_size=options.vpp,
-        context_parallel_size=options.cp,
-        expert_model_parallel_size=options.ep,
-        expert_tensor_parallel_size=options.etp,
-        num_layers_in_first_pipeline_stage=options.decoder_first_pipeline_num_layers,
-        num_layers_in_last_pipeline_stage=options.decoder_last_pipeline_num_layers,
-    )
+    return ParallelSizes(world_size=ranks, **{size.field: getattr(options, size.name) for size in SIZES})

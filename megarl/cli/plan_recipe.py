@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
 from megarl.cli import plan_step, recipe
+from megarl.cli.parallel_options import SIZES
 from megarl.rollout import engine_kind
 from megarl.schema import RolloutConfig
 
@@ -16,14 +17,7 @@ if TYPE_CHECKING:
 
 _ENGINE = engine_kind(RolloutConfig().engine)
 WITHOUT_A_RECIPE: Mapping[str, Any] = {
-    "tp": 1,
-    "pp": 1,
-    "vpp": None,
-    "cp": 1,
-    "ep": 1,
-    "etp": None,
-    "decoder_first_pipeline_num_layers": None,
-    "decoder_last_pipeline_num_layers": None,
+    **{size.name: size.default for size in SIZES},
     "use_torch_fsdp2": False,
     "gpus": None,
     "engine_tp": 1,
@@ -46,19 +40,9 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     **plan_step.WORK_OF_A_STEP,
 }
 """The options that a recipe may set, with what they are where neither it nor the command line says anything."""
-_TRAINER = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
-    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
-    "use_torch_fsdp2": "use_torch_fsdp2",
-}
+_TRAINER = {**{size.name: size.field for size in SIZES}, "use_torch_fsdp2": "use_torch_fsdp2"}
 """Option, key of the group `megatron`."""
-SEARCHED = (*(name for name in _TRAINER if name != "use_torch_fsdp2"), "engine_tp", "engine_ep", "replicas")
+SEARCHED = (*(size.name for size in SIZES), "engine_tp", "engine_ep", "replicas")
 """The options that `--search` proposes; those of a recipe are where it begins."""
 # A recipe leaves open what belongs to a run, and a plan needs none of it.
 _OPEN = ("model.path", "output_dir")
