@@ -46,7 +46,7 @@ class ChunkRecord:
 
 
 @dataclass
-class ObjectRecords:
+class ObjectRecord:
     """An object of a torch_dist checkpoint that is no tensor, or its common.pt."""
 
     folder: Path
@@ -80,7 +80,7 @@ class ObjectRecords:
             return damaged
 
 
-Record = ChunkRecord | ObjectRecords
+Record = ChunkRecord | ObjectRecord
 
 
 def records_of(checkpoint: TorchDistCheckpoint) -> Iterator[Record]:
@@ -90,7 +90,7 @@ def records_of(checkpoint: TorchDistCheckpoint) -> Iterator[Record]:
             yield ChunkRecord(checkpoint, key, chunk)
     shared = {stored: key for key, stored in checkpoint.contents.objects.items()}
     for stored, key in shared.items():
-        yield ObjectRecords(checkpoint.folder, key, stored)
+        yield ObjectRecord(checkpoint.folder, key, stored)
     common = checkpoint.folder / COMMON
     if common.is_file():
-        yield ObjectRecords(checkpoint.folder, COMMON, StoredObject(COMMON, 0, common.stat().st_size))
+        yield ObjectRecord(checkpoint.folder, COMMON, StoredObject(COMMON, 0, common.stat().st_size))

@@ -1,1 +1,1 @@
-"""The command `megarl`: `main` finds the subcommand, and each subcommand is a file of its name."""
+"""The command `megarl`: `main` finds the subcommand. Each is a file of its name, those that train in `training`."""

@@ -77,7 +77,7 @@ def described_cluster(options: argparse.Namespace, ranks: int) -> "Cluster":
     """
     from megarl.planning.cluster import Cluster
 
-    device = plan_step.device_named(options.device, options.gpu_gbyte)
+    device = plan_step.described_device(options.device, options.gpu_gbyte)
     unsaid: dict[str, Any] = {
         "gpus_per_node": device.nvlink_gpus,
         "nvlink_gbyte_per_s": device.nvlink_bytes_per_s / 1e9,

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def device_named(name: str, memory_gbyte: float | None) -> "Device":
+def described_device(name: str, memory_gbyte: float | None) -> "Device":
     """A device of the table, with another size of memory if one is given. Raises UserError for an unknown one."""
     from converters.cost.devices import DEVICES
 
@@ -98,7 +98,7 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
     return PlannedStep(
         refit=refit,
         workload=Workload(**work),
-        device=device_named(options.device, options.gpu_gbyte),
+        device=described_device(options.device, options.gpu_gbyte),
         training=replace(
             training, expert_load=options.expert_load, lora=options.lora, keeps_reference=options.keeps_reference
         ),

@@ -28,7 +28,7 @@ _SHOWN: tuple[tuple[str, str, int], ...] = (
 """Metric, its text, and the unit of the text in that of the metric."""
 _PLAIN_LINE_EVERY_S = 5.0
 
-Clock = Callable[[], float]
+Now = Callable[[], float]
 
 
 class ProgressText:
@@ -37,7 +37,7 @@ class ProgressText:
     The time left follows from the mean time of this run's own steps, so it is unknown until its second log.
     """
 
-    def __init__(self, run: Run, clock: Clock) -> None:
+    def __init__(self, run: Run, clock: Now) -> None:
         self._last_step, self._clock = run.last_step, clock
         self._values: dict[str, float] = {}
         self._first: tuple[int, float] | None = None
@@ -63,7 +63,7 @@ class ProgressText:
 class LiveConsole:
     """A single line that is redrawn in place: bar, step, reward, accuracy, tokens/s, seconds left."""
 
-    def __init__(self, run: Run, console: Console, clock: Clock = time.monotonic) -> None:
+    def __init__(self, run: Run, console: Console, clock: Now = time.monotonic) -> None:
         self._text = ProgressText(run, clock)
         self._progress = Progress(
             BarColumn(bar_width=24),
@@ -86,7 +86,7 @@ class LiveConsole:
 class PlainConsole:
     """A line of text at the first and the last step, and in between at most every five seconds."""
 
-    def __init__(self, run: Run, console: Console, clock: Clock = time.monotonic) -> None:
+    def __init__(self, run: Run, console: Console, clock: Now = time.monotonic) -> None:
         self._text = ProgressText(run, clock)
         self._console, self._clock = console, clock
         self._last_step = run.last_step

@@ -1,4 +1,4 @@
-"""Says now and then what a long step is at: who reads the log else cannot tell work from a hang."""
+"""Prints at intervals what a long step is doing, so that a log shows work from a hang."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -1,8 +1,9 @@
 """Which knob moves a step most: each size doubled and halved, and what it does to seconds and memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from converters.errors import UserError
 from converters.layouts.megatron import check_divisible
@@ -76,7 +77,7 @@ def _moved_ends(step: PlannedStep, stages: int) -> dict[str, int]:
     return {name: size or layers // stages for name, size in moved if stages > 1 and getattr(trainer, name) != size}
 
 
-def _with_trainer(step: PlannedStep, fields: dict[str, int]) -> PlannedStep:
+def _with_trainer(step: PlannedStep, fields: Mapping[str, Any]) -> PlannedStep:
     """The same ranks, with these sizes alone changed."""
     trainer = replace(step.refit.trainer, **fields)
     check_divisible(step.refit.architecture, trainer)
