@@ -122,8 +122,10 @@ class OwnedEngine(ABC):
         """See `Generator.abort`."""
         if answers := self._reporter.answers(numbers):
             self._hold()
-            self._abort_some(answers)
-            self._release()
+            try:
+                self._abort_some(answers)
+            finally:
+                self._release()
 
     @by_owner
     def load(self) -> Load | None:

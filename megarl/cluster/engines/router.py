@@ -30,11 +30,14 @@ _TOGETHER_S = 0.02
 
 
 class _Submitted(NamedTuple):
-    """A call by which an engine takes requests in, by their numbers. Calls may overtake each other there."""
+    """A call by which an engine takes requests in, by their numbers; without, one that ends what nobody waits for.
+
+    Calls may overtake each other there.
+    """
 
     handle: EngineHandle
     call: Call[None]
-    numbers: list[int]
+    numbers: Sequence[int]
 
 
 class Router:
@@ -116,9 +119,8 @@ class Router:
                     ended.setdefault(each.handle, []).append(each.number)
                     self._take_back(each)
             self._send()
-        for handle, numbers in ended.items():
-            if handle.is_up:
-                handle.begin(Engine.abort, numbers)
+            for handle in (each for each in ended if each.is_up):
+                self._submitted.append(_Submitted(handle, handle.begin(Engine.abort, ended[handle]), ()))
 
     @contextmanager
     def asking(self, request: Request, among: Sequence[EngineHandle]) -> Iterator[EngineHandle]:
@@ -270,7 +272,7 @@ class Router:
                 next_look_s = time.monotonic() + INTERVAL_S
 
     def _hear_of_submitted(self) -> None:
-        """Fail the requests that an engine did not take in; where it has died its stream says so, and they go on."""
+        # Where an engine has died its stream says so, and its requests go on elsewhere.
         with self._lock:
             heard = dict(answered([each.call for each in self._submitted]))
             ended = [each for each in self._submitted if each.call in heard]
@@ -283,12 +285,16 @@ class Router:
                 self._refuse(each, answer.failure)
 
     def _refuse(self, submitted: _Submitted, failure: Exception) -> None:
+        """Fail the requests that an engine did not take in, or all that it has where it could not end others."""
         with self._lock:
-            found = [self._pending[number] for number in submitted.numbers if number in self._pending]
+            numbers = submitted.numbers or list(self._pending)
+            found = [self._pending[number] for number in numbers if number in self._pending]
             # One that has died since may have left them to another.
             refused = [each for each in found if each.worker is submitted.call.worker]
             for each in refused:
                 self._take_back(each)
+        if not submitted.numbers:
+            say(f"{submitted.handle.name} could not end requests that nobody waits for: {failure}")
         self._fail(refused, failure)
 
     def _hear(self, stream: Stream, events: Sequence[Event | Progress]) -> None:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 import ray
-from echo_engine import ask
+from echo_engine import SLOW, ask
 
 from megarl.cluster.engines import router
 from megarl.cluster.workers.calls import wait
@@ -20,11 +20,12 @@ class Unreadable:
         return divmod, (1, 0)
 
 
-def test_calls_that_fail_are_heard_of_wait_for_their_turn_and_share_what_is_large(open_group, monkeypatch):
+def test_calls_that_fail_are_heard_of_wait_for_their_turn_and_share_what_is_large(open_group, script, monkeypatch):
     """In one test, because processes take seconds to start."""
     with open_group(2, restarts=1) as (engines, refit):
         check_that_names_are_put_once(refit, monkeypatch)
         check_that_requests_fail_that_an_engine_cannot_read(engines)
+        check_that_requests_fail_of_an_engine_that_could_not_end_others(engines, script)
         check_that_nobody_spins_while_restarts_are_held(engines, monkeypatch)
 
 
@@ -47,6 +48,17 @@ def check_that_requests_fail_that_an_engine_cannot_read(engines):
     unreadable.text = Unreadable()
     with pytest.raises(WorkerFailed, match="division"):
         engines.generate([unreadable])
+    assert [turn.token_ids[:-1] for (turn,) in engines.generate([ask(2), ask(3)])] == [[2, 102, 0], [3, 103, 0]]
+    assert [(handle.state, handle.load) for handle in engines.handles] == [("serving", 0)] * 2
+
+
+def check_that_requests_fail_of_an_engine_that_could_not_end_others(engines, script):
+    script("abort")
+    one = engines.excluding([engines.handles[1].worker])
+    abandoned, waiting = one.begin_generate([ask(SLOW), ask(SLOW)])
+    engines._router.abandon([abandoned])
+    with pytest.raises(WorkerFailed, match="the echo goes on"):
+        waiting.answer.result(60)
     assert [turn.token_ids[:-1] for (turn,) in engines.generate([ask(2), ask(3)])] == [[2, 102, 0], [3, 103, 0]]
     assert [(handle.state, handle.load) for handle in engines.handles] == [("serving", 0)] * 2
 
