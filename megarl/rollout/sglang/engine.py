@@ -187,8 +187,8 @@ class SglangEngine(OwnedEngine):
 
     def _hold(self) -> None:
         if self._held is None:
-            self._in_flight.hold()
             self._pause("in_place")
+            self._in_flight.hold()
 
     def _fence(self) -> None:
         self._hold()
@@ -209,12 +209,14 @@ class SglangEngine(OwnedEngine):
         can_go_on = self._update is None and not self._away
         if can_go_on and self._in_flight.asked():
             self._continue()
-        while self._in_flight.asked() and (can_go_on or time.monotonic() < deadline):
-            self._post("/abort_request", abort_all=True)
-            self._in_flight.wait(_POLL_S)
-        self._in_flight.abort_asked()
-        if self._held is None:
-            self._pause("in_place")
+        try:
+            while self._in_flight.asked() and (can_go_on or time.monotonic() < deadline):
+                self._post("/abort_request", abort_all=True)
+                self._in_flight.wait(_POLL_S)
+            self._in_flight.abort_asked()
+        finally:
+            if self._held is None:
+                self._pause("in_place")
 
     def _abort_some(self, answers: Collection[Future[list[Turn]]]) -> None:
         self._in_flight.abort_waiting(answers)
@@ -225,13 +227,9 @@ class SglangEngine(OwnedEngine):
             self._in_flight.fail(error)
 
     def _forget(self) -> None:
-        was_held = self._held
-        if was_held is None:
-            self._hold()
-        self._retract()
-        self._post("/flush_cache")
-        if was_held is None:
-            self._release()
+        with self._holding():
+            self._retract()
+            self._post("/flush_cache")
 
     def _abandon_update(self) -> None:
         self._end_session()
@@ -320,14 +318,22 @@ class SglangEngine(OwnedEngine):
         if self._in_session:
             yield
             return
+        with self._holding():
+            self._post("/begin_weight_update")
+            self._in_session = True
+            try:
+                yield
+            finally:
+                self._end_session()
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        """Hold the server meanwhile, also if a call of it fails; one that was held before stays so."""
         was_held = self._held
         self._hold()
-        self._post("/begin_weight_update")
-        self._in_session = True
         try:
             yield
         finally:
-            self._end_session()
             if was_held is None:
                 self._release()
 

@@ -40,6 +40,8 @@ SAMPLED = {
 }
 """Sampling parameters that it heeds."""
 _TOLD_OF_TOKENS = {"output_token_logprobs", "output_token_sampling_logprobs", "output_token_sampling_mask"}
+REFUSED_ONCE = "refused_once.txt"
+"""A file in the model's folder with the path of a call that is refused, once."""
 SCHEDULER = "sglang::scheduler"
 """The name of the process that steps, in SGLang; here one that is asked for the state of the server alone."""
 
@@ -172,6 +174,7 @@ class StandIn:
     def __init__(self, arguments):
         self._arguments = arguments
         folder = Path(arguments["model_path"])
+        self._refused = folder / REFUSED_ONCE
         config = json.loads((folder / "config.json").read_text())
         self._ends = ends_of(folder, config)
         # Without the argument the server takes a request for experts, and tells of none.
@@ -218,6 +221,9 @@ class StandIn:
         if request.headers.get("Authorization") != f"Bearer {self._arguments['api_key']}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         try:
+            if self._refused.exists() and self._refused.read_text() == request.path:
+                self._refused.unlink()
+                raise RefusedError("not this time")
             return await handler(request)
         except RefusedError as error:
             return web.json_response({"success": False, "message": str(error)}, status=400)
