@@ -2,6 +2,7 @@
 
 import math
 import time
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,9 +13,76 @@ from megarl.sandbox.run import Finished, Limits, SandboxUnavailable, run
 
 _LANGUAGES = ("python", "python3", "py")
 _LONGEST_PROGRAM_BYTES = 1024**2
+_LONGEST_OUTPUT_BYTES = 1024**2
+_OPEN_FILES = 64
 _MIB = 1024**2
 _REMEMBERED_TRUTHS = 1024
 """Ground truths, each of kilobytes, of which a process remembers whether they test anything: a data set has many."""
+
+
+_ISOLATIONS = {
+    "namespaces": (
+        "run as root or allow user namespaces, or set the option isolation=limits, which keeps programs apart less well"
+    ),
+    "limits": (
+        "as root, programs run as another user, who must be able to read the interpreter: install it outside of homes, "
+        "or set the option isolation=namespaces"
+    ),
+}
+"""Advice where an isolation is not possible."""
+
+
+@dataclass(frozen=True)
+class CodeOptions:
+    """Options of the reward `code`, which says what they mean.
+
+    Example: CodeOptions(partial=True, timeout_s=2.0)
+    """
+
+    partial: bool = False
+    timeout_s: float = 6.0
+    memory_mb: int = 512
+    processes: int = 8
+    file_mb: int = 16
+    isolation: str = "namespaces"
+    all_tests_s: float = 50.0
+
+    @property
+    def limits(self) -> Limits:
+        """Limits of each test."""
+        return Limits(
+            wall_s=self.timeout_s,
+            cpu_s=math.ceil(self.timeout_s) + 1,
+            memory_bytes=self.memory_mb * _MIB,
+            processes=self.processes,
+            file_bytes=self.file_mb * _MIB,
+            open_files=_OPEN_FILES,
+            output_bytes=_LONGEST_OUTPUT_BYTES,
+        )
+
+    def check(self) -> None:
+        """Run an empty program.
+
+        Raises `UserError` if the machine does not allow the isolation, `ValueError` for values that cannot be.
+        """
+        if self.isolation not in _ISOLATIONS:
+            raise ValueError(f"isolation={self.isolation!r} must be one of {', '.join(_ISOLATIONS)}")
+        if self.timeout_s <= 0 or self.memory_mb < 64 or self.processes < 1 or self.file_mb < 2:
+            raise ValueError(
+                f"timeout_s={self.timeout_s}, memory_mb={self.memory_mb}, processes={self.processes}, "
+                f"file_mb={self.file_mb}: these must be above 0 and at least 64, 1 and 2"
+            )
+        where = f"the reward code cannot be used with isolation={self.isolation} on this machine"
+        try:
+            finished = run("", b"", self.limits, self.isolation)
+        except SandboxUnavailable as error:
+            raise UserError(f"{where}: {error}; {_ISOLATIONS[self.isolation]} (docs/add_a_reward.md)") from error
+        if (finished.end, finished.code) != ("exited", 0):
+            raise UserError(
+                f"{where}: an empty program {finished.end.replace('_', ' ')} with code {finished.code}, so all would "
+                f"fail; raise timeout_s={self.timeout_s:g} or memory_mb={self.memory_mb}, or "
+                f"{_ISOLATIONS[self.isolation]} (docs/add_a_reward.md)"
+            )
 
 
 def code(
@@ -23,13 +91,13 @@ def code(
     ground_truth: Any,
     extra_info: Any = None,  # noqa: ARG001
     *,
-    partial: bool = False,
-    timeout_s: float = 6.0,
-    memory_mb: int = 512,
-    processes: int = 8,
-    file_mb: int = 16,
-    isolation: str = "namespaces",
-    all_tests_s: float = 50.0,
+    partial: bool = CodeOptions.partial,
+    timeout_s: float = CodeOptions.timeout_s,
+    memory_mb: int = CodeOptions.memory_mb,
+    processes: int = CodeOptions.processes,
+    file_mb: int = CodeOptions.file_mb,
+    isolation: str = CodeOptions.isolation,
+    all_tests_s: float = CodeOptions.all_tests_s,
 ) -> dict[str, float]:
     """Score the Python program in a response's last fenced block: 1.0 where it passes all tests, else 0.0.
 
@@ -47,15 +115,14 @@ def code(
     With `partial`, no test is begun that might end more than `all_tests_s` seconds after the first began: where tests
     are left, the part "unchecked" is 1.0, and they count as not passed.
     """
-    limits = _limits(timeout_s, memory_mb, processes, file_mb)
+    limits = CodeOptions(partial, timeout_s, memory_mb, processes, file_mb).limits
     program = last_block(solution_str, _LANGUAGES)
     truth = read_truth(ground_truth)
-    tests = list(truth.tests(program or ""))
     if program is None or len(program.encode(errors="surrogatepass")) > _LONGEST_PROGRAM_BYTES:
         return {"score": 0.0, "passed": 0.0, "timed_out": 0.0, "unchecked": 0.0}
     passed = timed_out = unchecked = 0
     last_start = time.monotonic() + all_tests_s - timeout_s
-    for number, test in enumerate(tests):
+    for number, test in enumerate(truth.tests(program)):
         if partial and number and time.monotonic() > last_start:
             unchecked = 1
             break
@@ -71,61 +138,14 @@ def code(
             "the ground truth of code tests nothing, since a program that does nothing passes it: call what it defines "
             f"(check(name) for HumanEval), found {truth.text[:200]!r}"
         )
-    share = passed / len(tests)
-    score = share if partial else float(passed == len(tests))
+    share = passed / truth.count
+    score = share if partial else float(passed == truth.count)
     return {"score": score, "passed": share, "timed_out": float(timed_out), "unchecked": float(unchecked)}
 
 
-def check_sandbox(
-    partial: bool = False,  # noqa: ARG001
-    timeout_s: float = 6.0,
-    memory_mb: int = 512,
-    processes: int = 8,
-    file_mb: int = 16,
-    isolation: str = "namespaces",
-    all_tests_s: float = 50.0,  # noqa: ARG001
-) -> None:
-    """Run an empty program. Raises `UserError` if the machine does not allow the isolation, `ValueError` for limits."""
-    if isolation not in _ISOLATIONS:
-        raise ValueError(f"isolation={isolation!r} must be one of {', '.join(_ISOLATIONS)}")
-    if timeout_s <= 0 or memory_mb < 64 or processes < 1 or file_mb < 2:
-        raise ValueError(
-            f"timeout_s={timeout_s}, memory_mb={memory_mb}, processes={processes}, file_mb={file_mb}: these must be "
-            "above 0 and at least 64, 1 and 2"
-        )
-    where = f"the reward code cannot be used with isolation={isolation} on this machine"
-    try:
-        finished = run("", b"", _limits(timeout_s, memory_mb, processes, file_mb), isolation)
-    except SandboxUnavailable as error:
-        raise UserError(f"{where}: {error}; {_ISOLATIONS[isolation]} (docs/add_a_reward.md)") from error
-    if (finished.end, finished.code) != ("exited", 0):
-        raise UserError(
-            f"{where}: an empty program {finished.end.replace('_', ' ')} with code {finished.code}, so all would fail; "
-            f"raise timeout_s={timeout_s:g} or memory_mb={memory_mb}, or {_ISOLATIONS[isolation]} "
-            "(docs/add_a_reward.md)"
-        )
-
-
-_ISOLATIONS = {
-    "namespaces": (
-        "run as root or allow user namespaces, or set the option isolation=limits, which keeps programs apart less well"
-    ),
-    "limits": (
-        "as root, programs run as another user, who must be able to read the interpreter: install it outside of homes, "
-        "or set the option isolation=namespaces"
-    ),
-}
-"""Advice where an isolation is not possible."""
-
-
-def _limits(timeout_s: float, memory_mb: int, processes: int, file_mb: int) -> Limits:
-    return Limits(
-        wall_s=timeout_s,
-        cpu_s=math.ceil(timeout_s) + 1,
-        memory_bytes=memory_mb * _MIB,
-        processes=processes,
-        file_bytes=file_mb * _MIB,
-    )
+def check_options(**options: Any) -> None:
+    """Check options of `code`. Raises as `CodeOptions.check`."""
+    CodeOptions(**options).check()
 
 
 def _passes(test: Test, finished: Finished) -> bool:

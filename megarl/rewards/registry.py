@@ -90,7 +90,7 @@ REWARDS: Mapping[str, Builtin] = {
     ),
     "code": Builtin(
         "megarl.rewards.code:code",
-        check="megarl.rewards.code:check_sandbox",
+        check="megarl.rewards.code:check_options",
         parts=("passed", "timed_out", UNCHECKED),
         may_be_undecided=True,
         truth="megarl.rewards.program_tests:read_truth",

@@ -34,13 +34,13 @@ class SandboxUnavailable(Exception):  # noqa: N818 - says what is wrong
 class Limits:
     """Limits of a program. Memory is of each process; `file_bytes` of all its files together, and of the largest."""
 
-    wall_s: float = 6.0
-    cpu_s: int = 6
-    memory_bytes: int = 512 * 1024**2
-    processes: int = 8
-    file_bytes: int = 16 * 1024**2
-    open_files: int = 64
-    output_bytes: int = 1024**2
+    wall_s: float
+    cpu_s: int
+    memory_bytes: int
+    processes: int
+    file_bytes: int
+    open_files: int
+    output_bytes: int
 
 
 @dataclass(frozen=True)

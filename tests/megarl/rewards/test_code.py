@@ -1,10 +1,11 @@
 import json
+import tracemalloc
 
 import pytest
 
 from converters.errors import UserError
 from megarl.rewards import RewardTimedOut, Scorer, load_reward, reward_arguments
-from megarl.rewards.code import _limits, code
+from megarl.rewards.code import CodeOptions, code
 from megarl.sandbox.run import SandboxUnavailable
 from megarl.schema import RewardConfig
 
@@ -54,6 +55,17 @@ def test_a_program_is_judged_by_its_tests(solution, ground_truth, value):
     assert score(solution, ground_truth)["score"] == value
 
 
+def test_a_program_that_is_too_long_takes_no_memory_for_its_tests():
+    tracemalloc.start()
+    try:
+        result = score(fenced("#" * 2**21), {"fn_name": "f", "inputs": ["1"] * 99, "outputs": ["1"] * 99})
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert result["score"] == 0.0
+    assert most_bytes < 32 * 2**20
+
+
 def test_neither_the_tests_nor_their_token_are_in_the_programs_file():
     # It prints the last line of its own file's texts, where the token of test code used to be, and leaves.
     finds = (
@@ -63,6 +75,13 @@ def test_neither_the_tests_nor_their_token_are_in_the_programs_file():
 
 
 CALLED = "def apply(a, b):\n    return [a + b]"
+CALLED_ONCE = {"fn_name": "apply", "inputs": [[1, 2]], "outputs": [[3]]}
+DEEP = """
+import json
+json.dumps = lambda _: "[" * 10**5 + "]" * 10**5
+def apply(a, b):
+    pass
+"""
 IN_CLASS = "class Solution:\n    def apply(self, a: int, b: List[int]) -> Optional[int]:\n        return a + b[0]"
 
 
@@ -82,6 +101,8 @@ IN_CLASS = "class Solution:\n    def apply(self, a: int, b: List[int]) -> Option
             [{"input": "1\n[2]", "output": "3", "testtype": "functional", "metadata": {"func_name": "apply"}}],
             1.0,
         ),
+        (f"import sys\nsys.set_int_max_str_digits(0)\n{CALLED.replace('a + b', '10**5000')}", CALLED_ONCE, 0.0),
+        (DEEP, CALLED_ONCE, 0.0),
         ("print(3)", {"fn_name": None, "inputs": ["1"], "outputs": ["3"]}, 1.0),
     ],
 )
@@ -108,7 +129,7 @@ def test_what_takes_too_long_fails_and_is_counted():
 
 
 def test_a_part_of_a_second_is_not_cut_off():
-    assert _limits(1.5, 512, 8, 16).cpu_s == 3
+    assert CodeOptions(timeout_s=1.5).limits.cpu_s == 3
 
 
 def test_the_share_so_far_counts_where_time_is_over():

@@ -3,19 +3,21 @@ import signal
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from eventually import eventually
+from sandbox_limits import LIMITS
 
-from megarl.sandbox.run import Limits, SandboxUnavailable, run
+from megarl.sandbox.run import SandboxUnavailable, run
 
 ROOT = Path(__file__).parents[3]
 
 
 def finish(program, stdin=b"", **limits):
-    return run(program, stdin, Limits(**limits), "namespaces")
+    return run(program, stdin, replace(LIMITS, **limits), "namespaces")
 
 
 def processes_with(mark):
@@ -173,7 +175,8 @@ def test_endless_output_is_cut():
 def test_a_supervisor_dies_with_the_one_that_asked():
     mark = f"orphan-of-{os.getpid()}"
     program = f"import os, sys\nos.execv(sys.executable, [sys.executable, '-c', 'while True: pass', '{mark}'])"
-    ask = "import sys\nfrom megarl.sandbox.run import *\nrun(sys.stdin.read(), b'', Limits(wall_s=60), 'namespaces')"
+    limits = replace(LIMITS, wall_s=60)
+    ask = f"import sys\nfrom megarl.sandbox.run import *\nrun(sys.stdin.read(), b'', {limits}, 'namespaces')"
     asking = subprocess.Popen([sys.executable, "-c", ask], env={"PYTHONPATH": str(ROOT)}, stdin=subprocess.PIPE)
     asking.stdin.write(program.encode())
     asking.stdin.close()
@@ -225,11 +228,12 @@ def test_what_is_taken_over_cannot_be_written_even_by_root():
 # In what follows, a plain user has to be able to run the interpreter; the system's own is as good as any.
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 USERS = {"root": [], "user": ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups"]}
-BY_USER = """
+BY_USER = f"""
 import sys
 import tempfile
+from dataclasses import replace
 from megarl.sandbox.run import *
-print(run(sys.argv[2], b'', Limits(wall_s=float(sys.argv[3]), processes=5), sys.argv[1]))
+print(run(sys.argv[2], b'', replace({LIMITS}, wall_s=float(sys.argv[3]), processes=5), sys.argv[1]))
 """
 ELSEWHERE = {
     "ends": ("print(7)", "end='exited', code=0, output=b'7\\n'"),
@@ -285,7 +289,7 @@ def test_other_users_and_limits_alone(user, isolation, act, scratch):
 
 
 def test_an_interpreter_below_tmp_is_there_too():
-    ask = "from megarl.sandbox.run import *\nprint(run('print(6 * 7)', b'', Limits(), 'namespaces'))"
+    ask = f"from megarl.sandbox.run import *\nprint(run('print(6 * 7)', b'', {LIMITS}, 'namespaces'))"
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{folder}/venv"], check=True)
         python = f"{folder}/venv/bin/python"
@@ -301,7 +305,7 @@ def test_the_limit_of_cpu_time_is_a_timeout():
 @pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="the interpreter is in no virtual environment")
 def test_an_environment_that_is_a_link_has_its_interpreter(tmp_path):
     (tmp_path / "venv").symlink_to(sys.prefix)
-    code = "from megarl.sandbox.run import *; print(run('print(7)', b'', Limits(), 'namespaces').output)"
+    code = f"from megarl.sandbox.run import *; print(run('print(7)', b'', {LIMITS}, 'namespaces').output)"
     python = [str(tmp_path / "venv" / "bin" / "python"), "-c", code]
     finished = subprocess.run(python, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
     assert (finished.stdout, finished.stderr) == ("b'7\\n'\n", "")

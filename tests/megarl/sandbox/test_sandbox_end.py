@@ -2,11 +2,13 @@
 
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sandbox_limits import LIMITS
 
-from megarl.sandbox.run import Limits, run
+from megarl.sandbox.run import run
 
 ROOT = Path(__file__).parents[3]
 MARK = f"of-the-sandbox-test-{os.getpid()}"
@@ -22,16 +24,16 @@ ENDINGS = {
     "for n in set(signal.valid_signals()) - {9, 17, 19}: signal.signal(n, signal.SIG_IGN)\n"
     + BEGETS.format(does="time.sleep(60)"),
 }
-REPEATED = """
+REPEATED = f"""
 import os, sys
 from megarl.sandbox.run import *
 isolation, program, times, mark = sys.argv[1:]
-marked = f"import os, sys\\nos.execv(sys.executable, [sys.executable, '-c', {program!r}, {mark!r}])"
+marked = f"import os, sys\\nos.execv(sys.executable, [sys.executable, '-c', {{program!r}}, {{mark!r}}])"
 for _ in range(int(times)):
-    print(run(marked, b"", Limits(processes=16), isolation).end, end=" ")
+    print(run(marked, b"", {replace(LIMITS, processes=16)}, isolation).end, end=" ")
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if mark in open(f"/proc/{name}/cmdline").read() and int(name) != os.getpid(): print("left", name)
+            if mark in open(f"/proc/{{name}}/cmdline").read() and int(name) != os.getpid(): print("left", name)
         except (FileNotFoundError, ProcessLookupError):
             continue
 """
@@ -56,7 +58,7 @@ def test_a_sandbox_has_ended_to_its_last_process_when_it_returns(isolation, endi
 def test_a_sandbox_runs_and_closes_its_folder_to_others_whatever_the_umask(umask):
     before = os.umask(umask)
     try:
-        in_namespaces = run("print(1)", b"", Limits(), "namespaces")
+        in_namespaces = run("print(1)", b"", LIMITS, "namespaces")
         ran = subprocess.run(
             [str(SYSTEM_PYTHON), "-B", "-c", SHOW_FOLDER], env={"PYTHONPATH": str(ROOT)}, cwd="/", capture_output=True
         )
@@ -66,8 +68,8 @@ def test_a_sandbox_runs_and_closes_its_folder_to_others_whatever_the_umask(umask
     assert ran.stdout == b"0o40700 0o100600\n", ran.stderr
 
 
-SHOW_FOLDER = """
+SHOW_FOLDER = f"""
 from megarl.sandbox.run import *
 program = "import os\\nprint(*(oct(os.stat(path).st_mode) for path in ('.', 'program.py')))"
-print(run(program, b"", Limits(), "limits").output.decode(), end="")
+print(run(program, b"", {LIMITS}, "limits").output.decode(), end="")
 """

@@ -6,8 +6,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from sandbox_limits import LIMITS
 
-from megarl.sandbox.run import Limits, run
+from megarl.sandbox.run import run
 
 ROOT = Path(__file__).parents[3]
 SYSTEM_PYTHON = Path("/usr/bin/python3")
@@ -83,17 +84,17 @@ IN_LIMITS = {
     "a real-time signal": calls("sigqueue(os.getppid(), 34, 0)"),
     "a thread's signal": calls("syscall(234, os.getppid(), os.getppid(), 0)" if X86 else "kill(os.getppid(), 0)"),
 }
-BY_SYSTEM = """
+BY_SYSTEM = f"""
 import sys
 from megarl.sandbox.run import *
-finished = run(sys.argv[1], b"in", Limits(), "limits")
+finished = run(sys.argv[1], b"in", {LIMITS}, "limits")
 print(finished.end, finished.output.decode(), end="")
 """
 
 
 @pytest.mark.parametrize("way", EVERYWHERE | IN_NAMESPACES)
 def test_namespaces_have_no_way_out(way):
-    finished = run((EVERYWHERE | IN_NAMESPACES)[way], b"in", Limits(), "namespaces")
+    finished = run((EVERYWHERE | IN_NAMESPACES)[way], b"in", LIMITS, "namespaces")
     assert (finished.end, b"REACHED" in finished.output) == ("exited", False), finished
 
 

@@ -2,15 +2,16 @@ import os
 import pwd
 
 import pytest
+from sandbox_limits import LIMITS
 
 from megarl.sandbox import users
-from megarl.sandbox.run import Limits, run
+from megarl.sandbox.run import run
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root's programs run as another user")
 
 
 def test_programs_run_as_a_user_that_no_directory_gives_to_anyone():
-    finished = run("import os\nprint(os.getuid(), os.getgid())", b"", Limits(), "namespaces")
+    finished = run("import os\nprint(os.getuid(), os.getgid())", b"", LIMITS, "namespaces")
     user, group = map(int, finished.output.split())
     assert 0x70000000 <= user == group < 0x80000000
 
