@@ -5,11 +5,12 @@ from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
 from megarl.rewards.boxed import last_boxed
+from megarl.rewards.latex_numbers import DIGITS, ascii_minus, boxed_number, decimal_numbers, join_sign
 
-_NUMBER = r"-?\$?[0-9][0-9.,]*|-?\$?\.[0-9]+"
-_MARKED = re.compile(rf"####\s*({_NUMBER})")
-_ANY = re.compile(_NUMBER)
-_MEASURE = re.compile(r"(?:(?<![0-9])[-+])?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?%?")
+_NUMBER = r"\$?(?:[0-9][0-9.,]*|\.[0-9]+)"
+_MARKED = re.compile(rf"####\s*((?:-\s*)?{_NUMBER})")
+_ANY = re.compile(rf"-?{_NUMBER}")
+_MEASURE = re.compile(rf"(?:(?<![0-9])[-+])?{DIGITS}%?")
 _POWER = re.compile(r"\^\s{0,9}\{?[-+]?[0-9.]+\}?")
 _STATED = re.compile(r"\banswer\b[\s:*]*(.*?)(?:\n|\.\s|$)", re.IGNORECASE | re.DOTALL)
 """A sentence that states an answer, from there to its end."""
@@ -33,19 +34,20 @@ def gsm8k(
 
     As verl's `utils/reward_score/gsm8k.py`: "strict" takes the last number after "####", "flexible" the last number
     at all, both from the last 300 characters, commas and dollar signs left out. Other than there, numbers are
-    compared as numbers: "18.", "18.00" and "18" are the same.
+    compared as numbers: "18.", "18.00" and "18" are the same; and a minus sign may be Unicode's (U+2212), and stand
+    apart from the number behind "####".
 
     Raises `ValueError` if the ground truth is no number.
     """
     expected = gsm8k_truth(ground_truth)
     pattern = {"strict": _MARKED, "flexible": _ANY}[method]
-    found = pattern.findall(solution_str[-_SEARCHED_CHARACTERS:])
-    return float(bool(found) and _as_number(found[-1]) == expected)
+    found = pattern.findall(ascii_minus(solution_str[-_SEARCHED_CHARACTERS:]))
+    return float(bool(found) and _as_number(join_sign(found[-1])) == expected)
 
 
 def gsm8k_truth(ground_truth: Any, **_options: Any) -> Decimal:
     """The number of a ground truth. Raises `ValueError` if it is none."""
-    expected = _as_number(str(ground_truth))
+    expected = _as_number(ascii_minus(str(ground_truth)))
     if expected is None:
         raise ValueError(f"the ground truth of gsm8k must be a number, found {ground_truth!r}")
     return expected
@@ -63,9 +65,10 @@ def numeric_match(
     """Return 1.0 where the response's number is the ground truth within a tolerance, else 0.0.
 
     It is the last number in the last \\boxed{...}; without one, in the last sentence that says "answer"; without
-    either, in the last 300 characters. Exponents behind a ^ do not count, as in m^2.
-    |found - truth| <= max(relative * |truth|, absolute). Numbers may have an exponent (1.5e-3), a percent sign (12% is
-    0.12) and commas between digits. Raises `ValueError` if the ground truth is no number.
+    either, in the last 300 characters. Exponents behind a ^ do not count, as in m^2, but for those of 10.
+    |found - truth| <= max(relative * |truth|, absolute). Numbers may have an exponent (1.5e-3, 1.5 \\times 10^{-3}), a
+    percent sign (12% is 0.12) and commas between digits; \\frac{a}{b} is one, and a/b where it fills the box. Raises
+    `ValueError` if the ground truth is no number.
     """
     expected = numeric_truth(ground_truth)
     found = _stated_number(solution_str)
@@ -75,7 +78,7 @@ def numeric_match(
 
 def numeric_truth(ground_truth: Any, **_options: Any) -> Decimal:
     """The number of a ground truth. Raises `ValueError` if it is none."""
-    expected = _as_measure(str(ground_truth).strip())
+    expected = _as_measure(decimal_numbers(str(ground_truth)).strip())
     if expected is None:
         raise ValueError(f"the ground truth of numeric_match must be a number, found {ground_truth!r}")
     return expected
@@ -84,13 +87,13 @@ def numeric_truth(ground_truth: Any, **_options: Any) -> Decimal:
 def _stated_number(solution: str) -> Decimal | None:
     """The last number of the first of the places that hold any: the box, the sentence that answers, the end."""
     end = solution[-_SEARCHED_CHARACTERS:]
-    places = (last_boxed(solution) or "", *_STATED.findall(end)[-1:], end)
+    places = (boxed_number(last_boxed(solution) or ""), *_STATED.findall(end)[-1:], end)
     return next((numbers[-1] for place in places if (numbers := _measures(place))), None)
 
 
 def _measures(text: str) -> list[Decimal]:
     """The numbers at the end of a text."""
-    read = _POWER.sub(" ", text[-_SEARCHED_CHARACTERS:].replace("\\%", "%"))
+    read = _POWER.sub(" ", decimal_numbers(text[-_SEARCHED_CHARACTERS:]).replace("\\%", "%"))
     return [number for each in _MEASURE.findall(read) if (number := _as_measure(each)) is not None]
 
 

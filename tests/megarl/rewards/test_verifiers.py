@@ -12,6 +12,8 @@ from megarl.rewards.multiple_choice import multiple_choice
 from megarl.rewards.scoring import LONGEST_SCORED_CHARACTERS
 from megarl.rewards.text_match import numeric_match
 
+PIECES = [r"\boxed{", r"\frac", "{", "}", r"\times", "10^", "/", "=", "-", "e", "999", "0", ".", ",", " ", "\u2212"]
+
 
 @pytest.mark.parametrize(
     ("solution", "ground_truth", "options", "value"),
@@ -37,6 +39,30 @@ from megarl.rewards.text_match import numeric_match
         ("from 10-18", "18", {}, 1.0),
         ("from 10-18", "-18", {}, 0.0),
         ("x = -18", "-18", {}, 1.0),
+        ("\\boxed{\u22125}", "-5", {}, 1.0),
+        ("\\boxed{\u22125}", "5", {}, 0.0),
+        ("\\boxed{-5}", "\u22125", {}, 1.0),
+        (r"\boxed{- 5}", "-5", {}, 1.0),
+        (r"\boxed{x = - 5}", "-5", {}, 1.0),
+        (r"\boxed{-\$5}", "-5", {}, 1.0),
+        ("- 5 apples", "5", {}, 1.0),  # an item of a list
+        (r"\boxed{3 \times 10^{4}}", "30000", {}, 1.0),
+        (r"\boxed{3 \times 10^{4}}", "10", {}, 0.0),
+        (r"\boxed{-1.5\cdot10^{-3}}", "-0.0015", {}, 1.0),
+        ("about 3 \u00d7 10^4 m^2", "30000", {}, 1.0),
+        (r"\boxed{10^{4}}", "10000", {}, 1.0),
+        (r"\boxed{\frac{1}{2}}", "0.5", {}, 1.0),
+        (r"\boxed{\frac{1}{2}}", "2", {}, 0.0),
+        (r"\boxed{-\dfrac{1}{2}}", "-0.5", {}, 1.0),
+        (r"\boxed{\tfrac{-1,000}{8}}", "-125", {}, 1.0),
+        (r"\boxed{\frac12}", "0.5", {}, 1.0),
+        (r"\boxed{2\frac{1}{2}}", "2.5", {}, 1.0),
+        (r"\boxed{1.5\frac{1}{2}}", "0.5", {}, 1.0),
+        (r"\boxed{\frac{3\times 10^{4}}{2}}", r"1.5 \times 10^4", {}, 1.0),
+        (r"\boxed{\frac{1}{0}}", "0", {}, 0.0),
+        (r"\boxed{1/2}", "2", {}, 0.0),
+        (r"\boxed{-1/2}", r"-\frac{1}{2}", {}, 1.0),
+        (r"\boxed{30{,}000}", "30000", {}, 1.0),
         ("1e999", "1", {}, 0.0),
         ("1e99999999999", "1", {}, 0.0),
         ("none", "1", {}, 0.0),
@@ -47,7 +73,7 @@ def test_numeric_match(solution, ground_truth, options, value):
     assert numeric_match("any", solution, ground_truth, **options) == value
 
 
-@given(st.text() | st.text("0123456789.,eE+-%"))
+@given(st.text() | st.text("0123456789.,eE+-%") | st.lists(st.sampled_from(PIECES)).map("".join))
 def test_numeric_match_takes_any_text(text):
     assert numeric_match("any", text, "7") in (0.0, 1.0)
 
@@ -266,6 +292,8 @@ EVIL = [
     "```x ",
     '{"a":',
     "9e9 ",
+    "\\frac{1}{",
+    "- ",
     "*",
 ]
 
