@@ -1,7 +1,7 @@
 """Rewards for structured output: json_match, json_schema and tool_call."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import dropwhile
 from typing import Any
 
@@ -12,6 +12,9 @@ from megarl.rewards.fenced import last_block
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _DEEPEST = 100
+_REFERENCES = ("$ref", "$dynamicRef")
+_VALUES = ("const", "enum", "default", "examples")
+"""Keywords of a schema that hold values, in which nothing is a reference."""
 
 
 def json_match(
@@ -23,7 +26,8 @@ def json_match(
     """Score 1.0 where the response's JSON equals the ground truth (a value, or a text that holds one), else 0.0.
 
     Numbers are equal by value, the order of keys does not count. The part "valid" is 1.0 where there is JSON at all;
-    see `response_json`. Raises `ValueError` if a ground truth that is a text is no JSON.
+    see `response_json`. Raises `ValueError` if a ground truth that is a text is no JSON, or one that is none holds
+    None: only in a text is it known to be meant.
     """
     expected = value_of_truth(ground_truth)
     try:
@@ -78,7 +82,7 @@ def tool_call(
 
 
 def value_of_truth(ground_truth: Any) -> Any:
-    """The JSON of a ground truth of json_match. Raises `ValueError` if a text is none."""
+    """The JSON of a ground truth of json_match. Raises `ValueError` if a text is none, or a value holds None."""
     return _truth(ground_truth, "json_match")
 
 
@@ -89,7 +93,39 @@ def schema_of_truth(ground_truth: Any) -> Any:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
         raise ValueError(f"the ground truth of json_schema is no schema: {error.message}") from error
+    _check_references(schema)
     return schema
+
+
+def _check_references(schema: Any) -> None:
+    """Raise `ValueError` where what a schema refers to is not there, is no schema or leads back to itself."""
+    references = {*_references(schema)}
+    # Where a part has a name of its own, a reference in it starts from there.
+    if ("$id", True) in references:
+        return
+    validator = Draft202012Validator(schema)
+    for key, reference in references:
+        try:
+            validator.evolve(schema={key: reference}).is_valid(None)
+        except Exception as error:
+            raise ValueError(
+                f"the ground truth of json_schema is no schema: its {key} {reference!r} leads to none ({error})"
+            ) from error
+
+
+def _references(schema: Any, *, is_inner: bool = False) -> Iterator[tuple[str, str | bool]]:
+    """The references of a schema by their keywords, and ("$id", True) where a part of it has a name of its own."""
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _references(each, is_inner=True)
+    elif isinstance(schema, Mapping):
+        for key, value in schema.items():
+            if key in _REFERENCES and isinstance(value, str):
+                yield key, value
+            elif key == "$id" and is_inner and isinstance(value, str):
+                yield key, True
+            elif key not in _VALUES:
+                yield from _references(value, is_inner=True)
 
 
 def calls_of_truth(ground_truth: Any) -> list[tuple[str, Any]]:
@@ -142,11 +178,22 @@ def _refuse(constant: str) -> Any:
 
 def _truth(ground_truth: Any, reward: str) -> Any:
     if not isinstance(ground_truth, str):
+        if _holds_none(ground_truth):
+            raise ValueError(
+                f"the ground truth of {reward} holds None, as a parquet struct has for each key that its row lacks and "
+                f"another row has: give it as JSON text, found {ground_truth!r}"
+            )
         return ground_truth
     try:
         return json.loads(ground_truth)
     except ValueError as error:
         raise ValueError(f"the ground truth of {reward} is no JSON: {error}, in {ground_truth!r}") from error
+
+
+def _holds_none(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_none, value.values()))
+    return any(map(_holds_none, value)) if isinstance(value, list | tuple) else value is None
 
 
 def _calls(value: Any) -> list[tuple[str, Any]] | None:

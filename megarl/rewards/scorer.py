@@ -127,13 +127,13 @@ class Scorer:
                     for term, runner in zip(self._terms, self._runners, strict=True)
                     if term.applies_to(arguments["data_source"])
                 ]
+                return _combined(scored, arguments)
             except RewardFailed as error:
                 pending.is_stopped |= _stops(error, self.config)
                 return error
             except BaseException:
                 pending.is_stopped = True
                 raise
-            return combine(scored)
 
     def _make_runners(self) -> list[Runner]:
         sources = [term.source for term in self._terms]
@@ -213,6 +213,13 @@ async def _score_by(term: Term, runner: Runner, arguments: Mapping[str, Any], ti
         assert term.source.builtin is not None
         return as_score(term.source.builtin.nothing)
     return await runner(read, time_left)
+
+
+def _combined(scored: Sequence[tuple[Term, Score]], arguments: Mapping[str, Any]) -> Score:
+    try:
+        return combine(scored)
+    except ValueError as error:
+        raise RewardFailed(arguments, str(error)) from error
 
 
 def _stops(result: RewardFailed, config: "RewardConfig") -> bool:

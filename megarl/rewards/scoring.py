@@ -2,10 +2,11 @@
 
 import math
 import reprlib
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat, TypeGuard
 
 from converters.errors import UserError
 
@@ -117,12 +118,18 @@ def _read(result: object) -> Score:
 
 
 def _is_part(name: object, part: object) -> bool:
-    return name == "score" or isinstance(part, Real)
+    return name == "score" or _is_real(part)
+
+
+def _is_real(value: object) -> TypeGuard[SupportsFloat]:
+    # Who has a truth value of numpy's has loaded numpy; whoever scores without does not wait for that.
+    numpy = sys.modules.get("numpy")
+    return isinstance(value, Real) or (numpy is not None and isinstance(value, numpy.bool_))
 
 
 def _as_number(name: str, value: object) -> float:
     try:
-        if isinstance(value, Real) and math.isfinite(value):
+        if _is_real(value) and math.isfinite(value):
             return float(value)
     except OverflowError:  # raised for a large integer
         pass

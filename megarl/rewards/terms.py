@@ -117,7 +117,7 @@ def combine(scored: Sequence[tuple[Term, Score]]) -> Score:
     """The sum of the terms by their weights.
 
     A single reward keeps the names of its parts. Each of several is a part under its own name, by its weight, and
-    its parts are under name/part.
+    its parts are under name/part. Raises `ValueError` where the sum is no finite number.
     """
     terms = {term.name: term.weight * score.value for term, score in scored}
     if set(terms) == {SINGLE}:
@@ -126,4 +126,7 @@ def combine(scored: Sequence[tuple[Term, Score]]) -> Score:
     parts = dict(terms)
     for term, score in scored:
         parts |= {f"{term.name}/{name}": value for name, value in score.parts.items()}
-    return Score(sum(terms.values()), parts, terms)
+    total = sum(terms.values())
+    if not math.isfinite(total):
+        raise ValueError(f"the sum of its terms by their weights must be a finite number, found {total}: {terms}")
+    return Score(total, parts, terms)

@@ -108,8 +108,12 @@ def test_any_real_number_is_a_score(result):
 
 
 def test_other_numbers_of_a_mapping_are_named_parts():
-    result = {"score": 0.5, "format": 1, "verified": True, "answer": "text", "trace": [1]}
-    assert as_score(result) == Score(0.5, {"format": 1.0, "verified": 1.0})
+    result = {"score": 0.5, "format": 1, "verified": True, "close": np.bool_(1), "answer": "text", "trace": [1]}
+    assert as_score(result) == Score(0.5, {"format": 1.0, "verified": 1.0, "close": 1.0})
+
+
+def test_a_truth_value_of_numpy_is_a_score():
+    assert [as_score(np.float32(2) > limit) for limit in (1, 3)] == [Score(1.0), Score(0.0)]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from converters.errors import UserError
 from megarl.data import Prompt
-from megarl.rewards import Score, Scorer, reward_arguments
+from megarl.rewards import RewardFailed, Score, Scorer, reward_arguments
 from megarl.schema import RewardConfig, RewardTermConfig
 
 LENGTH = f"{Path(__file__).parents[1] / 'reward_functions.py'}:length"
@@ -32,6 +32,17 @@ def test_several_rewards_are_summed_by_their_weights():
     assert one.value == pytest.approx(2.4)
     assert two.terms == {"form": 0.0, "size": -0.5}
     assert two.value == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(("weights", "solution"), [((1e308,), "ten letter"), ((1.5e308, 1.5e308), "x")])
+def test_a_sum_that_is_not_finite_fails_as_a_score_does(weights, solution):
+    functions = {f"size_{place}": RewardTermConfig(LENGTH, weight=weight) for place, weight in enumerate(weights)}
+    said = "the sum of its terms by their weights must be a finite number, found inf"
+    with Scorer(RewardConfig(functions=functions, workers=1)) as scorer, pytest.raises(RewardFailed, match=said):
+        scorer.score([sample(solution)])
+    with Scorer(RewardConfig(functions=functions, workers=1, on_error="drop")) as scorer:
+        (failed,) = scorer.score([sample(solution)])
+    assert isinstance(failed, RewardFailed)
 
 
 def test_a_single_reward_is_the_term_score():
@@ -100,6 +111,9 @@ def question(ground_truth, data_source="sums"):
         ("json_match", "[7]", "[7", "is no JSON"),
         ("json_schema", {"type": "object"}, {"type": "thing"}, "is no schema"),
         ("tool_call", [{"name": "f", "arguments": {}}], [{"name": "f"}], "must be calls with name and arguments"),
+        ("tool_call", '{"name": "f", "arguments": {"a": null}}', {"name": "f", "arguments": {"a": None}}, "holds None"),
+        ("json_match", {"a": 1}, {"a": 1, "b": None}, "holds None"),
+        ("json_schema", {"type": "object"}, {"$ref": "#/$defs/a"}, "leads to none"),
         ("code", {"inputs": ["1"], "outputs": ["2"]}, {"inputs": ["1"], "outputs": []}, "ground truth of code must be"),
     ],
 )

@@ -171,6 +171,19 @@ def test_json_schema(solution, score, valid):
         assert json_schema("any", solution, schema) == {"score": score, "valid": valid, "unchecked": 0.0}
 
 
+TREE = {"$defs": {"tree": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}, "$ref": "#/$defs/tree"}
+NAMED = {
+    "$id": "https://megarl.org/schema",
+    "$ref": "part",
+    "$defs": {"part": {"$id": "part", "$ref": "#/$defs/list", "$defs": {"list": {"type": "array"}}}},
+}
+
+
+@pytest.mark.parametrize("schema", [TREE, NAMED, {"type": "array", "default": {"$ref": "#/none"}}])
+def test_references_of_a_schema_are_followed(schema):
+    assert [json_schema("any", text, schema)["score"] for text in ("[[], [[]]]", "{}")] == [1.0, 0.0]
+
+
 CALL = {"name": "weather", "arguments": {"city": "Paris", "days": 2}}
 
 
@@ -206,6 +219,12 @@ def test_tool_call(solution, ground_truth, score, names):
         (multiple_choice, "E", "must be one of ABCD, found 'E'"),
         (multiple_choice, "", "must be one of ABCD"),
         (json_match, "{", "ground truth of json_match is no JSON"),
+        (json_match, {"a": 1, "b": [{"c": None}]}, "ground truth of json_match holds None.*give it as JSON text"),
+        (tool_call, {"name": "f", "arguments": {"a": 1, "b": None}}, "ground truth of tool_call holds None"),
+        (json_schema, {"type": "object", "minimum": None}, "ground truth of json_schema holds None"),
+        (json_schema, {"$ref": "#/$defs/a"}, r"no schema: its \$ref '#/\$defs/a' leads to none"),
+        (json_schema, {"items": {"$ref": "#/title"}, "title": "a"}, r"no schema: its \$ref '#/title' leads to none"),
+        (json_schema, {"anyOf": [{"$ref": "#"}]}, r"no schema: its \$ref '#' leads to none"),
         (json_schema, {"type": "strin"}, "ground truth of json_schema is no schema: 'strin' is not valid"),
         (tool_call, {"name": "f"}, "must be calls with name and arguments"),
         (tool_call, [], "must be calls with name and arguments"),
