@@ -31,6 +31,15 @@ class RequestInFlight:
         """The one that it is part of."""
         return self._request.conversation
 
+    @property
+    def prompt_tokens(self) -> int:
+        """How many tokens all its samples begin with."""
+        return len(self._prompt_ids)
+
+    def begun_tokens(self, sample: int) -> int:
+        """How many tokens a sample had before."""
+        return len(self._request.begun_of(sample))
+
     def prompt_of(self, sample: int) -> IntArray:
         """The tokens before what is sampled."""
         begun = self._request.begun_of(sample)
@@ -65,5 +74,5 @@ class SampleInFlight:
 def tokens_of(samples: Iterable[SampleInFlight]) -> int:
     """Tokens that were computed for samples which have some, those of a prompt that they share once."""
     begun = [each for each in samples if each.token_ids]
-    prompts = {id(each.request): len(each.request.prompt_of(each.sample)) for each in begun}
-    return sum(prompts.values()) + sum(len(each.token_ids) for each in begun)
+    prompts = {id(each.request): each.request.prompt_tokens for each in begun}
+    return sum(prompts.values()) + sum(each.request.begun_tokens(each.sample) + len(each.token_ids) for each in begun)

@@ -1,4 +1,4 @@
-"""Sampling parameters as every engine has to take them, and the seed of each sample of a request."""
+"""Requests and sampling parameters as every engine has to take them, and the seed of each sample of a request."""
 
 import hashlib
 
@@ -37,6 +37,25 @@ def check_begun(request: Request) -> None:
         raise UserError(
             f"a request to continue a sample of {longest} tokens, of {request.sampling.max_tokens} in all: it has ended"
         )
+
+
+def check_request(request: Request, max_tokens: int, vocabulary: int, argument: str) -> None:
+    """Raise UserError for a request that cannot be served.
+
+    A prompt and its response have at most `max_tokens`, which the `argument` of the engine sets.
+    """
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    check_sampling(sampling)
+    check_begun(request)
+    if not prompt:
+        raise UserError("a prompt of 0 tokens: give it one or more")
+    if len(prompt) + sampling.max_tokens > max_tokens:
+        raise UserError(
+            f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit the engine's {max_tokens}:"
+            f" raise rollout.engine_args.{argument} or lower rollout.max_response_tokens"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+        raise UserError(f"a prompt with a token outside of the model's vocabulary of {vocabulary}")
 
 
 def derive_seed(seed: int, sample: int) -> int:

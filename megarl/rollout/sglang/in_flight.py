@@ -10,8 +10,9 @@ from megarl.data import Turn
 from megarl.rollout.progress_reporter import TOKENS
 from megarl.rollout.protocol import EngineDiedError, Request
 from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
+from megarl.rollout.sampling import check_request
 from megarl.rollout.sglang.client import CallRefusedError, Client
-from megarl.rollout.sglang.samples import Limits, aborted, check, ended, hear, question
+from megarl.rollout.sglang.samples import Limits, aborted, ended, hear, question
 
 
 class _Call(RequestInFlight):
@@ -86,7 +87,8 @@ class InFlight:
     def add(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
         """Take up all `requests`, or none: UserError if one of them cannot be served."""
         for request in requests:
-            check(request, self._limits)
+            # The server would cut a response that does not fit without saying so.
+            check_request(request, self._limits.tokens, self._limits.vocabulary, "context_length")
         added = [_Call(each, listener) for each in requests]
         self._waiting += added
         if not self._is_held:

@@ -10,13 +10,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.data.stretches import Values
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.sampling import check_begun, check_sampling, derive_seed
+from megarl.rollout.sampling import derive_seed
 from megarl.rollout.sglang.client import CallRefusedError
 
 _FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -55,23 +54,6 @@ class Limits:
     vocabulary: int
     returned: ReturnedExperts | None = None
     adapted: bool = False
-
-
-def check(request: Request, limits: Limits) -> None:
-    """Raise UserError for a request that cannot be served."""
-    prompt, sampling = request.prompt_token_ids, request.sampling
-    check_sampling(sampling)
-    check_begun(request)
-    if not prompt:
-        raise UserError("a prompt of 0 tokens: give it one or more")
-    if len(prompt) + sampling.max_tokens > limits.tokens:
-        # The server would cut the response short without saying so.
-        raise UserError(
-            f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit the engine's"
-            f" {limits.tokens}: raise rollout.engine_args.context_length or lower rollout.max_response_tokens"
-        )
-    if not 0 <= min(prompt) <= max(prompt) < limits.vocabulary:
-        raise UserError(f"a prompt with a token outside of the model's vocabulary of {limits.vocabulary}")
 
 
 def question(request: Request, limits: Limits, *, interval: int) -> dict[str, Any]:

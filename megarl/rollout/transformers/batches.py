@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.data.stretches import Values
 from megarl.rollout.protocol import Request
 from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
-from megarl.rollout.sampling import check_begun, check_sampling
+from megarl.rollout.sampling import check_request
 from megarl.rollout.transformers.model import SamplingModel
 from megarl.rollout.transformers.sampling import kept_log_probs, tokens_at
 from megatron_ext.routing.routed_experts import Routing
@@ -162,7 +161,7 @@ class Batches:
     def add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
         """Take up all `requests`, or none: UserError if one of them cannot be served."""
         for request in requests:
-            self._check(request)
+            check_request(request, self._model.max_tokens, self._model.vocabulary, "max_model_len")
         added = [RequestInFlight(request, listener) for request in requests]
         for in_flight, request in zip(added, requests, strict=True):
             samples = request.samples
@@ -212,18 +211,3 @@ class Batches:
         """Let a batch wait behind those of its priority, before any of a higher one but the batch that has begun."""
         begun = bool(self._waiting) and self._waiting[0].has_begun
         insort(self._waiting, batch, lo=int(begun), key=lambda each: each.priority)
-
-    def _check(self, request: Request) -> None:
-        prompt, sampling = request.prompt_token_ids, request.sampling
-        check_sampling(sampling)
-        check_begun(request)
-        if len(prompt) + sampling.max_tokens > self._model.max_tokens:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit the engine's"
-                f" {self._model.max_tokens}: raise rollout.engine_args.max_model_len or lower"
-                " rollout.max_response_tokens"
-            )
-        if not prompt:
-            raise UserError("a prompt of 0 tokens: give it one or more")
-        if not 0 <= min(prompt) <= max(prompt) < self._model.vocabulary:
-            raise UserError(f"a prompt with a token outside of the model's vocabulary of {self._model.vocabulary}")

@@ -13,7 +13,7 @@ from megarl.data import FinishReason, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.sampling import check_begun, check_sampling, derive_seed
+from megarl.rollout.sampling import check_request, derive_seed
 from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
 from megarl.rollout.vllm.cpu import DRAWN
 
@@ -42,11 +42,17 @@ class SequencesInFlight:
     """
 
     def __init__(
-        self, core: Core, max_tokens: int, returned: ReturnedExperts | None = None, *, adapted: bool = False
+        self,
+        core: Core,
+        max_tokens: int,
+        vocabulary: int,
+        returned: ReturnedExperts | None = None,
+        *,
+        adapted: bool = False,
     ) -> None:
         self._core, self._returned, self._adapted = core, returned, adapted
         self._tasks = core.supported_tasks()
-        self._max_tokens = max_tokens
+        self._max_tokens, self._vocabulary = max_tokens, vocabulary
         self._ids = itertools.count()
         self._sequences: dict[str, _SequenceInFlight] = {}
 
@@ -129,8 +135,7 @@ class SequencesInFlight:
 
     def _core_requests(self, request: Request) -> list[SampleRequest]:
         """One for each sample. Raises UserError for a request that cannot be served."""
-        check_sampling(request.sampling)
-        check_begun(request)
+        check_request(request, self._max_tokens, self._vocabulary, "max_model_len")
         shared = None if request.begun else self._core_request(request, 0)
         samples = []
         for sample in request.samples:
@@ -146,11 +151,6 @@ class SequencesInFlight:
         from megarl.rollout.vllm.adapter_slot import lora_request
 
         prompt, sampling = request.prompt_token_ids, request.sampling
-        if len(prompt) + sampling.max_tokens > self._max_tokens:
-            raise UserError(
-                f"a prompt of {len(prompt)} tokens and {sampling.max_tokens} new ones do not fit the engine's "
-                f"{self._max_tokens}: raise rollout.engine_args.max_model_len or lower rollout.max_response_tokens"
-            )
         try:
             return self._core.processor.process_inputs(
                 "",

@@ -27,7 +27,7 @@ class _CoreOfDeadWorker(InProcessCore):
 def test_an_engine_that_cannot_end_its_last_step_is_dead(folders):
     engine = VllmEngine(folders[0], {})
     engine._core = core = _CoreOfDeadWorker()
-    engine._sequences = SequencesInFlight(core, 512)
+    engine._sequences = SequencesInFlight(core, 512, 64)
     with pytest.raises(EngineDiedError, match="cancelled"):
         engine.begin_update(1, ["lm_head.weight"])
     with pytest.raises(EngineDiedError, match="the vLLM engine has died: cancelled"):

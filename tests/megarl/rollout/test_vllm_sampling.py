@@ -114,4 +114,6 @@ def test_requests_that_cannot_be_served(served):
             served.engine.generate([Request(PROMPTS[1], SamplingParameters(**{name: value}, max_tokens=9))])
     with pytest.raises(UserError, match="prompt of 0 tokens"):
         served.engine.generate([Request([], SamplingParameters(max_tokens=9))])
+    with pytest.raises(UserError, match="outside of the model's vocabulary"):
+        served.engine.generate([Request([10**6], SamplingParameters(max_tokens=9))])
     assert served.engine.generate([]) == []
