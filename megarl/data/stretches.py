@@ -1,4 +1,4 @@
-"""Values of the tokens of a sequence, a stretch of them after the other: here, said once, or in Ray's object store."""
+"""Per-token values as stretches: arrays, runs of equal values, or references into Ray's object store."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -10,7 +10,10 @@ Result = TypeVar("Result")
 
 
 class EventLoop:
-    """Runs coroutines beside what its owner does. The thread is a daemon: what blocks it holds up no end of a run."""
+    """Runs coroutines beside what its owner does.
+
+    The thread is a daemon: a coroutine that blocks cannot keep the process from ending.
+    """
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -24,7 +27,10 @@ class EventLoop:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Let the loop call it. All that it is asked for until it wakes wakes it once, which costs more than a call."""
+        """Let the loop call it.
+
+        Calls that come before the loop runs share one wake-up, which is the expensive part.
+        """
         with self._lock:
             self._asked.append(call)
             if len(self._asked) > 1:

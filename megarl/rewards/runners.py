@@ -59,8 +59,8 @@ class InProcess:
     async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
         """The function's score; a built-in one's may be what its entry says of an end by force, or by its own limit.
 
-        A process that was killed is no fault of the sample's, which another then scores, in all the time that there was
-        before. Raises RewardLost where that comes again and again.
+        A killed process is not the sample's fault: another scores it, with the full time limit again. Raises RewardLost
+        after MOST_TRIES of them.
         """
         seconds = time_left.seconds
         for _ in range(MOST_TRIES):

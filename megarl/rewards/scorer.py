@@ -84,7 +84,10 @@ class Scorer:
             check_data_source(self._terms, data_source)
 
     def check_questions(self, questions: Iterable[Question]) -> None:
-        """Raise `UserError` for the first that no term is for, or whose ground truth would end the run once drawn."""
+        """Raise `UserError` for the first that no term is for, or whose ground truth a built-in reward would not take.
+
+        Where `reward.on_error` is to drop, only the former.
+        """
         questions = list(questions)
         self.check_data_sources({question.data_source for question in questions})
         if self.config.on_error == "stop":

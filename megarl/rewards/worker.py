@@ -192,7 +192,10 @@ class WorkerPool:
         await asyncio.gather(*(self.end(worker) for worker in list(self._all)))
 
     async def _start(self) -> tuple[Worker, list[Calling]]:
-        """A new worker, or another where it was killed while it loaded. Raises UserError where all were."""
+        """Start a worker; try again, MOST_TRIES times in all, if it is killed while loading.
+
+        Raises UserError where it is killed each time, and where loading fails.
+        """
         for _ in range(MOST_TRIES):
             worker = Worker()
             self._all.add(worker)
