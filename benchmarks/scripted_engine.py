@@ -13,7 +13,7 @@ import numpy as np
 from megarl.data import Turn
 from megarl.data.stretches import Array, here
 from megarl.rollout.progress_reporter import AT_ONCE, SECONDS
-from megarl.rollout.protocol import Event, Progress, Request, SamplingParameters
+from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplingParameters
 
 _TOKENS = (3, 13)
 _WITH_TEXT = 64
@@ -54,12 +54,12 @@ class ScriptedEngine:
         return self._told
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """See `Generator.submit`."""
+        """See `Sampler.submit`."""
         for asked in requests.items():
             self._asked.put(asked)
 
-    def events(self) -> Iterator[list[Event | Progress]]:
-        """See `Generator.events`."""
+    def events(self) -> Iterator[list[RequestEnded | Progress]]:
+        """See `Sampler.events`."""
         growing = deque[_Growing]()
         answered, due, next_tell = 0, time.monotonic(), 0.0
         while True:
@@ -83,10 +83,10 @@ class ScriptedEngine:
                 growing.append(_Growing(number, answer, now, due))
             if growing and growing[0].end_s <= now:
                 ended = growing.popleft()
-                yield [Event(ended.number, ended.answer)]
+                yield [RequestEnded(ended.number, ended.answer)]
             elif growing and next_tell <= now and self._only is None:
                 next_tell = now + SECONDS
-                if pieces := list[Event | Progress](_news(growing, now)):
+                if pieces := list[RequestEnded | Progress](_news(growing, now)):
                     self._told += sum(len(each.numbers) for each in pieces if isinstance(each, Progress))
                     yield pieces
 

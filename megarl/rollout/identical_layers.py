@@ -30,7 +30,7 @@ class _Kind(NamedTuple):
     """Tensors of the checkpoint."""
 
 
-def like_layers(
+def group_identical_layers(
     model: nn.Module,
     parameters: Mapping[str, Tensor],
     reason: Callable[[nn.Module], str | None],
@@ -47,24 +47,24 @@ def like_layers(
     )
     held = _by_layer((name, (tuple(each.shape), each.dtype)) for name, each in parameters.items())
     given = _by_layer((name, (tuple(shape), hf_dtypes[name])) for name, shape in hf_shapes.items())
-    alike: dict[_Kind, list[int]] = defaultdict(list)
+    identical: dict[_Kind, list[int]] = defaultdict(list)
     for layer in sorted(held.keys() | given.keys()):
-        alike[_Kind(*(frozenset(each.get(layer, ())) for each in (modules, held, given)))].append(layer)
-    return {layers[0]: layers for layers in alike.values()}
+        identical[_Kind(*(frozenset(each.get(layer, ())) for each in (modules, held, given)))].append(layer)
+    return {layers[0]: layers for layers in identical.values()}
 
 
-def of_layers(named: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
-    """The values of these layers, and of none."""
+def tensors_of_layers(named: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
+    """The values of these layers, and those that belong to no layer."""
     chosen = {None, *layers}
     return {name: value for name, value in named.items() if _layer(name) in chosen}
 
 
-def for_all_layers(trace: LoadTrace, alike: Mapping[int, Iterable[int]], parameters: Iterable[str]) -> LoadTrace:
+def expand_trace(trace: LoadTrace, identical: Mapping[int, Iterable[int]], parameters: Iterable[str]) -> LoadTrace:
     """The trace of the whole model, from that of the first layer of each kind; in the order of the `parameters`."""
 
     def copies(name: str) -> list[str]:
         layer = _layer(name)
-        return [name] if layer is None else [_NUMBER.sub(str(number), name, count=1) for number in alike[layer]]
+        return [name] if layer is None else [_NUMBER.sub(str(number), name, count=1) for number in identical[layer]]
 
     order = {name: place for place, name in enumerate(parameters)}
     # A parameter that is cut at an index has names of several tensors.

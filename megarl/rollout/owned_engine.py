@@ -19,12 +19,12 @@ from megarl.rollout.progress_reporter import ProgressReporter
 from megarl.rollout.protocol import (
     EngineDiedError,
     EngineMemory,
-    Event,
     KeysAndValues,
     Load,
     PauseMode,
     Progress,
     Request,
+    RequestEnded,
     UpdateError,
 )
 from megarl.rollout.request_in_flight import Listener, SampleInFlight, tokens_of
@@ -81,16 +81,16 @@ class OwnedEngine(ABC):
         self._paused = False
         self._step_queued = False
         self._death: BaseException | None = None
-        self._told = SimpleQueue[tuple[int, Request, Future[list[Turn]]] | Progress | None]()
+        self._outbox = SimpleQueue[tuple[int, Request, Future[list[Turn]]] | Progress | None]()
         self._reporter = ProgressReporter()
         self._loads = Loads()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
-        """See `Generator.generate`."""
+        """See `Sampler.generate`."""
         return [future.result() for future in self._add(requests)]
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """See `Generator.submit`."""
+        """See `Sampler.submit`."""
         try:
             added = self._add(list(requests.values()))
         except Exception as error:  # noqa: BLE001 - `events` says it
@@ -99,13 +99,13 @@ class OwnedEngine(ABC):
             self._reporter.begin(number, future)
             future.add_done_callback(functools.partial(self._tell, number, request))
 
-    def events(self) -> Iterator[list[Event | Progress]]:
-        """See `Generator.events`."""
+    def events(self) -> Iterator[list[RequestEnded | Progress]]:
+        """See `Sampler.events`."""
         for _ in range(_LISTS):
-            told = [self._told.get()]
-            while len(told) < _TOGETHER and not self._told.empty():
-                told.append(self._told.get())
-            together: list[Event | Progress] = []
+            told = [self._outbox.get()]
+            while len(told) < _TOGETHER and not self._outbox.empty():
+                told.append(self._outbox.get())
+            together: list[RequestEnded | Progress] = []
             for each in (each for each in told if each is not None):
                 try:
                     together.append(self._event(each))
@@ -119,22 +119,22 @@ class OwnedEngine(ABC):
 
     @by_owner
     def abort(self, numbers: Collection[int]) -> None:
-        """See `Generator.abort`."""
+        """See `Sampler.abort`."""
         if answers := self._reporter.answers(numbers):
-            self._hold()
+            self._pause_stepping()
             try:
                 self._abort_some(answers)
             finally:
-                self._release()
+                self._resume_stepping()
 
     @by_owner
     def load(self) -> Load | None:
-        """See `Generator.load`."""
+        """See `Sampler.load`."""
         loads, self._loads = self._loads, Loads()
         return loads.together()
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
-        """See `Generator.generate_stream`."""
+        """See `Sampler.generate_stream`."""
         if request.sampling.samples != 1:
             raise UserError(f"a stream of {request.sampling.samples} samples: ask for one")
         pieces = SimpleQueue[list[int] | None]()
@@ -146,33 +146,33 @@ class OwnedEngine(ABC):
 
     @by_owner
     def pause(self, mode: PauseMode) -> None:
-        """See `Generator.pause`."""
-        self._hold()
+        """See `Sampler.pause`."""
+        self._pause_stepping()
         self._paused = True
         if mode == "abort":
             self._abort()
 
     @by_owner
     def resume(self) -> None:
-        """See `Generator.resume`."""
+        """See `Sampler.resume`."""
         self._paused = False
-        self._release()
+        self._resume_stepping()
 
     @by_owner
     def version(self) -> int:
-        """See `Generator.version`."""
+        """See `Sampler.version`."""
         return self._version
 
     @by_owner
     def reset_prefix_cache(self) -> int:
-        """See `Generator.reset_prefix_cache`."""
-        self._forget()
+        """See `Sampler.reset_prefix_cache`."""
+        self._reset_kv_cache()
         return tokens_of(self._samples())
 
     def close(self) -> None:
-        """See `Generator.close`."""
+        """See `Sampler.close`."""
         self._owner.submit(self._end).result()
-        self._told.put(None)
+        self._outbox.put(None)
 
     @by_owner
     def begin_update(self, version: int, names: Sequence[str]) -> None:
@@ -196,7 +196,7 @@ class OwnedEngine(ABC):
             self._begin_loading()
             update.loads_by_name = True
         update.accept(entry.name for entry in bucket.entries)
-        self._load(bucket)
+        self._load_weights(bucket)
         update.failed = False
 
     @by_owner
@@ -221,12 +221,12 @@ class OwnedEngine(ABC):
             self._finish_loading()
         self._finish_update(version)
         if kv == "keep":
-            self._keep(version)
+            self._keep_kv_cache(version)
         else:
-            self._forget()
+            self._reset_kv_cache()
         self._version = version
         self._update = None
-        self._release()
+        self._resume_stepping()
         return 0 if kv == "keep" else tokens_of(self._samples())
 
     def start_profiler(self) -> None:  # noqa: B027 - most compute in this process
@@ -271,17 +271,17 @@ class OwnedEngine(ABC):
         """End all requests with an error."""
 
     @abstractmethod
-    def _forget(self) -> None:
+    def _reset_kv_cache(self) -> None:
         """Forget keys and values of earlier prompts, and recompute those of what is served."""
 
-    def _keep(self, version: int) -> None:
+    def _keep_kv_cache(self, version: int) -> None:
         """Let what is served go on with its keys and values; from now on nothing else meets them."""
         raise UpdateError(
             f"the {self.title} engine keeps no keys and values when weights change: commit {version} without"
         )
 
     @abstractmethod
-    def _load(self, bucket: Bucket) -> None:
+    def _load_weights(self, bucket: Bucket) -> None:
         """Take weights out of a bucket, by their names."""
 
     @abstractmethod
@@ -292,14 +292,14 @@ class OwnedEngine(ABC):
     def _close(self) -> None:
         """Give everything back, as far as it was started; the requests in flight end with an error."""
 
-    def _hold(self) -> None:  # noqa: B027 - an engine that looks before each step has nothing to do
+    def _pause_stepping(self) -> None:  # noqa: B027 - an engine that looks before each step has nothing to do
         """Let no step begin."""
 
     def _fence(self) -> None:
         """Let no step begin, and weights be written."""
-        self._hold()
+        self._pause_stepping()
 
-    def _release(self) -> None:
+    def _resume_stepping(self) -> None:
         """Let steps begin again, unless something else is in the way."""
         self._queue_step()
 
@@ -316,15 +316,15 @@ class OwnedEngine(ABC):
         """Take the weights as whole: they are those of `version`."""
 
     def _tell(self, number: int, request: Request, done: Future[list[Turn]]) -> None:
-        self._told.put((number, request, done))
+        self._outbox.put((number, request, done))
 
-    def _event(self, told: tuple[int, Request, Future[list[Turn]]] | Progress) -> Event | Progress:
+    def _event(self, told: tuple[int, Request, Future[list[Turn]]] | Progress) -> RequestEnded | Progress:
         if isinstance(told, Progress):
             return told
         number, request, future = told
         if isinstance(refusal := future.exception(), UserError):
-            return Event(number, refusal)
-        return Event(number, self._texts.added(future.result(), request))
+            return RequestEnded(number, refusal)
+        return RequestEnded(number, self._texts.added(future.result(), request))
 
     def _end(self) -> None:
         self._death = self._death or RuntimeError("it was closed")
@@ -361,7 +361,7 @@ class OwnedEngine(ABC):
                 self._loads.note(load)
             if self._reporter.is_due():
                 for progress in self._reporter.of(self._samples()):
-                    self._told.put(progress)
+                    self._outbox.put(progress)
             self._queue_step()
 
     def _die_of(self, step: Future[None]) -> None:

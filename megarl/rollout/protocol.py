@@ -91,10 +91,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Event:
+class RequestEnded:
     """The end of a submitted request: its samples, or the reason for which it cannot be served.
 
-    Example: Event(17, [Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop")])
+    Example: RequestEnded(17, [Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop")])
     """
 
     number: int
@@ -136,7 +136,7 @@ class Load:
     steps the sum."""
 
 
-class Generator(Protocol):
+class Sampler(Protocol):
     """An inference engine as one who samples.
 
     Every method but `close` raises EngineDiedError once the engine has failed.
@@ -157,7 +157,7 @@ class Generator(Protocol):
         The requests of one call enter the engine together, or none of them does.
         """
 
-    def events(self) -> Iterator[Sequence[Event | Progress]]:
+    def events(self) -> Iterator[Sequence[RequestEnded | Progress]]:
         """The ends of all submitted requests, as they come, until `close`; all but short answers with their text.
 
         Ends that are there at the same time come together. It may end before: who is not done calls it again.
@@ -295,5 +295,5 @@ class EnginePart(Protocol):
         """End its workers."""
 
 
-class Engine(Generator, LayoutSource, WeightTarget, Sleeper, Profiled, Protocol):
+class Engine(Sampler, LayoutSource, WeightTarget, Sleeper, Profiled, Protocol):
     """An inference engine in this process. Every method may be called from any thread."""

@@ -13,7 +13,7 @@ from test_colocation import STEPS, exported, small, without_times
 from megarl.cluster.engines.router import Router
 from megarl.cluster.workers.streams import Stream
 from megarl.data import PromptGroup, Turn
-from megarl.rollout.protocol import Event, Progress
+from megarl.rollout.protocol import Progress, RequestEnded
 from megarl.run.job import Job, open_job
 from megarl.run.opening import RunSetup
 from megarl.schema import MegarlConfig
@@ -111,11 +111,11 @@ def ask_at_once(job: Job) -> list[Turn]:
 
 def reorder(router: Router, order: random.Random) -> None:
     """Let the controller hear of answers when all engines have given theirs, in another order."""
-    hear, held = router._hear, list[tuple[Stream, Event]]()
+    hear, held = router._hear, list[tuple[Stream, RequestEnded]]()
 
-    def hold(stream: Stream, events: Sequence[Event | Progress]) -> None:
+    def hold(stream: Stream, events: Sequence[RequestEnded | Progress]) -> None:
         hear(stream, [each for each in events if isinstance(each, Progress)])
-        held.extend((stream, each) for each in events if isinstance(each, Event))
+        held.extend((stream, each) for each in events if isinstance(each, RequestEnded))
         numbers = {each.number for _, each in held}
         if all(each.handle is None or each.number in numbers for each in list(router._pending.values())):
             answers = held.copy()

@@ -20,7 +20,7 @@ from megarl.cluster.workers.worker import Call, Failed, WorkerFailed
 from megarl.data import Turn
 from megarl.process.logs import say
 from megarl.rollout.conversations import Conversations
-from megarl.rollout.protocol import Engine, Event, Progress, Request
+from megarl.rollout.protocol import Engine, Progress, Request, RequestEnded
 
 _TICK_S = 0.2
 """How long an engine that is asked for the first time may go unheard while others are listened to."""
@@ -297,7 +297,7 @@ class Router:
             say(f"{submitted.handle.name} could not end requests that nobody waits for: {failure}")
         self._fail(refused, failure)
 
-    def _hear(self, stream: Stream, events: Sequence[Event | Progress]) -> None:
+    def _hear(self, stream: Stream, events: Sequence[RequestEnded | Progress]) -> None:
         ended = []
         for event in events:
             if isinstance(event, Progress):
@@ -305,7 +305,7 @@ class Router:
             elif (pending := self._end(event)) is not None:
                 ended.append((pending, event.answer))
         # News of samples that go on make no room, and come from every engine many times a second.
-        if any(isinstance(event, Event) for event in events):
+        if any(isinstance(event, RequestEnded) for event in events):
             self.go_on()
         # Whoever hears of an answer has work with it: engines have theirs by now.
         for pending, answer in ended:
@@ -314,7 +314,7 @@ class Router:
             else:
                 pending.answer.set_result(pending.whole())
 
-    def _end(self, event: Event) -> PendingRequest | None:
+    def _end(self, event: RequestEnded) -> PendingRequest | None:
         """Count a request no more. Returns it; None if nobody waits for it, or it goes on as it was cut."""
         answer = event.answer
         with self._lock:

@@ -68,7 +68,7 @@ class SglangEngine(OwnedEngine):
 
     @by_owner
     def start(self) -> None:
-        """See `Generator.start`."""
+        """See `Sampler.start`."""
         self._server = Server(self._model_path, self._engine_args)
         try:
             about = self._server.start()
@@ -85,7 +85,7 @@ class SglangEngine(OwnedEngine):
         threading.Thread(target=self._watch, args=(self._server,), name="SGLang server", daemon=True).start()
 
     def version(self) -> int:
-        """See `Generator.version`. Answered when the server's scheduler has answered, too: HTTP goes on without it."""
+        """See `Sampler.version`. Answered when the server's scheduler has answered, too: HTTP goes on without it."""
         version, server = super().version(), self._server
         # Not in the owner's thread: a scheduler that is busy would hold up what is asked of the engine meanwhile.
         if server is not None:
@@ -114,15 +114,15 @@ class SglangEngine(OwnedEngine):
         """See `Sleeper.sleep`."""
         from megarl.rollout.sglang import worker
 
-        self._hold()
+        self._pause_stepping()
         self._abort()
         if device.backend() == "gloo":
             self._workers(worker.sleep)
         else:
-            self._forget()
+            self._reset_kv_cache()
             self._post("/release_memory_occupation", tags=list(_TAGS.values()))
         self._away = frozenset(get_args(EngineMemory))
-        self._release()
+        self._resume_stepping()
 
     @by_owner
     def wake_up(self, parts: Sequence[EngineMemory]) -> None:
@@ -136,7 +136,7 @@ class SglangEngine(OwnedEngine):
                 self._post("/resume_memory_occupation", tags=[_TAGS[part] for part in wanted])
             self._away -= frozenset(wanted)
             if "kv_cache" in wanted:
-                self._forget()
+                self._reset_kv_cache()
 
     @by_owner
     def count_memory(self, memory: CountedMemory) -> None:
@@ -185,18 +185,18 @@ class SglangEngine(OwnedEngine):
     def _compute(self) -> None:
         raise AssertionError("the server steps by itself")
 
-    def _hold(self) -> None:
+    def _pause_stepping(self) -> None:
         if self._held is None:
             self._pause("in_place")
             self._in_flight.hold()
 
     def _fence(self) -> None:
-        self._hold()
+        self._pause_stepping()
         self._retract()
         self._post("/begin_weight_update")
         self._in_session = True
 
-    def _release(self) -> None:
+    def _resume_stepping(self) -> None:
         if self._held and not self._paused and self._update is None:
             self._continue()
             self._in_flight.release()
@@ -226,8 +226,8 @@ class SglangEngine(OwnedEngine):
         if hasattr(self, "_in_flight"):
             self._in_flight.fail(error)
 
-    def _forget(self) -> None:
-        with self._holding():
+    def _reset_kv_cache(self) -> None:
+        with self._stepping_paused():
             self._retract()
             self._post("/flush_cache")
 
@@ -239,7 +239,7 @@ class SglangEngine(OwnedEngine):
 
         self._workers(worker.forget_adapter if self._has_slot else worker.begin_loading)
 
-    def _load(self, bucket: Bucket) -> None:
+    def _load_weights(self, bucket: Bucket) -> None:
         from megarl.rollout.sglang import worker
 
         if self._has_slot:
@@ -318,7 +318,7 @@ class SglangEngine(OwnedEngine):
         if self._in_session:
             yield
             return
-        with self._holding():
+        with self._stepping_paused():
             self._post("/begin_weight_update")
             self._in_session = True
             try:
@@ -327,15 +327,15 @@ class SglangEngine(OwnedEngine):
                 self._end_session()
 
     @contextmanager
-    def _holding(self) -> Iterator[None]:
+    def _stepping_paused(self) -> Iterator[None]:
         """Hold the server meanwhile, also if a call of it fails; one that was held before stays so."""
         was_held = self._held
-        self._hold()
+        self._pause_stepping()
         try:
             yield
         finally:
             if was_held is None:
-                self._release()
+                self._resume_stepping()
 
     def _workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """Call a function of `worker` in every worker."""
@@ -371,7 +371,7 @@ class SglangEngine(OwnedEngine):
         """Tell of new tokens, in the thread that hears of them."""
         if self._reporter.is_due():
             for progress in self._reporter.of(self._samples()):
-                self._told.put(progress)
+                self._outbox.put(progress)
 
     def _end_server(self) -> None:
         if self._server is not None:

@@ -46,7 +46,7 @@ class TransformersEngine(OwnedEngine):
 
     @by_owner
     def start(self) -> None:
-        """See `Generator.start`."""
+        """See `Sampler.start`."""
         arguments = read_arguments(self._engine_args)
         from megarl.rollout.transformers.batches import Batches
         from megarl.rollout.transformers.model import SamplingModel
@@ -128,14 +128,14 @@ class TransformersEngine(OwnedEngine):
     def _fail(self, error: EngineDiedError) -> None:
         self._batches.fail(error)
 
-    def _forget(self) -> None:
+    def _reset_kv_cache(self) -> None:
         self._batches.forget()
 
-    def _keep(self, version: int) -> None:
+    def _keep_kv_cache(self, version: int) -> None:
         # Keys and values are of one request, and there are none before its first token.
         pass
 
-    def _load(self, bucket: Bucket) -> None:
+    def _load_weights(self, bucket: Bucket) -> None:
         self._weights.load(views(bucket, self._segments[bucket.segment]).items())
         device.synchronize()
 

@@ -46,7 +46,7 @@ class VllmEngine(OwnedEngine):
 
     @by_owner
     def start(self) -> None:
-        """See `Generator.start`."""
+        """See `Sampler.start`."""
         prepare_environment(self._engine_args)
         # Before all else of vLLM, which comes with it.
         load("vllm.v1.engine.llm_engine", "LLMEngine")
@@ -84,10 +84,10 @@ class VllmEngine(OwnedEngine):
     @by_owner
     def sleep(self) -> None:
         """See `Sleeper.sleep`."""
-        self._hold()
+        self._pause_stepping()
         self._abort()
         self._running().sleep()
-        self._release()
+        self._resume_stepping()
         self._away = frozenset(get_args(EngineMemory))
 
     @by_owner
@@ -141,7 +141,7 @@ class VllmEngine(OwnedEngine):
     def _load_after_step(self) -> Load | None:
         return self._running().load()
 
-    def _hold(self) -> None:
+    def _pause_stepping(self) -> None:
         if not self._held:
             try:
                 self._sequences.collect(self._running().hold(), self._version)
@@ -150,7 +150,7 @@ class VllmEngine(OwnedEngine):
                 raise EngineDiedError(str(error)) from error
             self._held = True
 
-    def _release(self) -> None:
+    def _resume_stepping(self) -> None:
         if self._held and not self._paused and self._update is None:
             self._running().release()
             self._held = False
@@ -168,12 +168,12 @@ class VllmEngine(OwnedEngine):
     def _fail(self, error: EngineDiedError) -> None:
         self._sequences.fail(error)
 
-    def _forget(self) -> None:
+    def _reset_kv_cache(self) -> None:
         # Sequences in flight are put back to be computed from their first token: their cache is of older weights.
         if not self._running().forget():
             raise RuntimeError("vLLM could not reset its prefix cache")
 
-    def _keep(self, version: int) -> None:
+    def _keep_kv_cache(self, version: int) -> None:
         self._sequences.begin_anew(version)
 
     def _abandon_update(self) -> None:
@@ -182,7 +182,7 @@ class VllmEngine(OwnedEngine):
     def _begin_loading(self) -> None:
         self._workers("begin_weight_update")
 
-    def _load(self, bucket: Bucket) -> None:
+    def _load_weights(self, bucket: Bucket) -> None:
         self._workers("update_weights", {"bucket": bucket})
 
     def _receive(self, version: int) -> None:

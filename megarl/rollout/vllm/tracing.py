@@ -40,8 +40,8 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from converters.errors import UserError
 from converters.layout import Shape
 from converters.layouts.traced_layout import LoadTrace
-from megarl.rollout.alike_layers import for_all_layers, like_layers, of_layers
 from megarl.rollout.cpu_linear import linear
+from megarl.rollout.identical_layers import expand_trace, group_identical_layers, tensors_of_layers
 from megarl.rollout.tracing import trace_load_weights
 from megarl.rollout.vllm import cpu_experts, cpu_fp8, cpu_number_formats, deep_gemm
 from megarl.rollout.vllm.kind import VLLM
@@ -188,11 +188,11 @@ def trace_model(
 def trace_distinct_layers(
     model: Any, config: ModelConfig, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
 ) -> LoadTrace:
-    """The same as `trace_model`, in the time of a model that has one layer of each kind (`alike_layers`)."""
+    """The same as `trace_model`, in the time of a model that has one layer of each kind (`identical_layers`)."""
     with _loadable(model, config) as (parameters, reason):
-        alike = like_layers(model, parameters, reason, hf_shapes, hf_dtypes)
-        few, some = of_layers(parameters, alike), of_layers(hf_shapes, alike)
-        return for_all_layers(trace_load_weights(model, few, reason, some, hf_dtypes), alike, parameters)
+        identical = group_identical_layers(model, parameters, reason, hf_shapes, hf_dtypes)
+        few, some = tensors_of_layers(parameters, identical), tensors_of_layers(hf_shapes, identical)
+        return expand_trace(trace_load_weights(model, few, reason, some, hf_dtypes), identical, parameters)
 
 
 @contextmanager

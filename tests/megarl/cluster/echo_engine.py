@@ -197,7 +197,7 @@ def tell(number, request):
     import numpy as np
 
     from megarl.data import Turn
-    from megarl.rollout.protocol import Event, Progress
+    from megarl.rollout.protocol import Progress, RequestEnded
 
     if not request.begun:
         tokens = np.array([1, 2, 3], np.int32)
@@ -207,7 +207,7 @@ def tell(number, request):
         time.sleep(0.5)
         os._exit(7)
     prompts = [request.prompt_of(sample) for sample in range(2)]
-    yield [Event(number, [Turn.of(prompt, [len(prompt)], [-9], [9], "stop") for prompt in prompts])]
+    yield [RequestEnded(number, [Turn.of(prompt, [len(prompt)], [-9], [9], "stop") for prompt in prompts])]
 
 
 def ask(prompt, samples=1, priority=0, conversation=None):

@@ -11,7 +11,7 @@ import numpy as np
 from echo_engine import check_that_the_trainer_has_nothing, pass_by
 
 from megarl.data import Turn
-from megarl.rollout.protocol import Event, Progress
+from megarl.rollout.protocol import Progress, RequestEnded
 
 PROMPTS = 2
 """Draws of a batch: the first token of a prompt is its draw."""
@@ -80,7 +80,7 @@ class PatientEngine:
             for sample in request.samples
             for new in [self._new(request, sample, version, count)]
         ]
-        return Event(number, turns)
+        return RequestEnded(number, turns)
 
     def _progress(self, number, request, version):
         news = [self._new(request, sample, version, self.told) for sample in request.samples]

@@ -19,7 +19,7 @@ from megarl.cluster.engines.router import Router
 from megarl.cluster.workers.worker import Call, WorkerGone
 from megarl.data import Turn
 from megarl.data.stretches import here
-from megarl.rollout.protocol import Event, Progress, Request, SamplingParameters
+from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplingParameters
 
 AT_ONCE = 3
 ROOM = 4
@@ -79,7 +79,7 @@ class Process:
                 Turn.of(request.prompt_of(sample), tokens, [-each for each in tokens], [1] * len(tokens), reason)
             )
         del self.asked[number]
-        return Event(number, turns)
+        return RequestEnded(number, turns)
 
     def _left(self, number, sample):
         request = self.asked[number]

@@ -9,7 +9,7 @@ from engine_host import PROMPTS
 
 from converters.errors import UserError
 from megarl.cluster.engines.progress_log import ProgressLog
-from megarl.rollout.protocol import Event, Request, SamplingParameters
+from megarl.rollout.protocol import Request, RequestEnded, SamplingParameters
 
 pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
 
@@ -48,7 +48,7 @@ def test_tokens_are_told_of_while_a_response_is_sampled(served, endless_prompt):
     served.engine.submit({3: Request(endless_prompt, sampling)})
     partials, pieces = ProgressLog(), 0
     for event in chain.from_iterable(served.engine.events()):
-        if isinstance(event, Event):
+        if isinstance(event, RequestEnded):
             break
         partials.add(event)
         pieces += 1
@@ -69,12 +69,12 @@ def test_requests_are_aborted_by_number_and_others_go_on(served, endless_prompt)
     served.engine.submit({number: Request(endless_prompt, sampling) for number in (5, 6, 7)})
     events = chain.from_iterable(served.engine.events())
     # Until something is told of.
-    while isinstance(next(events), Event):
+    while isinstance(next(events), RequestEnded):
         pass
     served.engine.abort([6, 7, 99])
     answers = {}
     while len(answers) < 3:
-        if isinstance(event := next(events), Event):
+        if isinstance(event := next(events), RequestEnded):
             answers[event.number] = event.answer[0]
     assert [answers[number].finish_reason for number in (5, 6, 7)] == ["length", "abort", "abort"]
     whole = answers[5].token_ids.tolist()

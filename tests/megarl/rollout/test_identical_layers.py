@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megarl.rollout.alike_layers import like_layers, of_layers
+from megarl.rollout.identical_layers import group_identical_layers, tensors_of_layers
 
 
 class Odd(nn.Linear):
@@ -26,13 +26,13 @@ def alike(built: nn.Module, reason: Any = lambda _module: None, **changed: torch
     dtypes = dict.fromkeys(shapes, torch.float32) | {
         f"model.layers.{number.removeprefix('layer_')}.0.weight": dtype for number, dtype in changed.items()
     }
-    return like_layers(built, parameters, reason, shapes, dtypes)
+    return group_identical_layers(built, parameters, reason, shapes, dtypes)
 
 
 def test_layers_of_equal_modules_are_alike() -> None:
     built = model(nn.Linear(2, 3), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3))
     assert alike(built) == {0: [0, 3], 1: [1, 2]}
-    kept = of_layers(dict(built.named_parameters()), [0])
+    kept = tensors_of_layers(dict(built.named_parameters()), [0])
     assert set(kept) == {"layers.0.0.weight", "layers.0.0.bias", "head.weight", "head.bias"}
 
 

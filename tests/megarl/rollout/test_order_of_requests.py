@@ -4,7 +4,7 @@ from itertools import chain, islice
 
 import pytest
 
-from megarl.rollout.protocol import Event, Progress, Request, SamplingParameters
+from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplingParameters
 
 
 def greedy(prompt, max_tokens, priority):
@@ -21,5 +21,5 @@ def test_what_has_begun_ends_and_then_the_oldest_draw_is_served_first(host, fold
     for draw in (90, 10, 40, 11):
         engine.submit({draw: greedy([5, 9, draw % 60], 2, priority=draw)})
     engine.resume()
-    ends = (each.number for each in told if isinstance(each, Event))
+    ends = (each.number for each in told if isinstance(each, RequestEnded))
     assert list(islice(ends, 5)) == [50, 10, 11, 40, 90]

@@ -16,7 +16,7 @@ from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.huggingface import huggingface_layout
 from converters.layouts.traced_layout import traced_layout
 from megarl.quickstart.tiny_models import TINY_MODELS
-from megarl.rollout.protocol import Event, Request, SamplingParameters
+from megarl.rollout.protocol import Request, RequestEnded, SamplingParameters
 from megarl.rollout.sampling import check_sampling
 from megarl.rollout.transformers.arguments import TransformersArguments
 from megarl.rollout.transformers.model import SamplingModel
@@ -78,7 +78,7 @@ def test_submitted_requests_end_one_by_one_and_those_of_a_refused_call_all_with_
     requests = [Request(prompt, GREEDY) for prompt in PROMPTS]
     served.engine.submit(dict(enumerate(requests, start=10)))
     served.engine.submit({7: requests[0], 8: Request([5, 64], GREEDY)})
-    events = (event for event in chain.from_iterable(served.engine.events()) if isinstance(event, Event))
+    events = (event for event in chain.from_iterable(served.engine.events()) if isinstance(event, RequestEnded))
     answers = {event.number: event.answer for event in islice(events, len(requests) + 2)}
     assert [answers[number] for number in range(10, 10 + len(requests))] == served.engine.generate(requests)
     assert all("outside of the model's vocabulary" in str(answers[number]) for number in (7, 8))
