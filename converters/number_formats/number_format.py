@@ -135,7 +135,7 @@ class NumberFormat:
 
     def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The codes and scales of a whole matrix. Raises ValueError as `quantise_into`."""
-        rows, columns = weight.shape
+        rows, columns = _matrix(weight)
         codes = torch.empty(self.codes_shape((rows, columns)), dtype=self.codes, device=weight.device)
         shape = self.scales_box(Box.whole(weight.shape)).shape
         scales = torch.empty(shape, dtype=self.scales, device=weight.device)
@@ -144,7 +144,19 @@ class NumberFormat:
 
     def dequantise(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
         """The weights of codes and scales of whole blocks. Raises ValueError as `dequantise_into`."""
-        rows, columns = codes.shape
+        rows, columns = _matrix(codes)
+        expected = self.scales_box(Box.whole((rows, columns * self.elements_per_code))).shape
+        if tuple(scales.shape) != expected:
+            raise ValueError(
+                f"codes of {rows} x {columns} have scales of {list(expected)}, and these are {list(scales.shape)}"
+            )
         weights = torch.empty(rows, columns * self.elements_per_code, dtype=dtype, device=codes.device)
         self.dequantise_into(codes, scales, weights)
         return weights
+
+
+def _matrix(tensor: Tensor) -> tuple[int, int]:
+    if tensor.dim() != 2:
+        raise ValueError(f"only a matrix has blocks, and this tensor has shape {list(tensor.shape)}")
+    rows, columns = tensor.shape
+    return rows, columns

@@ -94,7 +94,8 @@ def _hold(folder: Path) -> int:
     """Lock the marker before it has its name: one that nobody holds is that of a dead process."""
     unnamed = folder / f"{_MARKER}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
-    os.write(lock, _BOOT.read_bytes())
+    with suppress(OSError):
+        os.write(lock, _BOOT.read_bytes())
     # Without locks, as on some mounts of Lustre, nobody takes it for that of a dead process.
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -110,9 +111,9 @@ def _remove_stale() -> None:
     for parent in {Path(tempfile.gettempdir()), *_SHORT}:
         of_several = is_shared(parent)
         for folder in parent.glob(f"{_PREFIX}*"):
-            if of_several and not _is_of_this_machine(folder):
+            if not _is_ours(folder) or (of_several and not _is_of_this_machine(folder)):
                 continue
-            if _is_ours(folder) and (lock := _take(folder / _MARKER)) is not None:
+            if (lock := _take(folder / _MARKER)) is not None:
                 _remove(folder)
                 os.close(lock)
 
@@ -128,7 +129,7 @@ def _is_ours(folder: Path) -> bool:
 def _is_of_this_machine(folder: Path) -> bool:
     """Whether a folder was made here since the machine was started."""
     try:
-        return (folder / _MARKER).read_text() == _BOOT.read_text()
+        return (folder / _MARKER).read_bytes() == _BOOT.read_bytes()
     except OSError:
         return False
 

@@ -1,20 +1,26 @@
 """Rewards for structured output: json_match, json_schema and tool_call."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import dropwhile
 from typing import Any
 
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from jsonschema.exceptions import SchemaError  # type: ignore[import-untyped]
+from jsonschema_specifications import REGISTRY as SPECIFICATIONS  # type: ignore[import-untyped]
 
 from megarl.rewards.fenced import last_block
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _DEEPEST = 100
 _REFERENCES = ("$ref", "$dynamicRef")
-_VALUES = ("const", "enum", "default", "examples")
-"""Keywords of a schema that hold values, in which nothing is a reference."""
+_SCHEMAS = {
+    **dict.fromkeys(("additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"), "one"),
+    **dict.fromkeys(("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"), "one"),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), "list"),
+    **dict.fromkeys(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"), "by name"),
+}
+"""Keywords of JSON Schema that hold schemas: one, a list, or one for each name. Others hold no references."""
 
 
 def json_match(
@@ -53,7 +59,7 @@ def json_schema(
         found = response_json(solution_str)
     except ValueError:
         return {"score": 0.0, "valid": 0.0, "unchecked": 0.0}
-    return {"score": float(Draft202012Validator(schema).is_valid(found)), "valid": 1.0, "unchecked": 0.0}
+    return {"score": float(_validator(schema).is_valid(found)), "valid": 1.0, "unchecked": 0.0}
 
 
 def tool_call(
@@ -97,13 +103,18 @@ def schema_of_truth(ground_truth: Any) -> Any:
     return schema
 
 
+def _validator(schema: Any) -> Draft202012Validator:
+    """A validator that fetches nothing: by itself it reads a file or an address that a schema refers to."""
+    return Draft202012Validator(schema, registry=SPECIFICATIONS)
+
+
 def _check_references(schema: Any) -> None:
     """Raise `ValueError` where what a schema refers to is not there, is no schema or leads back to itself."""
     references = {*_references(schema)}
     # Where a part has a name of its own, a reference in it starts from there.
     if ("$id", True) in references:
         return
-    validator = Draft202012Validator(schema)
+    validator = _validator(schema)
     for key, reference in references:
         try:
             validator.evolve(schema={key: reference}).is_valid(None)
@@ -115,17 +126,26 @@ def _check_references(schema: Any) -> None:
 
 def _references(schema: Any, *, is_inner: bool = False) -> Iterator[tuple[str, str | bool]]:
     """The references of a schema by their keywords, and ("$id", True) where a part of it has a name of its own."""
-    if isinstance(schema, list):
-        for each in schema:
-            yield from _references(each, is_inner=True)
-    elif isinstance(schema, Mapping):
-        for key, value in schema.items():
-            if key in _REFERENCES and isinstance(value, str):
-                yield key, value
-            elif key == "$id" and is_inner and isinstance(value, str):
-                yield key, True
-            elif key not in _VALUES:
-                yield from _references(value, is_inner=True)
+    if not isinstance(schema, Mapping):
+        return
+    for key, value in schema.items():
+        if key in _REFERENCES and isinstance(value, str):
+            yield key, value
+        elif key == "$id" and is_inner and isinstance(value, str):
+            yield key, True
+        for inner in _schemas_of(key, value):
+            yield from _references(inner, is_inner=True)
+
+
+def _schemas_of(key: str, value: Any) -> Iterable[Any]:
+    match _SCHEMAS.get(key):
+        case "one":
+            return [value]
+        case "list":
+            return value
+        case "by name":
+            return value.values()
+    return ()
 
 
 def calls_of_truth(ground_truth: Any) -> list[tuple[str, Any]]:

@@ -3,17 +3,20 @@
 import re
 from decimal import Decimal
 
-DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3}(?![0-9]))?"
+_PLAIN = r"(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
+DIGITS = rf"{_PLAIN}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
 """A number without its sign; it may have an exponent."""
 
 _MINUS = "\u2212"
 _TIMES = "\\\\times|\\\\cdot|\u00d7|\u22c5|\\*"
-_POWER_OF_TEN = re.compile(
-    rf"(?:({DIGITS})\s{{0,9}}(?:{_TIMES})\s{{0,9}}|(?<![0-9.,]))10\s{{0,9}}\^\s{{0,9}}"
-    r"(?:\{\s{0,9}([-+]?[0-9]{1,3})\s{0,9}\}|([-+]?[0-9]{1,3})(?![0-9]))"
-)
+_SPACE = r"(?:\s|\\[,;:!> ]|~){0,9}"
+_EXPONENT = r"10\s{0,9}\^\s{0,9}(?:\{\s{0,9}([-+]?[0-9]{1,3})\s{0,9}\}|([-+]?[0-9]{1,3})(?![0-9]))"
+_SCALED = re.compile(rf"(?<![0-9.,eE])({_PLAIN}){_SPACE}(?:{_TIMES}|[xX]){_SPACE}{_EXPONENT}")
+# Alone, or behind a sign of multiplication whose factor is no number.
+_POWER_OF_TEN = re.compile(rf"(?:((?:{_TIMES}){_SPACE})|(?<![0-9.,])){_EXPONENT}")
 _BRACED = rf"(?:\{{\s{{0,9}}([-+]?{DIGITS})\s{{0,9}}\}}|\s{{0,9}}([0-9]))"
-_FRACTION = re.compile(rf"(?:(?<![0-9.,])([0-9]{{1,9}})\s{{0,9}})?\\[dt]?frac\s{{0,9}}{_BRACED}\s{{0,9}}{_BRACED}")
+_FRACTION = re.compile(rf"(?:(?<![0-9.,_^])([0-9]{{1,9}})\s{{0,9}})?\\[dt]?frac\s{{0,9}}{_BRACED}\s{{0,9}}{_BRACED}")
+_DEEPEST = 3
 _SLASHED = re.compile(rf"\s{{0,9}}([-+]?{DIGITS})\s{{0,9}}/\s{{0,9}}({DIGITS})\s{{0,9}}")
 _SIGN_APART = re.compile(r"(^|=)\s{0,9}([-+])[\s\\$]{1,9}(?=[0-9.])")
 
@@ -24,28 +27,48 @@ def ascii_minus(text: str) -> str:
 
 
 def join_sign(text: str) -> str:
-    """The text with its sign next to the number, at its begin and behind =: elsewhere it may be a subtraction."""
+    """The text with its sign next to the number, at its beginning and behind =: elsewhere it may be a subtraction."""
     return _SIGN_APART.sub(r"\1\2", text)
 
 
 def boxed_number(box: str) -> str:
-    """The content of a box, where a sign may stand apart, and a/b is a fraction if it is all that there is."""
-    text = join_sign(ascii_minus(box))
-    slashed = _SLASHED.fullmatch(text)
-    return text if slashed is None else rf"\frac{{{slashed[1]}}}{{{slashed[2]}}}"
+    """The content of a box with decimal numbers; a sign may stand apart, and a/b is a fraction if it fills the box."""
+    text = ascii_minus(box)
+    slashed = _SLASHED.fullmatch(join_sign(text))
+    return join_sign(decimal_numbers(text if slashed is None else rf"\frac{{{slashed[1]}}}{{{slashed[2]}}}"))
 
 
 def decimal_numbers(text: str) -> str:
     r"""The text with 3e4 in place of 3 \times 10^{4}, 0.5 of \frac{1}{2}, 2.5 of 2\frac{1}{2} and 1,000 of 1{,}000."""
     text = ascii_minus(text).replace("{,}", ",")
-    return _FRACTION.sub(_quotient, _POWER_OF_TEN.sub(lambda power: f"{power[1] or 1}e{power[2] or power[3]}", text))
+    for _ in range(_DEEPEST):
+        # The inner ones first.
+        text, fractions = _FRACTION.subn(_quotient, text)
+        text, powers = _SCALED.subn(_scaled, text)
+        if not fractions + powers:
+            break
+    return _FRACTION.sub(_quotient, _POWER_OF_TEN.sub(_power_of_ten, text))
+
+
+def _scaled(power: re.Match[str]) -> str:
+    return _apart(f"{power[1]}e{power[2] or power[3]}", power)
+
+
+def _power_of_ten(power: re.Match[str]) -> str:
+    # Without a factor that is read here, 10^n would be another number.
+    return " " if power[1] else _apart(f"1e{power[2] or power[3]}", power)
 
 
 def _quotient(fraction: re.Match[str]) -> str:
     whole, *parts = fraction.groups()
     above, below = (Decimal(part.replace(",", "")) for part in parts if part is not None)
-    if not below:
+    has_sign = fraction.string[: fraction.start()].endswith(("-", "+"))
+    if not below or (above < 0 and (has_sign or whole is not None)):
         return " "
-    # A digit that is no whole number of it would become its first.
-    before = " " if whole is None and fraction.string[: fraction.start()][-1:].isdigit() else ""
-    return f"{before}{Decimal(whole or 0) + above / below}"
+    return _apart(str(Decimal(whole or 0) + above / below), fraction)
+
+
+def _apart(number: str, place: re.Match[str]) -> str:
+    """The number, with blanks where digits beside its place would become digits of it."""
+    before, after = place.string[: place.start()][-1:], place.string[place.end() :][:1]
+    return f"{' ' * before.isdigit()}{number}{' ' * after.isdigit()}"

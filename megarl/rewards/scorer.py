@@ -15,6 +15,7 @@ from megarl.rewards.scoring import (
     RewardLost,
     RewardTimedOut,
     Score,
+    WeightedSumFailed,
     as_score,
 )
 from megarl.rewards.terms import Question, Term, check_data_source, check_ground_truths, combine, terms_of
@@ -222,7 +223,7 @@ def _combined(scored: Sequence[tuple[Term, Score]], arguments: Mapping[str, Any]
     try:
         return combine(scored)
     except ValueError as error:
-        raise RewardFailed(arguments, str(error)) from error
+        raise WeightedSumFailed(arguments, str(error)) from error
 
 
 def _stops(result: RewardFailed, config: "RewardConfig") -> bool:

@@ -95,6 +95,12 @@ class RewardLost(RewardFailed):
     remedy = "see who kills the processes that score; the kernel does it where memory runs out (dmesg tells)"
 
 
+class WeightedSumFailed(RewardFailed):
+    """The weighted sum of a sample's terms is no finite number."""
+
+    remedy = "lower the weights of the terms (reward.functions), or let the functions score less"
+
+
 def as_score(result: object) -> Score:
     """The score that a reward function's result stands for.
 

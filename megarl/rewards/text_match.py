@@ -8,7 +8,7 @@ from megarl.rewards.boxed import last_boxed
 from megarl.rewards.latex_numbers import DIGITS, ascii_minus, boxed_number, decimal_numbers, join_sign
 
 _NUMBER = r"\$?(?:[0-9][0-9.,]*|\.[0-9]+)"
-_MARKED = re.compile(rf"####\s*((?:-\s*)?{_NUMBER})")
+_MARKED = re.compile(rf"####(?:\s*(?=-?{_NUMBER})|[ \t]*(?=-[ \t]*{_NUMBER}))((?:-[ \t]*)?{_NUMBER})")
 _ANY = re.compile(rf"-?{_NUMBER}")
 _MEASURE = re.compile(rf"(?:(?<![0-9])[-+])?{DIGITS}%?")
 _POWER = re.compile(r"\^\s{0,9}\{?[-+]?[0-9.]+\}?")
@@ -78,7 +78,7 @@ def numeric_match(
 
 def numeric_truth(ground_truth: Any, **_options: Any) -> Decimal:
     """The number of a ground truth. Raises `ValueError` if it is none."""
-    expected = _as_measure(decimal_numbers(str(ground_truth)).strip())
+    expected = _as_measure(boxed_number(str(ground_truth)).strip())
     if expected is None:
         raise ValueError(f"the ground truth of numeric_match must be a number, found {ground_truth!r}")
     return expected
@@ -87,7 +87,7 @@ def numeric_truth(ground_truth: Any, **_options: Any) -> Decimal:
 def _stated_number(solution: str) -> Decimal | None:
     """The last number of the first of the places that hold any: the box, the sentence that answers, the end."""
     end = solution[-_SEARCHED_CHARACTERS:]
-    places = (boxed_number(last_boxed(solution) or ""), *_STATED.findall(end)[-1:], end)
+    places = (boxed_number((last_boxed(solution) or "")[-_SEARCHED_CHARACTERS:]), *_STATED.findall(end)[-1:], end)
     return next((numbers[-1] for place in places if (numbers := _measures(place))), None)
 
 

@@ -1,4 +1,4 @@
-"""Layers that are alike are traced once: a layer's weights go where those of the first like it go, in its own tensors.
+"""Identical layers are traced once: a layer's weights go where those of the first like it go, in its own tensors.
 
 Tracing all layers of a model of 671 billion parameters takes a quarter of a minute for each worker, and most of them
 say the same.

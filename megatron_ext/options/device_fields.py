@@ -77,7 +77,7 @@ class _TrainingDefault:
     suits: Callable[[Mapping[str, Any]], bool] = lambda _fields: True
 
     def is_there(self, implementation: str) -> bool:
-        """Whether modules of this `implementation` find one of `needs`; its own alone use Transformer Engine's."""
+        """Whether modules of this `implementation` find one of `needs`; Transformer Engine kernels are for its own."""
         is_own = implementation == TRANSFORMER_ENGINE
         return any(_is_there(each) for each in self.needs if is_own or not each.startswith(_EXTENSION))
 

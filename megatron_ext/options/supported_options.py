@@ -139,7 +139,9 @@ REFUSED: Mapping[str, Refusal] = {
     "cache_mla_latents": Refusal(_INFERENCE),
     "use_inference_optimized_layers": Refusal(_INFERENCE),
     "inference_fuse_tp_communication": Refusal(_INFERENCE),
-    "transformer_impl": Refusal(_INFERENCE, (None, "local", "transformer_engine")),
+    "transformer_impl": Refusal(
+        "models are made of Megatron's own modules or Transformer Engine's", (None, "local", "transformer_engine")
+    ),
     **REFUSED_IN_SOME_VERSIONS,
 }
 

@@ -42,7 +42,9 @@ def test_a_weight_that_no_code_stands_for_is_named(value, dtype):
 def test_tensors_that_do_not_belong_together_are_refused():
     codes, scales = torch.zeros(200, 300, dtype=torch.uint8).view(FP8), torch.ones(2, 3)
     for arguments, message in (
-        ((codes, torch.ones(2, 2), BF16), r"there are \[2, 2\] scales where at least \[2, 3\] are needed"),
+        ((codes, torch.ones(2, 2), BF16), r"have scales of \[2, 3\], and these are \[2, 2\]"),
+        ((codes, torch.ones(2, 4), BF16), r"have scales of \[2, 3\], and these are \[2, 4\]"),
+        ((codes[0], scales, BF16), "only a matrix has blocks"),
         ((codes.view(torch.uint8), scales, BF16), "codes in torch.uint8"),
         ((codes, scales, torch.float16), "cannot become torch.float16"),
         ((codes, scales.to(torch.int32), BF16), "scales in torch.int32"),

@@ -140,7 +140,8 @@ class Router:
         with self._lock:
             for handle in handles:
                 handle.is_asleep = True
-            submitted = [each.call for each in self._submitted if each.handle in handles]
+            # An abort may come later, or fail.
+            submitted = [each.call for each in self._submitted if each.handle in handles and each.numbers]
         # The requests of a dead one go elsewhere.
         wait_for_living(submitted)
 

@@ -74,7 +74,9 @@ def _moved_ends(step: PlannedStep, stages: int) -> dict[str, int]:
     trainer, layers = step.refit.trainer, step.refit.architecture.num_layers
     moved = zip(_ENDS.values(), stage_ends(layers, stages), strict=True)
     # An end that was given is unset by no option, but may be as the other stages.
-    return {name: size or layers // stages for name, size in moved if stages > 1 and getattr(trainer, name) != size}
+    sizes = {name: size or layers // stages for name, size in moved if stages > 1}
+    now = {name: getattr(trainer, name) for name in sizes}
+    return {name: size for name, size in sizes.items() if now[name] != size and (now[name] or size != layers // stages)}
 
 
 def _with_trainer(step: PlannedStep, fields: Mapping[str, Any]) -> PlannedStep:

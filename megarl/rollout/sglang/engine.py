@@ -306,8 +306,8 @@ class SglangEngine(OwnedEngine):
 
     def _end_session(self) -> None:
         if self._in_session:
-            self._in_session = False
             self._post("/end_weight_update")
+            self._in_session = False
 
     def _worker_count(self) -> int:
         return SGLANG.workers(self._engine_args)

@@ -136,7 +136,7 @@ MAX_NUM_SEQS = 512
 """Samples that an engine computes at once, unless `max_num_seqs` says otherwise."""
 MAX_NUM_BATCHED_TOKENS = 16384
 """Tokens of a step at most, unless `max_num_batched_tokens` says otherwise: vLLM's own choice, for what computes as
-`UsageContext.LLM_CLASS`, on GPUs of 70 GiB or more other than an A100."""
+`UsageContext.LLM_CLASS`, on GPUs of 70 GiB or more, but for an A100, where it is half."""
 PART_ARGUMENTS = ("node_rank", "master_addr", "master_port")
 """Arguments that megarl gives to the processes of an engine over machines."""
 

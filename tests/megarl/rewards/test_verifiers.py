@@ -60,6 +60,18 @@ PIECES = [r"\boxed{", r"\frac", "{", "}", r"\times", "10^", "/", "=", "-", "e", 
         (r"\boxed{1.5\frac{1}{2}}", "0.5", {}, 1.0),
         (r"\boxed{\frac{3\times 10^{4}}{2}}", r"1.5 \times 10^4", {}, 1.0),
         (r"\boxed{\frac{1}{0}}", "0", {}, 0.0),
+        (r"\boxed{- \frac{1}{2}}", "-0.5", {}, 1.0),
+        (r"\boxed{-$\frac{1}{2}$}", r"- \frac{1}{2}", {}, 1.0),
+        (r"\boxed{-\frac{-1}{2}}", "-0.5", {}, 0.0),
+        (r"\boxed{\frac{\frac{1}{2}}{4}}", "0.125", {}, 1.0),
+        (r"\boxed{\frac{1}{2}\times 10^{3}}", "500", {}, 1.0),
+        (r"\boxed{x^2\frac{3}{4}}", "0.75", {}, 1.0),
+        (r"\boxed{3\,\times\ 10^{4}}", "30000", {}, 1.0),
+        ("\\boxed{3 x 10^4}", "30000", {}, 1.0),
+        ("\\boxed{3 x 10^4}", "10000", {}, 0.0),
+        (r"\boxed{(1.5 \pm 0.2) \times 10^{3}}", "1000", {}, 0.0),
+        (r"\boxed{10^{2}5}", "1e25", {}, 0.0),
+        ("\\boxed{5}", "20/4", {}, 1.0),
         (r"\boxed{1/2}", "2", {}, 0.0),
         (r"\boxed{-1/2}", r"-\frac{1}{2}", {}, 1.0),
         (r"\boxed{30{,}000}", "30000", {}, 1.0),
@@ -179,7 +191,15 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize("schema", [TREE, NAMED, {"type": "array", "default": {"$ref": "#/none"}}])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        TREE,
+        NAMED,
+        {"type": "array", "default": {"$ref": "#/none"}},
+        {"type": "array", "example": {"$ref": "not a ref"}, "x-example": {"$ref": "#/nowhere"}},
+    ],
+)
 def test_references_of_a_schema_are_followed(schema):
     assert [json_schema("any", text, schema)["score"] for text in ("[[], [[]]]", "{}")] == [1.0, 0.0]
 
@@ -225,6 +245,8 @@ def test_tool_call(solution, ground_truth, score, names):
         (json_schema, {"$ref": "#/$defs/a"}, r"no schema: its \$ref '#/\$defs/a' leads to none"),
         (json_schema, {"items": {"$ref": "#/title"}, "title": "a"}, r"no schema: its \$ref '#/title' leads to none"),
         (json_schema, {"anyOf": [{"$ref": "#"}]}, r"no schema: its \$ref '#' leads to none"),
+        (json_schema, {"properties": {"default": {"$ref": "#/a"}}}, r"no schema: its \$ref '#/a' leads to none"),
+        (json_schema, {"$ref": "file:///etc/hostname"}, r"no schema: its \$ref 'file:///etc/hostname' leads to none"),
         (json_schema, {"type": "strin"}, "ground truth of json_schema is no schema: 'strin' is not valid"),
         (tool_call, {"name": "f"}, "must be calls with name and arguments"),
         (tool_call, [], "must be calls with name and arguments"),

@@ -1,4 +1,4 @@
-"""Layers that are alike: which are, and that what differs in anything is not."""
+"""Layers that are identical: which are, and that what differs in anything is not."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def model(*layers: nn.Module) -> nn.Module:
     return holder
 
 
-def alike(built: nn.Module, reason: Any = lambda _module: None, **changed: torch.dtype) -> dict[int, list[int]]:
+def identical(built: nn.Module, reason: Any = lambda _module: None, **changed: torch.dtype) -> dict[int, list[int]]:
     parameters = dict(built.named_parameters())
     shapes = {f"model.{name}": tuple(each.shape) for name, each in parameters.items()}
     dtypes = dict.fromkeys(shapes, torch.float32) | {
@@ -29,9 +29,9 @@ def alike(built: nn.Module, reason: Any = lambda _module: None, **changed: torch
     return group_identical_layers(built, parameters, reason, shapes, dtypes)
 
 
-def test_layers_of_equal_modules_are_alike() -> None:
+def test_layers_of_equal_modules_are_identical() -> None:
     built = model(nn.Linear(2, 3), nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3))
-    assert alike(built) == {0: [0, 3], 1: [1, 2]}
+    assert identical(built) == {0: [0, 3], 1: [1, 2]}
     kept = tensors_of_layers(dict(built.named_parameters()), [0])
     assert set(kept) == {"layers.0.0.weight", "layers.0.0.bias", "head.weight", "head.bias"}
 
@@ -46,10 +46,10 @@ def test_layers_of_equal_modules_are_alike() -> None:
     ],
 )
 def test_layers_that_differ_are_not(built: nn.Module, options: dict[str, torch.dtype]) -> None:
-    assert alike(built, **options) == {0: [0], 1: [1]}
+    assert identical(built, **options) == {0: [0], 1: [1]}
 
 
-def test_layers_of_which_one_may_not_be_written_are_not_alike() -> None:
+def test_layers_of_which_one_may_not_be_written_are_not_identical() -> None:
     built = model(nn.Linear(2, 2), nn.Linear(2, 2))
     packed = built.layers[1][0]
-    assert alike(built, lambda module: "packed" if module is packed else None) == {0: [0], 1: [1]}
+    assert identical(built, lambda module: "packed" if module is packed else None) == {0: [0], 1: [1]}

@@ -53,8 +53,7 @@ def test_it_goes_on_where_its_workers_could_not_be_called(engine, refuse, assert
     with pytest.raises(CallRefusedError, match="not this time"):
         engine.call_receivers(WeightReceiver.has_rdma_port)
     assert_serves()
-    if path == "/end_weight_update":
-        engine._post(path)
+    engine.call_receivers(WeightReceiver.has_rdma_port)
 
 
 def test_it_goes_on_after_a_pause_that_could_not_end_what_it_serves(engine, refuse, assert_serves, pool):
@@ -62,6 +61,7 @@ def test_it_goes_on_after_a_pause_that_could_not_end_what_it_serves(engine, refu
     deadline = time.monotonic() + 60
     while not engine._in_flight.asked() and time.monotonic() < deadline:
         time.sleep(0.01)
+    assert engine._in_flight.asked()
     refuse("/abort_request")
     with pytest.raises(CallRefusedError, match="not this time"):
         engine.pause("abort")
