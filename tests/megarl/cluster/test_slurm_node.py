@@ -15,8 +15,8 @@ import megarl
 from megarl.cluster.ray.joining import listens
 from megarl.process.ports import free_port
 
-FEW_FILES = 1024
-"""Soft limit of most login shells, which Slurm passes on."""
+FEW_FILES = 256
+"""A soft limit such as that of a login shell, which Slurm passes on."""
 MANY_FILES = 8192
 _NODE = """
 import resource, sys
