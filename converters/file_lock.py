@@ -6,7 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+NOT_SUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""Errors of a file system without locks."""
 
 
 def lock_file(path: Path) -> int:
@@ -39,7 +40,7 @@ def _lock(descriptor: int, folder: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
+        if error.errno not in NOT_SUPPORTED:
             raise
         print(f"{folder} is on a file system without locks: see that no other run writes there", file=sys.stderr)
 

@@ -11,6 +11,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 
 from converters.errors import UserError
+from converters.file_lock import NOT_SUPPORTED
 from megarl.process.file_system import is_shared
 from megarl.process.signals import held
 
@@ -96,9 +97,12 @@ def _hold(folder: Path) -> int:
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
     with suppress(OSError):
         os.write(lock, _BOOT.read_bytes())
-    # Without locks, as on some mounts of Lustre, nobody takes it for that of a dead process.
-    with suppress(OSError):
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        # Without locks, as on some mounts of Lustre, nobody takes it for that of a dead process.
+        if error.errno not in NOT_SUPPORTED:
+            raise
     unnamed.rename(folder / _MARKER)
     return lock
 

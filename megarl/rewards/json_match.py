@@ -1,7 +1,7 @@
 """Rewards for structured output: json_match, json_schema and tool_call."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import dropwhile
 from typing import Any
 
@@ -14,13 +14,16 @@ from megarl.rewards.fenced import last_block
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _DEEPEST = 100
 _REFERENCES = ("$ref", "$dynamicRef")
-_SCHEMAS = {
-    **dict.fromkeys(("additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"), "one"),
-    **dict.fromkeys(("propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"), "one"),
-    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), "list"),
-    **dict.fromkeys(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"), "by name"),
+_SCHEMAS_IN: Mapping[str, Callable[[Any], Iterable[Any]]] = {
+    **dict.fromkeys(("additionalProperties", "contains", "contentSchema", "else", "if", "items"), lambda one: [one]),
+    **dict.fromkeys(("not", "propertyNames", "then"), lambda one: [one]),
+    **dict.fromkeys(("unevaluatedItems", "unevaluatedProperties"), lambda one: [one]),
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), iter),
+    **dict.fromkeys(
+        ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"), lambda named: named.values()
+    ),
 }
-"""Keywords of JSON Schema that hold schemas: one, a list, or one for each name. Others hold no references."""
+"""Keywords of JSON Schema that hold schemas, and the schemas in a value of each. Others hold no references."""
 
 
 def json_match(
@@ -133,19 +136,8 @@ def _references(schema: Any, *, is_inner: bool = False) -> Iterator[tuple[str, s
             yield key, value
         elif key == "$id" and is_inner and isinstance(value, str):
             yield key, True
-        for inner in _schemas_of(key, value):
+        for inner in _SCHEMAS_IN[key](value) if key in _SCHEMAS_IN else ():
             yield from _references(inner, is_inner=True)
-
-
-def _schemas_of(key: str, value: Any) -> Iterable[Any]:
-    match _SCHEMAS.get(key):
-        case "one":
-            return [value]
-        case "list":
-            return value
-        case "by name":
-            return value.values()
-    return ()
 
 
 def calls_of_truth(ground_truth: Any) -> list[tuple[str, Any]]:

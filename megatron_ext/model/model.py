@@ -40,7 +40,7 @@ _PARALLEL_FIELDS = (
     "num_layers_in_last_pipeline_stage",
 )
 
-_NEED_TRANSFORMER_ENGINE = ("fp8", "fp4", "cpu_offloading")
+_FEATURES_OF_TRANSFORMER_ENGINE = ("fp8", "fp4", "cpu_offloading")
 
 
 def build_model(
@@ -180,7 +180,7 @@ def _check_overrides(
     for name, value in overrides.items():
         if name not in names:
             raise UserError(f"megatron.{name} is no field of megatron-core's {config_class.__name__}")
-        if name in _NEED_TRANSFORMER_ENGINE and value and implementation != TRANSFORMER_ENGINE:
+        if name in _FEATURES_OF_TRANSFORMER_ENGINE and value and implementation != TRANSFORMER_ENGINE:
             raise UserError(
                 f"megatron.{name}={value} needs the modules of Transformer Engine, on a GPU: leave it out here"
             )

@@ -15,7 +15,7 @@ TRANSFORMER_ENGINE = "transformer_engine"
 LOCAL = "local"
 _APEX = "fused_weight_gradient_mlp_cuda"
 _EXTENSION = "megatron.core.extensions.transformer_engine"
-_NEED_TRANSFORMER_ENGINE = (
+_KERNELS_OF_TRANSFORMER_ENGINE = (
     "apply_rope_fusion",
     "cross_entropy_loss_fusion",
     "masked_softmax_fusion",
@@ -44,7 +44,7 @@ def required_fields(implementation: str) -> dict[str, Any]:
     """Fields for which only one value works on this device with modules of this `implementation`."""
     if implementation == TRANSFORMER_ENGINE:
         return {"moe_grouped_gemm": True}
-    without_kernels: dict[str, Any] = dict.fromkeys(_NEED_TRANSFORMER_ENGINE, False)
+    without_kernels: dict[str, Any] = dict.fromkeys(_KERNELS_OF_TRANSFORMER_ENGINE, False)
     if not _is_there(_APEX):
         without_kernels["gradient_accumulation_fusion"] = False
     if device.backend() == "nccl":

@@ -59,8 +59,9 @@ class VllmEngine(OwnedEngine):
             self._core = RecordingCore(config) if is_recorded else InProcessCore(config)
         has_slot = bool(self._engine_args.get(ADAPTER_SLOT))
         model = config.model_config
-        sizes = model.max_model_len, model.get_vocab_size()
-        self._sequences = SequencesInFlight(self._core, *sizes, returned, adapted=has_slot)
+        self._sequences = SequencesInFlight(
+            self._core, model.max_model_len, model.get_vocab_size(), returned, adapted=has_slot
+        )
         # An empty slot is no version of the weights either.
         self._version = -1 if has_slot or config.load_config.load_format == "dummy" else 0
         if self._version == 0:
