@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from selectors import EVENT_READ, BaseSelector, DefaultSelector
 from typing import Any, TypeAlias, TypeVar, cast
 
-from megarl.resharding.direct.wire import Failure
+from megarl.resharding.direct.wire import Failure, decode, encode
 
 Kind = TypeVar("Kind")
 Address: TypeAlias = tuple[str, int]
@@ -47,7 +47,7 @@ class Link:
     def send(self, message: Any) -> None:
         """Send anything that pickles. Raises TransferError if the peer is gone."""
         try:
-            self._connection.send(message)
+            self._connection.send_bytes(encode(message))
         except OSError as error:
             # The peer's last message is worth more than the fact that it went.
             if self._connection.poll():
@@ -72,7 +72,7 @@ class Link:
 
     def _next(self) -> Any:
         try:
-            message = self._connection.recv()
+            message = decode(self._connection.recv_bytes())
         except BlockingIOError as error:  # the kernel's deadline, as the handshake set it
             raise TransferError(f"{self.peer} said nothing for {self._timeout_s:g} s (refit.timeout_s)") from error
         except (EOFError, OSError) as error:

@@ -82,9 +82,8 @@ def _one_after_the_other(
     kernel: Callable[[Block, int | None], int | None], message: Sequence[Block], with_checksum: bool
 ) -> int | None:
     total = 0 if with_checksum else None
-    with torch.no_grad():
-        for block in message:
-            total = kernel(block, total)
+    for block in message:
+        total = kernel(block, total)
     return total
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from selectors import BaseSelector
 
 from torch import Tensor
-from torch.profiler import record_function
 
+from megarl.process.profiler import named
 from megarl.resharding.direct.changes import apply_changes
 from megarl.resharding.direct.connections import (
     Link,
@@ -235,7 +235,7 @@ class Receiver:
 
     def _write(self, incoming: _Incoming) -> None:
         announcement = incoming.announcement
-        with record_function("write a message"):
+        with named("write a message"):
             found = unpack(self._views_of(incoming), with_checksum=announcement.checksum is not None)
         if found != announcement.checksum:
             raise TransferError(

@@ -1,11 +1,12 @@
 """The sending side: packs a rank's messages into two buckets in turn and announces each to its destination."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from selectors import BaseSelector
 
 import numpy as np
 from torch import Tensor
-from torch.profiler import record_function
 
+from megarl.process.profiler import named
 from megarl.resharding.direct.changes import SentMessages
 from megarl.resharding.direct.connections import (
     Address,
@@ -113,14 +114,15 @@ class Sender:
             self._views, self._addresses = {}, now
         # Changes are made of whole messages, and what was moved to other memory is not where receivers read it.
         skips = self._sent is None and all(self._tensors[name].data_ptr() == at for name, at in self._shared.items())
-        with notify_peers_on_error(self._links), self._stream.entered():
+        links = self._links.values()
+        with notify_peers_on_error(self._links), self._stream.entered(), listening(links) as selector:
             for position, message in enumerate(ready(self._order)):
-                with record_function("send a message"):
+                with named("send a message"):
                     moved += self._send(message, version, position % BUCKETS, skips=skips)
                 # The next message is chosen when there is a bucket for it.
-                self._wait_for_bucket((position + 1) % BUCKETS)
+                self._wait_for_bucket(selector, (position + 1) % BUCKETS)
             for bucket in range(BUCKETS):
-                self._wait_for_bucket(bucket)
+                self._wait_for_bucket(selector, bucket)
         return moved
 
     def abort(self, reason: str) -> None:
@@ -180,10 +182,9 @@ class Sender:
         link.send(Announcement(version, number, bucket, moved.size_bytes, checksum, since, bool(zero_copy)))
         return moved
 
-    def _wait_for_bucket(self, bucket: int) -> None:
+    def _wait_for_bucket(self, selector: BaseSelector, bucket: int) -> None:
         while self._readers[bucket]:
             reading = {link for link in self._readers if link}
-            with listening(reading) as selector:
-                acknowledged = ready(selector, reading, self._timeout_s)
-            for link in acknowledged:
+            # Others that are heard of have failed.
+            for link in ready(selector, reading, self._timeout_s):
                 self._readers[link.receive(Acknowledgement).bucket] = None

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 from torch import Tensor
 
 from megarl.resharding.kernels.launch_table import LaunchTable
-from megarl.resharding.kernels.moves import Rule, is_known, rule_of, table_of_rows, with_matrices
+from megarl.resharding.kernels.moves import Moves, Rule, is_known, rule_of, table_of_rows, with_matrices
 from megarl.resharding.kernels.quantised import Quantised
 
 
@@ -30,9 +29,9 @@ class Block:
     """At the source alone, whose weights become codes."""
 
     @cached_property
-    def rows(self) -> np.ndarray:
+    def moves(self) -> Moves:
         """The rows that machine code of the host moves, either way, made when they are first needed."""
-        return table_of_rows(self.memory, self.packed, self.local)
+        return Moves.of(table_of_rows(self.memory, self.packed, self.local), self.memory)
 
     @cached_property
     def rule(self) -> Rule | None:
@@ -40,10 +39,10 @@ class Block:
         return next(filter(None, map(rule_of, self.quantised)), None)
 
     @cached_property
-    def rows_to_pack(self) -> np.ndarray:
-        """The rows, and the matrices that become codes by the rule."""
+    def moves_and_matrices(self) -> Moves:
+        """The same with the matrices that become codes by the rule."""
         known = [each for each in self.quantised if self.rule and rule_of(each) == self.rule]
-        return with_matrices(self.rows, self.memory, known)
+        return Moves.of(with_matrices(self.moves.rows, self.memory, known), self.memory)
 
     @cached_property
     def in_torch(self) -> list[Quantised]:

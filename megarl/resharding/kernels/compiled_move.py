@@ -4,43 +4,37 @@ import ctypes
 from functools import cache
 from typing import Literal, NamedTuple, TypeAlias
 
-import numpy as np
 from llvmlite import ir
-from torch import Tensor
 
 from converters.fp8 import BLOCK
 from converters.fp8.compiled_quantise import LARGEST_BITS, Matrix, Quantisation
 from converters.machine_code import BITS_8, BITS_32, BITS_64, POINTER, Builder, Function, constant, vector
 from megarl.resharding.kernels.crc32 import VECTORS, Crc32
-from megarl.resharding.kernels.moves import NO_SCALES, Column, Rule
+from megarl.resharding.kernels.moves import NO_SCALES, Column, Moves, Rule
 
 Way: TypeAlias = Literal["pack", "unpack"]
 _LANES = 8
 """64-bit lanes of the vectors that are moved where no checksum is taken."""
 
 
-def move(way: Way, rows: np.ndarray, memory: Tensor) -> None:
-    """Copy the `rows` of a table between `memory`, part of a bucket, and tensors."""
-    _function(way, 0)(*_arguments(rows, memory), 0)
+def move(way: Way, moves: Moves) -> None:
+    """Copy rows between memory, part of a bucket, and tensors."""
+    _function(way, 0)(*moves.arguments, 0)
 
 
-def move_with_checksum(way: Way, rows: np.ndarray, memory: Tensor, before: int, lanes: int) -> int:
+def move_with_checksum(way: Way, moves: Moves, before: int, lanes: int) -> int:
     """As `move`; the CRC-32 of what lies in the memory then, continued from `before`, by vectors of `lanes`."""
-    return _function(way, lanes)(*_arguments(rows, memory), before)
+    return _function(way, lanes)(*moves.arguments, before)
 
 
-def pack_and_quantise(rows: np.ndarray, memory: Tensor, rule: Rule, before: int, lanes: int) -> tuple[int, bool]:
+def pack_and_quantise(moves: Moves, rule: Rule, before: int, lanes: int) -> tuple[int, bool]:
     """As `move_with_checksum` to a bucket, of a table in which there are matrices; and whether each weight has a code.
 
     No checksum is taken with no `lanes`.
     """
     largest = ctypes.c_uint32()
-    total = _function("pack", lanes, rule)(*_arguments(rows, memory), before, ctypes.addressof(largest))
+    total = _function("pack", lanes, rule)(*moves.arguments, before, ctypes.addressof(largest))
     return total, largest.value <= LARGEST_BITS
-
-
-def _arguments(rows: np.ndarray, memory: Tensor) -> tuple[int, int, int, int]:
-    return rows.ctypes.data, len(rows), memory.data_ptr(), memory.numel()
 
 
 @cache

@@ -18,7 +18,7 @@ def gather(block: Block, before: int | None) -> int | None:
     if block.rule is None:
         return _move("pack", block, before)
     lanes = widest_lanes() if before is not None else 0
-    total, has_codes = pack_and_quantise(block.rows_to_pack, block.memory, block.rule, before or 0, lanes)
+    total, has_codes = pack_and_quantise(block.moves_and_matrices, block.rule, before or 0, lanes)
     if not has_codes:
         # Raises, with the names of the tensor and the block.
         for each in block.quantised:
@@ -37,8 +37,8 @@ def scatter(block: Block, before: int | None) -> int | None:
 def _move(way: Way, block: Block, before: int | None) -> int | None:
     lanes = widest_lanes()
     if before is not None and lanes:
-        return move_with_checksum(way, block.rows, block.memory, before, lanes)
-    move(way, block.rows, block.memory)
+        return move_with_checksum(way, block.moves, before, lanes)
+    move(way, block.moves)
     return _checksum(block, before)
 
 

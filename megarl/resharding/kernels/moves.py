@@ -33,6 +33,24 @@ class Column(IntEnum):
     """From the start of the memory to the scales of a matrix that becomes codes, a byte each, or `NO_SCALES`."""
 
 
+class Moves(NamedTuple):
+    """A table of rows and the bucket's memory, as machine code is given them: once made, since every refit asks again.
+
+    Example: `Moves.of(rows, memory)` of 3 rows and 1 MiB: `arguments` (140245101125632, 3, 140245099028480, 1048576).
+    """
+
+    rows: np.ndarray
+    """int64 [moves, columns]."""
+    memory: Tensor
+    arguments: tuple[int, int, int, int]
+    """Address and length of the table, address and bytes of the memory."""
+
+    @classmethod
+    def of(cls, rows: np.ndarray, memory: Tensor) -> "Moves":
+        """Keeps both alive."""
+        return cls(rows, memory, (rows.ctypes.data, len(rows), memory.data_ptr(), memory.numel()))
+
+
 class Rule(NamedTuple):
     """How all matrices of a table become codes.
 

@@ -13,7 +13,7 @@ from converters.number_formats import FP8_BLOCK
 from megarl.resharding.kernels import Block, gather, rule_of, scatter
 from megarl.resharding.kernels.compiled_move import move, move_with_checksum, pack_and_quantise
 from megarl.resharding.kernels.crc32 import known_lanes
-from megarl.resharding.kernels.moves import table_of_rows
+from megarl.resharding.kernels.moves import Moves, table_of_rows
 
 SEEDS = st.integers(0, 2**32 - 1)
 BYTES = Box((3, 1000), torch.uint8, torch.uint8, 0, 1, False)
@@ -70,19 +70,19 @@ def test_rows_of_any_length_at_any_address_in_vectors_of_any_width(lanes, rows, 
     size = rows * row_bytes
     bucket = random_bytes(head + size + tail, seed + 1)
     expected = torch.cat([bucket[:head], local.reshape(-1), bucket[head + size :]])
-    table = table_of_rows(bucket, [bucket[head : head + size].view(rows, row_bytes)], [local])
+    moves = Moves.of(table_of_rows(bucket, [bucket[head : head + size].view(rows, row_bytes)], [local]), bucket)
     checksum = zlib.crc32(expected.numpy().tobytes(), seed)
-    assert move_with_checksum("pack", table, bucket, seed, lanes) == checksum
+    assert move_with_checksum("pack", moves, seed, lanes) == checksum
     assert torch.equal(bucket, expected)
 
     before = own.clone()
     local.fill_(7)
     surrounded = own.clone()
-    assert move_with_checksum("unpack", table, bucket, seed, lanes) == checksum
+    assert move_with_checksum("unpack", moves, seed, lanes) == checksum
     assert torch.equal(own, before)
     local.fill_(7)
     assert torch.equal(own, surrounded)
-    move("unpack", table, bucket)
+    move("unpack", moves)
     assert torch.equal(own, before)
 
 
@@ -90,8 +90,9 @@ def test_rows_of_any_length_at_any_address_in_vectors_of_any_width(lanes, rows, 
 @pytest.mark.parametrize("size", [0, 1, 15, 16, 63, 64, 255, 256, 257, 1023, 4096, 65536 + 1])
 def test_the_checksum_of_memory_alone_begins_with_any_other(lanes, size):
     memory = random_bytes(size, size)
+    moves = Moves.of(table_of_rows(memory, [], []), memory)
     for before in (0, 1, 2**32 - 1, 0x12345678):
-        found = move_with_checksum("unpack", table_of_rows(memory, [], []), memory, before, lanes)
+        found = move_with_checksum("unpack", moves, before, lanes)
         assert found == zlib.crc32(memory.numpy().tobytes(), before)
 
 
@@ -112,12 +113,12 @@ def test_matrices_become_codes_between_rows_that_are_moved(lanes, copied, quanti
     for there, here in zip(*expected.conversions, strict=True):
         there.copy_(here)
     found.memory.copy_(expected.memory)
-    move("pack", expected.rows, expected.memory)
+    move("pack", expected.moves)
     known = [rule_of(each) == expected.rule for each in expected.quantised]
     for each, is_known in zip(expected.quantised, known, strict=True):
         if is_known:
             each.quantise()
-    largest = pack_and_quantise(found.rows_to_pack, found.memory, found.rule, before, lanes)
+    largest = pack_and_quantise(found.moves_and_matrices, found.rule, before, lanes)
     assert largest == (zlib.crc32(contents(expected), before), True)
     assert torch.equal(found.memory, expected.memory)
 
