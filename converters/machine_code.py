@@ -18,6 +18,8 @@ POINTER = ir.PointerType()
 Function: TypeAlias = Callable[..., int]
 """Takes addresses and numbers and returns an unsigned number. It runs without Python's lock."""
 _IN_CTYPES = {POINTER: ctypes.c_void_p, BITS_64: ctypes.c_int64}
+LOOKS_UP = "avx512vbmi"
+"""The feature of processors that look 64 bytes up at once."""
 # llvmlite takes any attribute of its library, its __dict__ too, for a function of LLVM. Whoever looks through the
 # objects of all modules, as vLLM does when an engine starts on a CPU, would fail on that one.
 llvm.ffi.lib._fntab["__dict__"] = {}
@@ -131,9 +133,14 @@ class Builder(ir.IRBuilder):
         first = self.insert_element(undefined, value, constant(BITS_32, 0))
         return self.shuffle_vector(first, undefined, constant(vector(BITS_32, lanes), 0))
 
-    def prefetch(self, address: ir.Value, *, to_write: bool) -> None:
-        """Have a line of memory brought into the cache; any address may be given."""
-        hints = [constant(BITS_32, hint) for hint in (int(to_write), 3, 1)]
+    def look_up(self, table: tuple[ir.Value, ir.Value], numbers: ir.Value) -> ir.Value:
+        """The bytes of a table of 128 at 64 numbers of 7 bits; an eighth bit does not count. For `LOOKS_UP` alone."""
+        low, high = table
+        return self.intrinsic("llvm.x86.avx512.vpermi2var.qi.512", numbers.type, low, numbers, high)
+
+    def prefetch(self, address: ir.Value) -> None:
+        """Have a line of memory brought into the second cache, to be read; any address may be given."""
+        hints = [constant(BITS_32, hint) for hint in (0, 2, 1)]
         self.intrinsic("llvm.prefetch.p0", ir.VoidType(), address, *hints)
 
     def intrinsic(self, name: str, returns: ir.Type, *arguments: ir.Value) -> ir.Value:

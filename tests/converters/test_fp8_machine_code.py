@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from converters.fp8 import LARGEST_WEIGHT, Scratch, compiled_dequantise, compiled_quantise, scales_shape
@@ -14,6 +14,7 @@ from converters.fp8.quantise import _in_torch as quantised_in_torch
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 INTEGERS = {BF16: torch.int16, FP32: torch.int32}
 SIDES = st.integers(1, 300)
+WIDTHS = st.integers(1, 300) | st.integers(1, 6).map(lambda blocks: 128 * blocks) | st.integers(500, 900)
 
 
 def random_bits(seed: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -36,13 +37,31 @@ def inside(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     return memory[size:].view(dtype).view(rows + 1, columns + 3)[1:, 1 : columns + 1]
 
 
+def aligned(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """A matrix that begins with a line of the caches."""
+    return torch.zeros(shape, dtype=FP32).to(dtype)
+
+
+@pytest.fixture(params=["looked up", "computed"])
+def on_each_processor(request, monkeypatch):
+    """The code of processors that look bytes up, if this is one, and of those that do not."""
+    compiled_quantise._function.cache_clear()
+    if request.param == "computed":
+        monkeypatch.setattr(compiled_quantise, "processor_has", lambda _feature: False)
+    yield
+    compiled_quantise._function.cache_clear()
+
+
+@pytest.mark.usefixtures("on_each_processor")
 @pytest.mark.parametrize("power_of_two", [False, True])
-@given(seed=st.integers(0, 2**31), shape=st.tuples(SIDES, SIDES), dtype=st.sampled_from([BF16, FP32]))
+@pytest.mark.parametrize("place", [inside, aligned])
+@given(seed=st.integers(0, 2**31), shape=st.tuples(SIDES, WIDTHS), dtype=st.sampled_from([BF16, FP32]))
 @example(seed=1, shape=(129, 193), dtype=BF16)
-@settings(max_examples=25, deadline=None)
-def test_codes_and_scales_are_those_of_torch(power_of_two, seed, shape, dtype):
-    weight = inside(shape, dtype).copy_(random_bits(seed, shape, dtype))
-    found, expected = ((inside(shape, FP8), inside(scales_shape(shape), FP32)) for _ in range(2))
+@example(seed=2, shape=(257, 1024), dtype=BF16)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_codes_and_scales_are_those_of_torch(power_of_two, place, seed, shape, dtype):
+    weight = place(shape, dtype).copy_(random_bits(seed, shape, dtype))
+    found, expected = ((place(shape, FP8), place(scales_shape(shape), FP32)) for _ in range(2))
     assert compiled_quantise.knows(weight, *found)
     assert compiled_quantise.quantise(weight, *found, power_of_two=power_of_two)
     quantised_in_torch(weight, *expected, power_of_two, Scratch())
@@ -71,6 +90,7 @@ def test_in_the_middle_between_two_codes_and_beside_it_a_code_is_that_of_the_quo
         assert torch.equal(memory_of(one), memory_of(other))
 
 
+@pytest.mark.usefixtures("on_each_processor")
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("largest", [1.0, 1.0078125, 1.3359375, 1.75, 1.9921875])
 def test_every_bfloat16_has_the_code_of_torch(largest, power_of_two):
@@ -116,13 +136,15 @@ def test_several_threads_write_what_one_writes():
         assert torch.equal(one, other)
 
 
+@pytest.mark.usefixtures("on_each_processor")
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, -3.2e38])
-@pytest.mark.parametrize("column", [0, 140])
+@pytest.mark.parametrize("column", [0, 140, 300, 599])
 def test_a_weight_without_a_code_is_found_in_a_vector_and_beside_one(dtype, value, column):
-    weight = torch.zeros(200, 141, dtype=dtype)
+    columns = 141 if column < 141 else 600
+    weight = torch.zeros(200, columns, dtype=dtype)
     weight[199, column] = value
-    codes, scales = torch.empty(200, 141, dtype=FP8), torch.empty(2, 2)
+    codes, scales = torch.empty(200, columns, dtype=FP8), torch.empty(scales_shape((200, columns)))
     assert not compiled_quantise.quantise(weight, codes, scales, power_of_two=False)
 
 
