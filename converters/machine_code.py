@@ -133,6 +133,13 @@ class Builder(ir.IRBuilder):
         first = self.insert_element(undefined, value, constant(BITS_32, 0))
         return self.shuffle_vector(first, undefined, constant(vector(BITS_32, lanes), 0))
 
+    def pairs(self, pair: tuple[ir.Value, ir.Value], kind: ir.Type) -> ir.Value:
+        """A vector of `kind` whose lanes are two numbers in turn."""
+        two = ir.Constant(vector(kind.element, 2), ir.Undefined)
+        for lane, number in enumerate(pair):
+            two = self.insert_element(two, number, constant(BITS_32, lane))
+        return self.shuffle_vector(two, two, ir.Constant(vector(BITS_32, kind.count), [0, 1] * (kind.count // 2)))
+
     def look_up(self, table: tuple[ir.Value, ir.Value], numbers: ir.Value) -> ir.Value:
         """The bytes of a table of 128 at 64 numbers of 7 bits; an eighth bit does not count. For `LOOKS_UP` alone."""
         low, high = table

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple, TypeAlias
 from llvmlite import ir
 
 from converters.fp8 import BLOCK
-from converters.fp8.compiled_quantise import LARGEST_BITS, Matrix, Quantisation
+from converters.fp8.compiled_encode import LARGEST_BITS
+from converters.fp8.compiled_quantise import SIDE_BY_SIDE_COLUMNS, Matrix, Quantisation
 from converters.machine_code import BITS_8, BITS_32, BITS_64, POINTER, Builder, Function, constant, vector
 from megarl.resharding.kernels.crc32 import VECTORS, Crc32
 from megarl.resharding.kernels.moves import NO_SCALES, Column, Moves, Rule
@@ -46,8 +47,10 @@ def _function(way: Way, lanes: int, rule: Rule | None = None) -> Function:
     """
     build = Builder(way, [POINTER, BITS_64, POINTER, BITS_64, BITS_64] + [POINTER] * (rule is not None))
     table, count, memory, nbytes, before, *largest = build.function.args
-    written = _Written(build, memory, Crc32(build, before, lanes) if lanes else None)
+    crc = Crc32(build, before, lanes) if lanes else None
+    written = _Written(build, memory, crc)
     quantisation = Quantisation(build, rule.weights, power_of_two=rule.power_of_two) if rule else None
+    sums = _SumsOfColumns.of(build, crc) if crc and quantisation and quantisation.looks_up else None
     with build.loop(constant(BITS_64, 0), count) as number:
         entry = build.element(table, number, ir.ArrayType(BITS_64, len(Column)))
         row = _Row(*(build.read(build.element(entry, constant(BITS_64, at), BITS_64), BITS_64) for at in Column))
@@ -58,7 +61,7 @@ def _function(way: Way, lanes: int, rule: Rule | None = None) -> Function:
                 with plain:
                     _move_rows(written, row, way, lanes or _LANES)
                 with matrix:
-                    _quantise_rows(written, row, quantisation)
+                    _quantise_rows(written, row, quantisation, sums)
     if quantisation is not None:
         build.write(largest[0], quantisation.largest())
     # Stores that went past the caches have to be visible to whoever is told of them.
@@ -75,6 +78,12 @@ class _Row(NamedTuple):
     row_bytes: ir.Value
     stride: ir.Value
     scales: ir.Value
+    row_low: ir.Value
+    row_high: ir.Value
+    block_low: ir.Value
+    block_high: ir.Value
+    last_low: ir.Value
+    last_high: ir.Value
 
 
 class _Written:
@@ -118,8 +127,8 @@ def _move_rows(written: _Written, row: _Row, way: Way, lanes: int) -> None:
             build.copy_bytes(target, source, build.sub(row.row_bytes, moved))
 
 
-def _quantise_rows(written: _Written, row: _Row, quantisation: Quantisation) -> None:
-    """Write codes and scales of a matrix; codes are checksummed by rows of blocks, while a cache has them."""
+def _quantise_rows(written: _Written, row: _Row, quantisation: Quantisation, sums: "_SumsOfColumns | None") -> None:
+    """Write codes and scales of a matrix; codes are checksummed in registers where they can be, else as memory."""
     build, zero, size = written.build, constant(BITS_64, 0), constant(BITS_64, BLOCK)
     columns = row.row_bytes
     blocks = build.udiv(build.add(columns, constant(BITS_64, BLOCK - 1)), size)
@@ -133,10 +142,73 @@ def _quantise_rows(written: _Written, row: _Row, quantisation: Quantisation) -> 
         codes_stride=columns,
         scales_stride=blocks,
     )
-    with build.loop(zero, row.rows, BLOCK) as top:
-        bottom = build.smaller(build.add(top, size), row.rows)
-        quantisation.row_of_blocks(matrix, (top, bottom))
-        written.take_up_to(build.add(row.offset, build.mul(bottom, columns)))
+
+    def row_of_blocks(top: ir.Value) -> tuple[ir.Value, ir.Value]:
+        return top, build.smaller(build.add(top, size), row.rows)
+
+    def in_memory() -> None:
+        with build.loop(zero, row.rows, BLOCK) as top:
+            ends = row_of_blocks(top)
+            quantisation.row_of_blocks(matrix, ends)
+            written.take_up_to(build.add(row.offset, build.mul(ends[1], columns)))
+
+    if sums is None:
+        in_memory()
+        return
+    in_steps = build.icmp_unsigned("==", build.and_(columns, constant(BITS_64, SIDE_BY_SIDE_COLUMNS - 1)), zero)
+    is_next = build.icmp_unsigned("==", build.load(written.taken, typ=BITS_64), row.offset)
+    with build.if_else(build.and_(in_steps, is_next)) as (in_registers, other):
+        with in_registers:
+            with build.loop(zero, row.rows, BLOCK) as top:
+                ends = row_of_blocks(top)
+                sums.skip_to_last_row(row, ends[1])
+                quantisation.row_of_blocks(matrix, ends, sums)
+            build.store(build.add(row.offset, build.mul(row.rows, columns)), written.taken)
+        with other:
+            in_memory()
+
+
+class _SumsOfColumns:
+    """Checksums of codes in registers, which come in another order than that of the bytes.
+
+    The sum of a row of blocks is that of its last row, each of whose vectors is first added to what lies above it: all
+    these are as far apart as rows.
+    """
+
+    def __init__(self, build: Builder, crc: Crc32) -> None:
+        self._build, self._crc = build, crc
+        self._sums = [build.variable(constant(crc.vector, 0)) for _ in range(VECTORS)]
+        self._powers: tuple[ir.Value, ir.Value] | None = None
+
+    @classmethod
+    def of(cls, build: Builder, crc: Crc32) -> "_SumsOfColumns | None":
+        """None where a row of blocks side by side is not a step of the checksum."""
+        return cls(build, crc) if crc.step_bytes == SIDE_BY_SIDE_COLUMNS else None
+
+    def skip_to_last_row(self, row: _Row, bottom: ir.Value) -> None:
+        """Before a row of blocks, have the checksum of all that came before as it will be at its last row."""
+        build = self._build
+        is_last = build.icmp_signed("==", bottom, row.rows)
+        low = build.select(is_last, row.last_low, row.block_low)
+        self._crc.skip((low, build.select(is_last, row.last_high, row.block_high)))
+        self._powers = row.row_low, row.row_high
+
+    def begin(self) -> None:
+        """See `CodesReader.begin`."""
+        for place in self._sums:
+            self._build.store(constant(place.allocated_type, 0), place)
+
+    def read(self, number: int, codes: ir.Value) -> None:
+        """See `CodesReader.read`."""
+        assert self._powers is not None
+        place = self._sums[number]
+        above = self._build.load(place, typ=self._crc.vector)
+        here = self._build.bitcast(codes, self._crc.vector)
+        self._build.store(self._crc.after(above, self._powers, here), place)
+
+    def end(self) -> None:
+        """See `CodesReader.end`."""
+        self._crc.add([self._build.load(place, typ=self._crc.vector) for place in self._sums])
 
 
 def _whole(build: Builder, nbytes: ir.Value, lanes: int) -> ir.Value:

@@ -13,6 +13,7 @@ from llvmlite import ir
 from converters.machine_code import BITS_8, BITS_32, BITS_64, Builder, constant, processor_has, vector
 
 _POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
 _WIDTHS = {8: ("vpclmulqdq", "avx512f"), 4: ("vpclmulqdq", "avx2"), 2: ("pclmulqdq",)}
 """64-bit lanes of a vector -> the features of a processor that multiplies vectors of so many."""
 VECTORS = 4
@@ -56,6 +57,16 @@ class Crc32:
         for value, place in zip(last, self._last, strict=True):
             build.store(value, place)
 
+    def skip(self, powers: tuple[ir.Value, ir.Value]) -> None:
+        """Take in so many zeros as `powers_of` was given: what is added next may lie on all of these."""
+        by = self._build.pairs(powers, self.vector)
+        for place in (*self._last, self._start):
+            self._build.store(self._times(self._build.load(place, typ=self.vector), by), place)
+
+    def after(self, earlier: ir.Value, powers: tuple[ir.Value, ir.Value], vectors: ir.Value) -> ir.Value:
+        """The sum of a vector that was `earlier`, by so many bytes as `powers_of` was given, and of this one."""
+        return self._build.xor(self._times(earlier, self._build.pairs(powers, self.vector)), vectors)
+
     def add_memory(self, base: ir.Value, start: ir.Value, stop: ir.Value) -> ir.Value:
         """Take in whole vectors that lie from `start` to `stop` bytes behind `base`; returns where these end."""
         build = self._build
@@ -98,9 +109,10 @@ class Crc32:
 
     def _moved(self, value: ir.Value, bits: int) -> ir.Value:
         """Each pair of lanes times x to the power of `bits`, modulo the polynomial."""
+        return self._times(value, ir.Constant(value.type, _powers(bits) * (value.type.count // 2)))
+
+    def _times(self, value: ir.Value, powers: ir.Value) -> ir.Value:
         lanes = value.type.count
-        # Bits are in reverse order: the low lane is that of the higher powers.
-        powers = ir.Constant(value.type, [_power(bits + 32), _power(bits - 32)] * (lanes // 2))
         name = "llvm.x86.pclmulqdq" + (f".{64 * lanes}" if lanes > 2 else "")
         low, high = (
             self._build.intrinsic(name, value.type, value, powers, constant(BITS_8, lane)) for lane in (0x00, 0x11)
@@ -121,9 +133,33 @@ class Crc32:
             build.store(bits, register)
 
 
+def powers_of(nbytes: int) -> list[int]:
+    """The two numbers by which what is so many bytes before the next is multiplied, of 64 bits."""
+    return _powers(8 * nbytes)
+
+
+def _powers(bits: int) -> list[int]:
+    # Bits are in reverse order: the low lane is that of the higher powers.
+    return [_power(bits + 32), _power(bits - 32)]
+
+
+@cache
 def _power(exponent: int) -> int:
     """x to a power, modulo the polynomial, its bits in reverse order as the higher ones of 33."""
-    bits = 1 << 31
-    for _ in range(exponent):
-        bits = (bits >> 1) ^ (_POLYNOMIAL if bits & 1 else 0)
-    return bits << 1
+    # As primitive as the polynomial is, powers of x repeat after so many.
+    left, found, square = exponent % (2**32 - 1), _ONE, _ONE >> 1
+    while left:
+        if left & 1:
+            found = _product(found, square)
+        left, square = left >> 1, _product(square, square)
+    return found << 1
+
+
+def _product(one: int, other: int) -> int:
+    """The product of two polynomials of 32 bits in reverse order, modulo the polynomial."""
+    total = 0
+    for bit in range(32):
+        if other & (_ONE >> bit):
+            total ^= one
+        one = (one >> 1) ^ (_POLYNOMIAL if one & 1 else 0)
+    return total

@@ -8,14 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from converters.fp8 import BLOCK
 from converters.fp8.compiled_quantise import knows
 from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
+from megarl.resharding.kernels.crc32 import powers_of
 from megarl.resharding.kernels.planes import planes
 from megarl.resharding.kernels.quantised import Quantised
 
 _POWERS_OF_TWO = {FP8_BLOCK.name: False, FP8_BLOCK_UE8M0.name: True}
 """The number formats that are known, and whether their scales are powers of two."""
 NO_SCALES = -1
+_NO_POWERS = (0,) * 6
 
 
 class Column(IntEnum):
@@ -31,6 +34,15 @@ class Column(IntEnum):
     """From row to row of the tensor; in the bucket one follows the other."""
     SCALES_BYTES = auto()
     """From the start of the memory to the scales of a matrix that becomes codes, a byte each, or `NO_SCALES`."""
+    ROW_LOW = auto()
+    """The factor of a checksum of codes from row to row of a matrix, as `crc32.powers_of` makes it."""
+    ROW_HIGH = auto()
+    BLOCK_LOW = auto()
+    """From the first row of blocks to their last one."""
+    BLOCK_HIGH = auto()
+    LAST_LOW = auto()
+    """The same of the last blocks, which may have fewer rows."""
+    LAST_HIGH = auto()
 
 
 class Moves(NamedTuple):
@@ -102,11 +114,13 @@ def with_matrices(rows: np.ndarray, memory: Tensor, matrices: Sequence[Quantised
 def _rows(start: int, packed: Tensor, local: Tensor) -> Iterator[tuple[int, ...]]:
     for plane in planes(local, packed):
         row_bytes, stride = plane.columns * plane.unit_bytes, plane.row_stride * plane.unit_bytes
-        yield plane.packed - start, plane.local, plane.rows, row_bytes, stride, NO_SCALES
+        yield plane.packed - start, plane.local, plane.rows, row_bytes, stride, NO_SCALES, *_NO_POWERS
 
 
 def _row(start: int, matrix: Quantised) -> tuple[int, ...]:
     (rows, columns), local = matrix.codes.shape, matrix.local
     stride = local.stride(0) * local.element_size()
     scales = matrix.scales.data_ptr() - start
-    return matrix.codes.data_ptr() - start, local.data_ptr(), rows, columns, stride, scales
+    distances = columns, columns * (BLOCK - 1), columns * ((rows - 1) % BLOCK)
+    powers = [power for distance in distances for power in powers_of(distance)]
+    return matrix.codes.data_ptr() - start, local.data_ptr(), rows, columns, stride, scales, *powers

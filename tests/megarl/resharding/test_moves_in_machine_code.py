@@ -123,6 +123,31 @@ def test_matrices_become_codes_between_rows_that_are_moved(lanes, copied, quanti
     assert torch.equal(found.memory, expected.memory)
 
 
+@LANES
+@given(
+    head=st.integers(0, 2).map(lambda steps: 256 * steps) | st.integers(0, 300),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 400), st.integers(1, 4).map(lambda pairs: 256 * pairs)), min_size=1, max_size=3
+    ),
+    seed=SEEDS,
+    before=SEEDS,
+)
+@example(head=0, sizes=[(128, 256)], seed=0, before=0)
+@example(head=512, sizes=[(385, 1024), (129, 512)], seed=1, before=7)
+@settings(max_examples=20, deadline=None)
+def test_the_checksum_of_codes_in_registers_is_that_of_their_bytes(lanes, head, sizes, seed, before):
+    copied = [replace(BYTES, shape=(1, head))] if head else []
+    found = block(copied, [replace(QUANTISED, shape=shape, start=0) for shape in sizes], seed)
+    total, has_codes = pack_and_quantise(found.moves_and_matrices, found.rule, before, lanes)
+    assert has_codes
+    codes = [each.codes.clone() for each in found.quantised]
+    for each in found.quantised:
+        each.quantise()
+    assert total == zlib.crc32(contents(found), before)
+    for one, each in zip(codes, found.quantised, strict=True):
+        assert torch.equal(one.view(torch.uint8), each.codes.view(torch.uint8))
+
+
 @pytest.mark.parametrize("before", [None, 5])
 def test_a_weight_without_a_code_is_named_in_a_table_of_several(before):
     found = block([BYTES], [QUANTISED, replace(QUANTISED, shape=(300, 640))])
