@@ -118,9 +118,11 @@ class SglangEngine(OwnedEngine):
         self._abort()
         if device.backend() == "gloo":
             self._workers(worker.sleep)
-        else:
-            self._reset_kv_cache()
-            self._post("/release_memory_occupation", tags=list(_TAGS.values()))
+        # A server on GPUs that is to release what it has released already ends.
+        elif held := [part for part in get_args(EngineMemory) if part not in self._away]:
+            if "kv_cache" in held:
+                self._reset_kv_cache()
+            self._post("/release_memory_occupation", tags=[_TAGS[part] for part in held])
         self._away = frozenset(get_args(EngineMemory))
         self._resume_stepping()
 

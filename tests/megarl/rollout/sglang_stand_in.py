@@ -192,6 +192,7 @@ class StandIn:
         self._goes_on.set()
         self._is_retracted = False
         self._in_session = False
+        self._released = set()
         self._running = set()
         self._scheduler = None
         self._scheduler_asked = asyncio.Lock()
@@ -202,6 +203,8 @@ class StandIn:
         app.router.add_get("/server_info", self._about)
         app.on_startup.append(self._start_scheduler)
         for path in ("pause_generation", "continue_generation", "abort_request", "flush_cache", "begin_weight_update"):
+            app.router.add_post(f"/{path}", self._reply(getattr(self, f"_{path}")))
+        for path in ("release_memory_occupation", "resume_memory_occupation"):
             app.router.add_post(f"/{path}", self._reply(getattr(self, f"_{path}")))
         for path in ("end_weight_update", "update_weights_from_tensor", "update_weight_version"):
             app.router.add_post(f"/{path}", self._reply(getattr(self, f"_{path}")))
@@ -255,6 +258,17 @@ class StandIn:
     def _flush_cache(self):
         if self._running and not self._is_retracted:
             raise RefusedError("Flush cache failed.")
+
+    def _release_memory_occupation(self, tags):
+        # torch_memory_saver, which SGLang has on GPUs alone: "Cannot pause allocation that is not active.", exit(1).
+        if self._released.intersection(tags):
+            os._exit(1)
+        self._released.update(tags)
+
+    def _resume_memory_occupation(self, tags):
+        if not self._released.issuperset(tags):
+            os._exit(1)
+        self._released.difference_update(tags)
 
     def _begin_weight_update(self):
         if self._in_session:

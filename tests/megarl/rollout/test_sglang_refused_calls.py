@@ -70,6 +70,17 @@ def test_it_goes_on_after_a_pause_that_could_not_end_what_it_serves(engine, refu
     assert len(generating.result(60)) == 8
 
 
+def test_memory_of_a_gpu_that_is_released_is_not_released_again(engine, assert_serves, monkeypatch):
+    monkeypatch.setattr("megarl.rollout.sglang.engine.device.backend", lambda: "nccl")
+    # As around a refit in a shared pool, and a checkpoint after it.
+    for parts in (["weights"], ["kv_cache"], ["weights", "kv_cache"], []):
+        engine.sleep()
+        engine.wake_up(parts)
+    engine.sleep()
+    engine.wake_up(["weights", "kv_cache"])
+    assert_serves()
+
+
 def test_it_goes_on_where_some_requests_could_not_be_ended(engine, assert_serves, pool, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError
