@@ -57,12 +57,14 @@ class TrainingOptions:
         # The main parameters of a model in float32 are its weights.
         main = 0 if dtype == "fp32" else _WIDTHS[_type(megatron.get("main_params_dtype"))]
         away = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
+        # Megatron has host copies beside main parameters that it has made on the GPU.
+        kept = main * (1 - away) if megatron.get("use_precision_aware_optimizer") else main
         return cls(
             recompute=Recompute.of(megatron),
             kernels=PLAIN if megatron.get("transformer_impl") == "local" else FUSED,
             weight_bytes=_WIDTHS[dtype],
             gradient_bytes=_FLOAT32 if megatron.get("grad_reduce_in_fp32", True) else _WIDTHS[dtype],
-            optimizer_bytes=(main + moments) * (1 - away),
+            optimizer_bytes=kept + moments * (1 - away),
             is_distributed=megatron.get("use_distributed_optimizer", True),
         )
 

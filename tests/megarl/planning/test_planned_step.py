@@ -85,8 +85,10 @@ def test_optimizer_state_follows_its_types_and_goes_to_the_host() -> None:
     small = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "torch.bfloat16"}
     assert TrainingOptions.of(small).optimizer_bytes == 8
     assert TrainingOptions.of({}, "fp32").optimizer_bytes == 8
-    assert TrainingOptions.of({"optimizer_cpu_offload": True}).optimizer_bytes == 0
-    assert TrainingOptions.of({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}).optimizer_bytes == 6
+    host = {"optimizer_cpu_offload": True}
+    assert TrainingOptions.of(host).optimizer_bytes == 4
+    assert TrainingOptions.of({**host, "optimizer_offload_fraction": 0.5}).optimizer_bytes == 8
+    assert TrainingOptions.of({**host, "use_precision_aware_optimizer": True}).optimizer_bytes == 0
 
 
 def test_fsdp2_has_rows_at_rest_and_gathers_layers_beside_each_pass() -> None:
