@@ -122,7 +122,8 @@ def _measure(
                     said.setdefault(f"{what}, GB/s", []).append(rate / 1e9)
                 for (by, ucx_tls), cost in costs.items():
                     name = by + (", sockets" if ucx_tls else "")
-                    said.setdefault(f"a byte by {name}, ns", []).append(cost.of_byte * 1e9)
+                    said.setdefault(f"a byte sent by {name}, ns", []).append(cost.of_byte_sent * 1e9)
+                    said.setdefault(f"a byte received by {name}, ns", []).append(cost.of_byte_received * 1e9)
                     said.setdefault(f"a message by {name}, us", []).append(cost.of_message * 1e6)
     rates = ["Rates of a core: " + "; ".join(f"{what} {median(values):.2f}" for what, values in said.items()) + "."]
     return found, rates

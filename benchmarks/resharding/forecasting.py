@@ -26,8 +26,8 @@ class Way:
 
     @property
     def is_read_by_worker(self) -> bool:
-        """Whether the worker's own thread copies the bytes: what it reads from mapped memory of another process."""
-        return self.transport == "rdma" and not self.ucx_tls
+        """Whether the thread that unpacks receives the bytes, too: NIXL has no thread in an agent that only reads."""
+        return self.transport == "rdma"
 
 
 def forecast(scenario: Scenario, way: Way, rates: CoreRates, costs: WayCosts, cores: int) -> Forecast:
@@ -38,8 +38,11 @@ def forecast(scenario: Scenario, way: Way, rates: CoreRates, costs: WayCosts, co
     plan = Plan(scenario.trainer, scenario.megatron_engine, 1, place)
     moved = traffic(plan, formats(scenario.architecture, number_format=number_format))
     pack, unpack = _seconds_per_byte(scenario, plan, rates, way)
+    on_the_way = costs.of_byte_sent
     if way.is_read_by_worker:
-        unpack += costs.of_byte
+        unpack += costs.of_byte_received
+    else:
+        on_the_way += costs.of_byte_received
     refit = PlannedRefit(
         architecture=scenario.architecture,
         engine_architecture=scenario.architecture,
@@ -49,7 +52,7 @@ def forecast(scenario: Scenario, way: Way, rates: CoreRates, costs: WayCosts, co
         engine_dtype="fp8" if way.is_fp8 else "bf16",
         cluster=Cluster(
             gpus_per_node=sources + workers,
-            nvlink_gbyte_per_s=1e-9 / costs.of_byte if costs.of_byte and not way.is_read_by_worker else float("inf"),
+            nvlink_gbyte_per_s=1e-9 / on_the_way if on_the_way else float("inf"),
             cores=Cores(cores, 1e-9 / pack, 1e-9 / unpack, costs.of_message * 1e6),
         ),
         bucket_bytes=scenario.bucket_bytes,

@@ -46,8 +46,13 @@ class Timed:
 
     seconds: float
     """From the first rank that began to the last that ended."""
-    cpu_seconds: float
-    """CPU time of all ranks, in all their threads."""
+    cpu_seconds_by_rank: Sequence[float]
+    """CPU time of each rank, in all its threads."""
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of all ranks."""
+        return sum(self.cpu_seconds_by_rank)
 
 
 class Ranks:
@@ -69,7 +74,7 @@ class Ranks:
             command.send((method, arguments, True))
         answers = self._answers()
         begun, ended, cpu_seconds = zip(*answers, strict=True)
-        return Timed(max(ended) - min(begun), sum(cpu_seconds))
+        return Timed(max(ended) - min(begun), cpu_seconds)
 
     def held(self) -> list[Held]:
         """The memory of every rank."""

@@ -57,8 +57,9 @@ class CoreRates:
 class WayCosts:
     """Seconds of cores that a transport takes."""
 
-    of_byte: float
-    """Cost of a byte on its way, sender and receiver together; 0 through mapped memory."""
+    of_byte_sent: float
+    """Cost of a byte on its way, for its sender; 0 through mapped memory."""
+    of_byte_received: float
     of_message: float
     """Cost of any message for its sender, and again for its receiver, with caches full of other things."""
 
@@ -85,9 +86,11 @@ def core_rates(ranks: Ranks) -> CoreRates:
 def way_costs(ranks: Ranks, transport: str, ucx_tls: str) -> WayCosts:
     """Measure in the processes of `Worker`s that have met by this transport."""
     pairs = len(ranks.held()) // 2
-    moved = ranks.time("move", transport, ucx_tls).cpu_seconds / sum(ranks.call("moved_bytes"))
+    by_rank = ranks.time("move", transport, ucx_tls).cpu_seconds_by_rank
+    moved = 0 if transport == "shared_memory" else 1 / sum(ranks.call("moved_bytes"))
     small = ranks.time("send_small", transport, ucx_tls).cpu_seconds - sum(ranks.call("copying_seconds"))
-    return WayCosts(0.0 if transport == "shared_memory" else moved, small / (2 * pairs * _SMALL_MESSAGES))
+    sent, received = sum(by_rank[:pairs]) * moved, sum(by_rank[pairs:]) * moved
+    return WayCosts(sent, received, small / (2 * pairs * _SMALL_MESSAGES))
 
 
 class Worker:

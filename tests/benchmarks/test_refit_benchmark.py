@@ -69,8 +69,8 @@ def test_a_forecast_has_no_numbers_but_the_measured_ones():
     rates = CoreRates(4e9, 3e9, 2e9, 1e9, 4e9, 3e9, 8e9)
     twice = CoreRates(**{name: 2 * rate for name, rate in vars(rates).items()})
     for way in (Way("shared_memory", ""), Way("tcp", ""), Way("rdma", "")):
-        slow = forecast(SMALL, way, rates, WayCosts(1e-9, 2e-5), cores=2)
-        fast = forecast(SMALL, way, twice, WayCosts(5e-10, 1e-5), cores=2)
+        slow = forecast(SMALL, way, rates, WayCosts(6e-10, 4e-10, 2e-5), cores=2)
+        fast = forecast(SMALL, way, twice, WayCosts(3e-10, 2e-10, 1e-5), cores=2)
         assert slow.replay.seconds == pytest.approx(2 * fast.replay.seconds, rel=1e-3)
         assert slow.stages["cores"] <= slow.replay.seconds < 2 * slow.stages["cores"]
     for name, typed_transfer in rates_transfers().items():
@@ -193,7 +193,7 @@ def test_growth_is_the_most_that_was_held_in_between():
 def test_ratios_are_those_within_a_round():
     # The machine becomes slower and slower; the ratio stays.
     runs = [
-        Run(name, number, Timed(seconds * 2**number, 0.5))
+        Run(name, number, Timed(seconds * 2**number, [0.5]))
         for number in range(3)
         for name, seconds in ((MEMCPY, 0.1), (DIRECT, 0.13))
     ]
