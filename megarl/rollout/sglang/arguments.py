@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError, did_you_mean
-from megarl.rollout.kind import NUMBER_FORMAT
+from megarl.rollout.kind import NUMBER_FORMAT, QUANTISATION
 from megarl.rollout.sglang import cpu, cpu_kv_cache
 from megarl.rollout.sglang.kind import (
     ADAPTER_SLOT,
@@ -47,6 +47,24 @@ def check_names(arguments: Iterable[str], known: Sequence[str]) -> None:
         if name not in known:
             advice = did_you_mean(name, known, "rollout.engine_args.{}")
             raise UserError(f"rollout.engine_args.{name}: the installed SGLang has no such option{advice}")
+
+
+def check_block_fp8(arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for weights in block FP8 on a GPU for which SGLang packs them.
+
+    SGLang 0.5.23 packs them for Marlin below compute capability 8.9, and its server ends at the first call of a worker:
+    that finishes loading once more, and the scales are gone.
+    """
+    if not device.gpus() or device.has_e4m3(device.device()):
+        return
+    overrides = json.loads(arguments.get(OVERRIDES) or "{}")
+    config = json.loads((Path(arguments["model_path"]) / "config.json").read_text())
+    held = {**config, **overrides}.get(QUANTISATION) or {}
+    if held.get("quant_method") == "fp8" and held.get("weight_block_size"):
+        raise UserError(
+            "SGLang packs weights in block FP8 on GPUs below compute capability 8.9, and takes no others in their"
+            " place: set rollout.weights=as_trained with a model in bf16, or take other GPUs"
+        )
 
 
 def environment_of_context(model_path: Path, given: Mapping[str, Any]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from megarl.process.scratch import note_segment
 from megarl.rollout.quantised_load import in_asked_format
 from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT
+from megatron_ext import device
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _STREAM = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
@@ -22,6 +23,7 @@ _ENDS = "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id"
 _SAMPLER = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
 _SAMPLER_OF_BATCHES = "sglang.srt.layers.sampler.Sampler"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_ROUTING_IN_KERNEL = "sglang.srt.layers.moe.topk._can_bypass_trtllm_routing"
 _ROUTED = ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock", "sglang.srt.models.mixtral.MixtralMoE")
 _NAMES_OF_SEGMENTS = (
     "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name",
@@ -41,6 +43,8 @@ def register() -> None:
     HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
     HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLER_OF_BATCHES}._build_sampling_mask_output", keep_one_mask_column, HookType.AFTER)
+    HookRegistry.register(f"{_UPDATER}.begin_weight_update", wait_for_what_runs, HookType.BEFORE)
+    HookRegistry.register(_ROUTING_IN_KERNEL, choose_experts_where_they_are_told, HookType.AROUND)
     for block in _ROUTED:
         HookRegistry.register(f"{block}.__init__", keep_logits_in_float32, HookType.AFTER)
     for name in _NAMES_OF_SEGMENTS:
@@ -156,6 +160,25 @@ def keep_one_mask_column(mask: Any, *_: Any, **__: Any) -> None:
     """
     mask.token_ids = mask.token_ids[:, :1].contiguous()
     mask.lengths = mask.lengths.clamp(max=1)
+
+
+def wait_for_what_runs(_updater: Any) -> None:
+    """Have the batch that the GPU computes end before a session for weights begins.
+
+    SGLang 0.5.23 puts experts in the order of their checkpoint then (on Blackwell, in bf16), in the memory from which
+    that batch reads; a pause that keeps requests in their place does not wait for it.
+    """
+    device.synchronize()
+
+
+def choose_experts_where_they_are_told(original: Callable[[Any], bool], config: Any) -> bool:
+    """Have experts chosen before their kernel where requests ask which they were.
+
+    SGLang 0.5.23 leaves the choice to FlashInfer's kernels on Blackwell, which tell nobody: each token has expert 0.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    return not get_exec().features.enable_return_routed_experts and original(config)
 
 
 def keep_logits_in_float32(_made: None, block: Any, *_: Any, **__: Any) -> None:

@@ -56,6 +56,13 @@ _COPIES = "copies that it makes of the weights when they are loaded, and compute
 _OTHER_CONFIG = "the trainer follows config.json, of which the engine would make another model"
 _TOKENS = "requests are token ids, which have no text"
 
+EXPERT_KERNELS = (
+    *("auto", "deep_gemm", "triton", "triton_kernel", "ascend", "flashinfer_trtllm", "experimental_sgl_trtllm"),
+    *("flashinfer_trtllm_routed", "flashinfer_cutlass", "flashinfer_mxfp4", "flashinfer_cutedsl", "flashinfer_megamoe"),
+    *("cutlass", "marlin", "humming", "experimental_sgl_marlin", "lora_cutedsl", "lora_triton", "lora_marlin"),
+    *("aiter", "intel_xpu"),
+)
+"""Values of `moe_runner_backend` but hpc_ops, of whose padded scales CUDA graphs read the first copy for ever."""
 _READ_IN_FORMATS = ("auto", "safetensors", "dummy")
 _READERS = (*_READ_IN_FORMATS, "fastsafetensors", "instanttensor", "runai_streamer")
 
@@ -105,6 +112,7 @@ _REFUSED: Mapping[str, Refusal] = {
         "the weights belong to a process that shares them with other engines, where a refit would change them, too",
         (None, "off"),
     ),
+    "moe_runner_backend": Refusal(_COPIES, (None, *EXPERT_KERNELS)),
     "enable_nvidia_megakernel": Refusal(_COPIES),
     "enable_amd_monokernel": Refusal(_COPIES),
     "enable_paged_experts": Refusal(_COPIES),

@@ -36,6 +36,8 @@ _ENVIRONMENT: Mapping[str, str] = {
 _NEVER: Mapping[str, str] = {
     # It interleaves the rows of experts anew at the end of each update.
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
+    # It packs weights in FP8, and takes no others in their place.
+    "SGLANG_FORCE_FP8_MARLIN": "0",
 }
 """Whatever the environment says."""
 

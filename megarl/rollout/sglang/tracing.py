@@ -30,7 +30,10 @@ def _keeps_experts(module: Any) -> str | None:
     if unquant._use_aiter:
         return "the expert kernel of AMD's GPUs keeps it in an order of its own"
     if module.quant_method.use_triton_kernels or module.quant_method.use_flashinfer_trtllm_moe:
-        return "the expert kernel keeps it in an order of its own"
+        return (
+            "the expert kernel keeps it in an order of its own, which rollout.engine_args.moe_runner_backend=triton"
+            " does not"
+        )
     return _keeps_matrix(module)
 
 

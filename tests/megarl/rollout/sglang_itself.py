@@ -20,8 +20,11 @@ from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT, CallFolder
 cpu.install()
 
 from sglang.kernels.ops.gemm import bf16_fp32  # noqa: E402 (what it needs is above)
+from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.arg_groups.arg_utils import record_fields  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.layers.moe import topk  # noqa: E402
+from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType  # noqa: E402
 from sglang.srt.model_executor.model_runner_components import weight_updater  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
@@ -99,6 +102,19 @@ def ends():
     return found
 
 
+def choices_in_the_kernel():
+    """Whether a kernel of FlashInfer's chooses experts, if requests ask for them and if not."""
+    config = topk.TopKConfig(top_k=2, routing_method_type=RoutingMethodType.Renormalize)
+    found = []
+    for is_told in (False, True):
+        features = SimpleNamespace(enable_return_routed_experts=is_told)
+        with mock.patch.object(
+            runtime_context, "get_exec", lambda features=features: SimpleNamespace(features=features)
+        ):
+            found.append(topk._can_bypass_trtllm_routing(config))
+    return found
+
+
 def main():
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER_VARIABLE] = folder
@@ -106,6 +122,8 @@ def main():
     found = {
         "updates": answers,
         "ends": ends(),
+        "choices in the kernel": choices_in_the_kernel(),
+        "expert kernels": [each.value for each in MoeRunnerBackend],
         "arguments": [field.name for field in record_fields(ServerArgs)],
         "sampling": {name: getattr(SamplingParams(), name) for name in SamplingParams.__struct_fields__},
     }

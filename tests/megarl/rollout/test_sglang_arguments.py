@@ -11,11 +11,13 @@ from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.number_formats import FP8_BLOCK
 from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.rollout.kind import QUANTISATION, quantisation
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.sglang import installation
-from megarl.rollout.sglang.arguments import check_names, check_version, server_arguments
-from megarl.rollout.sglang.kind import SGLANG, VERSIONS
+from megarl.rollout.sglang.arguments import check_block_fp8, check_names, check_version, server_arguments
+from megarl.rollout.sglang.kind import OVERRIDES, SGLANG, VERSIONS
 from megarl.rollout.sglang.samples import Limits, question
+from megatron_ext import device
 
 
 def test_another_version_and_another_name_are_told_in_one_sentence():
@@ -26,11 +28,25 @@ def test_another_version_and_another_name_are_told_in_one_sentence():
         check_names(["tp_sise"], ["tp_size", "ep_size"])
 
 
+def test_block_fp8_is_refused_where_it_would_be_packed(folders, monkeypatch):
+    arguments = {"model_path": str(folders[0])}
+    held = quantisation(FP8_BLOCK, read_architecture(read_json(folders[0] / CONFIG)))
+    in_fp8 = {**arguments, OVERRIDES: json.dumps({QUANTISATION: held})}
+    check_block_fp8(in_fp8)
+    monkeypatch.setattr(device, "gpus", lambda: 1)
+    for has_e4m3, given in ((True, in_fp8), (False, arguments)):
+        monkeypatch.setattr(device, "has_e4m3", lambda _where, has_e4m3=has_e4m3: has_e4m3)
+        check_block_fp8(given)
+    with pytest.raises(UserError, match=r"below compute capability 8\.9, .* set rollout\.weights=as_trained"):
+        check_block_fp8(in_fp8)
+
+
 def test_what_megarl_sets_cannot_be_given(folders):
     with pytest.raises(UserError, match="skip_tokenizer_init=False is not supported: it is set by megarl"):
         server_arguments(folders[0], {"skip_tokenizer_init": False}, 1, "key")
     refused = {"speculative_algorithm": "EAGLE", "dp_size": 2, "kv_cache_dtype": "fp8_e5m2", "schedule_policy": "lpm"}
     refused["max_queued_requests"] = 4
+    refused["moe_runner_backend"] = "hpc_ops"
     for name, value in refused.items():
         with pytest.raises(UserError, match=name):
             SGLANG.check({name: value})

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.sglang import installation
-from megarl.rollout.sglang.kind import SGLANG
+from megarl.rollout.sglang.kind import EXPERT_KERNELS, SGLANG
 from megarl.rollout.sglang.samples import NEUTRAL, Limits, question
 
 pytestmark = pytest.mark.sglang
@@ -34,6 +34,14 @@ def test_the_tables_name_arguments_that_the_server_has(itself):
     known = {*itself["arguments"]}
     assert {*SGLANG.refused, *SGLANG.tested, *SGLANG.without_weights, *SGLANG.able_to_sleep} <= known
     assert {*SGLANG.float32_logits, *SGLANG.gpu_share(0.5), *(SGLANG.returning_experts or {})} <= known
+
+
+def test_all_kernels_of_experts_but_one_may_be_chosen(itself):
+    assert {*EXPERT_KERNELS, "hpc_ops"} == {*itself["expert kernels"]}
+
+
+def test_experts_are_chosen_where_they_are_told_of(itself):
+    assert itself["choices in the kernel"] == [True, False]
 
 
 def test_a_request_says_every_sampling_parameter_that_there_is(itself):
