@@ -121,9 +121,9 @@ def transformer_config(
     own = {name: value for name, value in overrides.items() if name not in ROUTER_LOSS_OPTIONS}
     overrides = without_model_fields(architecture, own)
     config_class = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
-    implementation = chosen_implementation(overrides)
+    implementation = chosen_implementation(overrides, params_dtype)
     fixed = {
-        **required_fields(implementation),
+        **required_fields(overrides, implementation),
         **_fixed_fields(parallel, params_dtype),
         "transformer_impl": implementation,
         "mtp_num_layers": architecture.mtp_layers or None,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.extensions import transformer_engine
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
@@ -37,18 +38,20 @@ class PredictionLayer(MultiTokenPredictionLayer):
         hidden = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         return versions.prediction_inputs(input_ids, position_ids, embedded, hidden)
 
-    def _checkpointed_forward(self, *function: Callable[..., Tensor], **options: Any) -> Tensor:
-        # megatron-core 0.16 hands the bounds of packed sequences to a function that saves tensors alone, and names the
-        # function that is to be run again, which in 0.19 nobody does.
-        if self.config.fp8:
-            return super()._checkpointed_forward(*function, **options)
-
+    def _checkpointed_forward(self, *_function: Callable[..., Tensor], **options: Any) -> Tensor:
+        # megatron-core 0.16 hands the bounds of packed sequences to a function that saves tensors alone, or all by name
+        # to one that knows gradients of positional tensors alone (`te_checkpoint`), and names the function that is to
+        # be run again, which in 0.19 nobody does.
         def run(hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
             inputs = {"hidden_states": hidden_states, "decoder_input": decoder_input}
             return self._proj_and_transformer_layer(**{**options, **inputs})
 
         inputs = options["hidden_states"], options["decoder_input"]
-        return tensor_parallel.checkpoint(run, self.config.distribute_saved_activations, *inputs)
+        is_distributed = self.config.distribute_saved_activations
+        if not self.config.fp8:
+            return tensor_parallel.checkpoint(run, is_distributed, *inputs)
+        group, tracker = parallel_state.get_tensor_model_parallel_group(), tensor_parallel.random.get_cuda_rng_tracker
+        return transformer_engine.te_checkpoint(run, is_distributed, tracker, group, *inputs)
 
 
 class WithoutGradient(torch.autograd.Function):

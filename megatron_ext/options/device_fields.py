@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 
 from converters.errors import UserError
@@ -25,25 +26,33 @@ _KERNELS_OF_TRANSFORMER_ENGINE = (
 )
 
 
-def chosen_implementation(fields: Mapping[str, Any]) -> str:
+def chosen_implementation(fields: Mapping[str, Any], params_dtype: torch.dtype) -> str:
     """The `transformer_impl` of `fields`, which is by default Transformer Engine's where it can be used.
 
-    Raises UserError for one that is not there.
+    Raises UserError for one that is not there, or that computes in another type than that of the weights.
     """
     is_there = device.has_transformer_engine()
-    usual = TRANSFORMER_ENGINE if is_there else LOCAL
+    usual = TRANSFORMER_ENGINE if is_there and params_dtype != torch.float32 else LOCAL
     chosen = str(fields.get("transformer_impl") or usual)
     if chosen == TRANSFORMER_ENGINE and not is_there:
         raise UserError(
             f"megatron.transformer_impl={chosen} needs Transformer Engine on a GPU, which is not here: use {LOCAL}"
         )
+    if chosen == TRANSFORMER_ENGINE and params_dtype == torch.float32:
+        # Its products (`cublaslt_gemm.cu`, 2.11) ask for TF32 whatever torch is told.
+        raise UserError(
+            f"megatron.transformer_impl={chosen} multiplies fp32 with the 10 bits of TF32's mantissa: leave it out, or"
+            " set model.dtype=bf16"
+        )
     return chosen
 
 
-def required_fields(implementation: str) -> dict[str, Any]:
-    """Fields for which only one value works on this device with modules of this `implementation`."""
+def required_fields(fields: Mapping[str, Any], implementation: str) -> dict[str, Any]:
+    """Fields for which only one value works on this device, beside the other `fields`, in this `implementation`."""
     if implementation == TRANSFORMER_ENGINE:
-        return {"moe_grouped_gemm": True}
+        # Where no token comes to a rank, its kernel (2.11) gives back none, and others wait for as many as they sent.
+        gathers = fields.get("moe_token_dispatcher_type") == "allgather"
+        return {"moe_grouped_gemm": True, **({"moe_permute_fusion": False} if gathers else {})}
     without_kernels: dict[str, Any] = dict.fromkeys(_KERNELS_OF_TRANSFORMER_ENGINE, False)
     if not _is_there(_APEX):
         without_kernels["gradient_accumulation_fusion"] = False

@@ -76,7 +76,7 @@ def test_where_it_is_installed_it_is_off_in_local_modules(kernels, family):
 
 
 def check_that_local_modules_have_no_kernels(family):
-    required = required_fields(LOCAL)
+    required = required_fields({}, LOCAL)
     assert not any(required.values())
     assert {"deallocate_pipeline_outputs", "use_cpu_initialization"}.isdisjoint(required)
     left = {name for name in chosen(family, LOCAL) if required.get(name, True)}
@@ -85,12 +85,25 @@ def check_that_local_modules_have_no_kernels(family):
 
 def test_a_cpu_has_none():
     assert chosen("qwen3_moe", LOCAL) == {}
-    assert required_fields(LOCAL)["deallocate_pipeline_outputs"] is False
+    assert required_fields({}, LOCAL)["deallocate_pipeline_outputs"] is False
 
 
-def config(**overrides):
-    architecture = read_architecture(make_config("qwen3"))
-    return transformer_config(architecture, ParallelSizes(), params_dtype=torch.bfloat16, overrides=overrides)
+def config(family="qwen3", params_dtype=torch.bfloat16, **overrides):
+    architecture = read_architecture(make_config(family))
+    return transformer_config(architecture, ParallelSizes(), params_dtype=params_dtype, overrides=overrides)
+
+
+def test_fp32_is_multiplied_as_fp32(kernels):
+    assert module_names(config(params_dtype=torch.float32)) == "local"
+    with pytest.raises(UserError, match=r"^megatron\.transformer_impl=transformer_engine multiplies fp32 with .* TF32"):
+        config(params_dtype=torch.float32, transformer_impl="transformer_engine")
+
+
+def test_experts_whose_tokens_are_gathered_have_no_fused_permutation(kernels):
+    gathering = {"moe_token_dispatcher_type": "allgather"}
+    assert not config("qwen3_moe", **gathering).moe_permute_fusion
+    with pytest.raises(UserError, match="moe_permute_fusion is True, but here it must be False"):
+        config("qwen3_moe", **gathering, moe_permute_fusion=True)
 
 
 def test_local_modules_may_be_chosen_beside_transformer_engine(kernels):

@@ -61,7 +61,7 @@ class TrainingOptions:
         kept = main * (1 - away) if megatron.get("use_precision_aware_optimizer") else main
         return cls(
             recompute=Recompute.of(megatron),
-            kernels=PLAIN if megatron.get("transformer_impl") == "local" else FUSED,
+            kernels=PLAIN if megatron.get("transformer_impl") == "local" or dtype == "fp32" else FUSED,
             weight_bytes=_WIDTHS[dtype],
             gradient_bytes=_FLOAT32 if megatron.get("grad_reduce_in_fp32", True) else _WIDTHS[dtype],
             optimizer_bytes=kept + moments * (1 - away),
