@@ -65,7 +65,7 @@ class Box:
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two of `boxes`, all of one tensor, that share an element; None where none do."""
+    """Find two boxes of one tensor that share an element; None if all are disjoint."""
     active: list[Box] = []
     for box in sorted(box for box in boxes if box.size):
         if box.start:

@@ -23,9 +23,9 @@ class UserError(Exception):
 
 @contextmanager
 def names_as_given(names: Mapping[str, str]) -> Iterator[None]:
-    """Put into a UserError the names that its reader gave values by, where it has those that they are known by here.
+    """Replace internal names in a UserError by the names under which the user gave the values.
 
-    A longer name that one of them is a part of stays as it is.
+    A longer name that contains an internal name stays as it is.
 
     Example: with names_as_given({"pipeline_model_parallel_size": "--pp"}): ...
     """

@@ -82,7 +82,7 @@ class Builder(ir.IRBuilder):
                 work(number, width)
 
     def element(self, base: ir.Value, number: ir.Value, kind: ir.Type) -> ir.Value:
-        """The address of element `number` of those at `base`, of type `kind`."""
+        """The address of element `number` of an array of type `kind` at `base`."""
         return self.gep(base, [number], source_etype=kind)
 
     def read(self, address: ir.Value, kind: ir.Type) -> ir.Value:
@@ -141,7 +141,7 @@ class Builder(ir.IRBuilder):
         return self.shuffle_vector(two, two, ir.Constant(vector(BITS_32, kind.count), [0, 1] * (kind.count // 2)))
 
     def look_up(self, table: tuple[ir.Value, ir.Value], numbers: ir.Value) -> ir.Value:
-        """The bytes of a table of 128 at 64 numbers of 7 bits; an eighth bit does not count. For `LOOKS_UP` alone."""
+        """Look up 64 numbers in a table of 128 bytes; the numbers' eighth bit does not count. For `LOOKS_UP` alone."""
         low, high = table
         return self.intrinsic("llvm.x86.avx512.vpermi2var.qi.512", numbers.type, low, numbers, high)
 

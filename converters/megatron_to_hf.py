@@ -176,7 +176,7 @@ def _dtype(source: TorchDistSource, parts: list[Part]) -> torch.dtype:
 
 
 def _copies(found: tuple[Path, Manifest] | None, architecture: Architecture) -> tuple[str, ...]:
-    """The copies of tied weights to write: those of the model it was made from, else those of released ones."""
+    """Copies of tied weights to write: as in the model that was converted, if known, else as in released models."""
     if found is None or COPIES not in found[1].source:
         return architecture.exported_copies
     copies, possible = found[1].source[COPIES], list(architecture.hf_copies)

@@ -208,7 +208,7 @@ def user_error_of_any_rank() -> Iterator[None]:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """The optimizers that have parameters of this rank: those of experts, for example, have one of their own."""
+    """Optimizers that have parameters of this rank; experts, for example, have an optimizer of their own."""
     all_parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in all_parts if part.optimizer is not None]
 

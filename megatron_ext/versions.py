@@ -67,7 +67,7 @@ def name_prediction_layers_as_in_files(chunks: Sequence[torch.nn.Module]) -> Non
 
 
 def prediction_inputs(tokens: Tensor, positions: Tensor, embedded: Tensor, hidden: Tensor) -> tuple[Tensor | None, ...]:
-    """The inputs of a layer for multi-token prediction: in 0.19 with a mask of padding, of which there is none here."""
+    """The inputs of a layer for multi-token prediction; 0.19 also takes a padding mask, which is None here."""
     return (tokens, positions, None, embedded, hidden) if IS_0_19 else (tokens, positions, embedded, hidden)
 
 

@@ -32,7 +32,7 @@ def has_experts(config: HuggingFaceConfig, layer: int) -> bool:
 def decoder_layers(
     config: HuggingFaceConfig, layers: range, moe_layers: Collection[int], *, expert_bias: bool
 ) -> tuple[Parameter, ...]:
-    """The parameters of `layers`, of which `moe_layers` are mixtures of experts."""
+    """Parameters of `layers`: mixtures of experts in `moe_layers`, dense MLPs in the others."""
     return (
         *latent_attention(layers, low_rank_query=config.get("q_lora_rank", None) is not None),
         *dense_mlp(set(layers) - set(moe_layers)),

@@ -26,7 +26,7 @@ class ValueDifference:
     largest_relative: float
     """Largest difference of two finite values over the larger magnitude of the two."""
     not_finite: int
-    """Number of differing elements of which one at least is NaN or infinite."""
+    """Number of differing elements that are NaN or infinite on at least one side."""
     is_rounding: bool
     """Whether the values are equal once both are rounded to the narrower of the two types, a floating one."""
 

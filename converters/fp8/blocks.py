@@ -33,7 +33,7 @@ def scales_shape(shape: Shape) -> Shape:
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` and `columns` of a box, `blocks` rows of blocks of it that have `height` rows each."""
+    """A part of a box: its `rows` and `columns`, made of `blocks` rows of blocks with `height` rows each."""
 
     rows: slice
     columns: slice

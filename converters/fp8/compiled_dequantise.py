@@ -100,7 +100,7 @@ def _decode(build: Builder, codes: ir.Value, lanes: int) -> ir.Value:
 
 
 def _bfloat16(build: Builder, bits: ir.Value, lanes: int) -> ir.Value:
-    """Bits of float32, of no NaN, as those of bfloat16: to nearest, ties to even."""
+    """Round float32 bits, which are no NaN, to bfloat16 bits: to nearest, ties to even."""
     odd = build.and_(build.lshr(bits, constant(bits.type, 16)), constant(bits.type, 1))
     rounded = build.add(build.add(bits, constant(bits.type, 0x7FFF)), odd)
     return build.trunc(build.lshr(rounded, constant(bits.type, 16)), vector(BITS_16, lanes))

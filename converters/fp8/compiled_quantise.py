@@ -100,7 +100,7 @@ class Matrix(NamedTuple):
 class CodesReader(Protocol):
     """A part of a function that reads codes, 64 at once, while a register has them.
 
-    They are those of blocks side by side, one row after the other, and then those of the next ones.
+    Codes come row by row over some blocks side by side, then over the next blocks.
     """
 
     def begin(self) -> None:

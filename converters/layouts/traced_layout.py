@@ -139,10 +139,11 @@ def _load(
     hf_shapes: Mapping[str, Shape],
     hf_dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, str]:
-    """Offer every tensor to the loader; after one that it refuses, call it again with those that follow.
+    """Offer every tensor to the loader; when it refuses a tensor, call it again with the remaining tensors.
 
-    A loader that keeps tensors to load them with others forgets them when it is called again: it gets all that went
-    nowhere once more, without any that it refuses. HuggingFace name -> reason, of those that it refused.
+    A loader may keep tensors to load them together with others, and forgets them when it is called again. So it gets
+    all tensors without a destination a second time, the refused ones left out. Returns HuggingFace name -> reason for
+    each refused tensor.
     """
     refused = _offer(load_weights, tracer, hf_shapes, hf_dtypes)
     if tracer.untraced:

@@ -60,14 +60,14 @@ class NumberFormat:
     """Raises UserError where an engine that cuts the model, and each expert, over so many ranks cuts through blocks."""
 
     def is_whole(self, box: Box, shape: Shape) -> bool:
-        """Whether a box of a matrix of `shape` is made of whole blocks, so that it can be quantised by itself."""
+        """Whether a box of a matrix of `shape` consists of whole blocks, so that it can be quantised by itself."""
         return all(
             start % size == 0 and (stop % size == 0 or stop == length)
             for start, stop, size, length in zip(box.start, box.stop, self.block, shape, strict=True)
         )
 
     def block_in(self, shape: Shape) -> tuple[int, int]:
-        """Rows and columns of the blocks of a box of `shape` that is made of whole ones."""
+        """Rows and columns of a block in a box of `shape` that consists of whole blocks."""
         rows, columns = map(min, self.block, shape)
         return max(rows, 1), max(columns, 1)
 

@@ -1,4 +1,4 @@
-"""Plans: which rank sends which elements to which rank so that one layout becomes another."""
+"""Plans: who sends which elements to whom so that one layout becomes another."""
 
 from converters.plan.sender_choice import Cutting
 from converters.plan.transfers import Plan, Transfer, plan

@@ -7,7 +7,7 @@ from converters.errors import UserError
 from converters.layout import Placement, Shape
 
 Owners = Mapping[str, Mapping[Box, Mapping[int, Sequence[Placement]]]]
-"""HF name -> box of it -> rank -> the rank's placements of just this box, of which it seldom has several."""
+"""HF name -> box -> rank -> the rank's placements of exactly this box, seldom more than one."""
 
 
 def owners_by_box(

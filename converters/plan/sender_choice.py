@@ -64,7 +64,7 @@ class SenderChoice:
         return self._node_ranks[self.topology.destination_node[destination]] if self.node_once else (destination,)
 
     def node_peers(self, destination: int, workers: Container[int]) -> tuple[int, ...]:
-        """Neighbours of a destination rank that are one of `workers`, which want the same."""
+        """Neighbours of a destination rank among `workers`, which all want the same elements."""
         neighbours = self.neighbours(destination)
         if len(neighbours) == 1:
             return neighbours

@@ -122,7 +122,7 @@ class Plan:
 
     @gc_paused()
     def destination_part(self, rank: int) -> DestinationPart:
-        """The part of destination `rank`: each of its elements is in one transfer, or one relay, into it.
+        """The part of destination `rank`: exactly one transfer or relay brings each of its elements.
 
         Raises ValueError where its boxes overlap or leave a gap, and where no source rank holds an element.
         """

@@ -88,7 +88,7 @@ def is_intact(folder: Path, written: Written) -> bool:
 
 
 def checksum(descriptor: int, offset: int, nbytes: int, value: int = 0) -> int | None:
-    """The CRC-32 of a part of a file, after that of what goes before it; None where the file ends before."""
+    """The CRC-32 of a part of a file, continued from `value`; None if the file ends too early."""
     end = offset + nbytes
     while offset < end:
         content = os.pread(descriptor, min(_READ_BYTES, end - offset), offset)

@@ -1,4 +1,4 @@
-"""Output of a conversion: tensors, each in one place of one file, each made of boxes of the source's tensors."""
+"""Output of a conversion: tensors, each at one place in a file and assembled from boxes of source tensors."""
 
 import math
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Estimates of KL(policy || reference) from the tokens that the policy sampled.
 
 See http://joschu.net/blog/kl-approx.html; d = log pi_ref(token) - log pi(token). A name with a + has the value of the
-estimate before it and the gradient of k2 (straight-through): on-policy the mean gradient of k2 is that of the KL, which
-that of k1 (0), of k3 (the KL's in the other direction) and of abs are not.
+estimate before it and the gradient of k2 (straight-through). On-policy only k2's expected gradient is the KL's; k1's is
+0, k3's is the reverse KL's, abs's is neither.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""The policy that is trained against the one that sampled: how far it has moved (staleness, engine against trainer)."""
+"""How far the trained policy is from the policy that sampled (staleness, engine against trainer)."""
 
 from torch import Tensor
 

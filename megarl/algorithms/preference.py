@@ -1,4 +1,4 @@
-"""Objectives on pairs of replies of which one is preferred: DPO (and SPIN), and the reward model's.
+"""Objectives on pairs of a preferred and a rejected reply: DPO (and SPIN), and the reward model's.
 
 Batches have `unit` 2: sequence 2i is the chosen reply of pair i, sequence 2i + 1 the rejected one, each with the prompt
 before it. The field `weights` is that of `seq_mean_token_sum`, so that a pair of P pairs weighs 1 / P.

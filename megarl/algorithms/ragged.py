@@ -60,7 +60,7 @@ class Ragged:
         return values.repeat_interleave(self.lengths, output_size=self.tokens)
 
     def spread_part(self, values: Tensor, tokens: slice) -> Tensor:
-        """`spread` of a slice of the tokens, of which only those are made."""
+        """`spread`, but only for the tokens of a slice; the others are not computed."""
         first = int(torch.searchsorted(self.ends, tokens.start))
         end = int(torch.searchsorted(self.starts, tokens.stop))
         ends, starts = self.ends[first:end].clamp(max=tokens.stop), self.starts[first:end].clamp(min=tokens.start)

@@ -17,8 +17,8 @@ def trained_tokens(micro_batch: MicroBatch) -> tuple[Tensor, Ragged, dict[str, T
     nothing there, not even NaN, can reach a loss.
     """
     trained = micro_batch.fields["weights"] != 0
-    # How many there are up to the end of each sequence; the difference is each sequence's own. Padding is the last
-    # of them, so there is one even where no sequence is.
+    # Trained tokens up to the end of each sequence; the difference is each sequence's own. The last entry is the
+    # padding, so there is one even without sequences.
     ends = trained.cumsum(0)[micro_batch.cu_seqlens[1:].long() - 1]
     lengths = ends.diff(prepend=ends.new_zeros(1))
     places = trained.nonzero().squeeze(1)

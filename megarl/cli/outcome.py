@@ -83,8 +83,7 @@ def table(rows: Iterable[tuple[str, str]]) -> list[str]:
 def file_errors_in_a_sentence() -> Iterator[None]:
     """Turn the error of a file that cannot be read into a UserError.
 
-    The exit code of any other exception is 1, which says of two checkpoints that they differ, or of one that it is
-    damaged.
+    Any other exception exits with code 1, which commands use for an answer: the checkpoints differ, or one is damaged.
     """
     try:
         yield

@@ -133,7 +133,7 @@ def _read_script(options: argparse.Namespace) -> "MegatronScript | None":
 
 
 def folder_of_its_own(config: "MegarlConfig", options: argparse.Namespace) -> AbstractContextManager[Path]:
-    """Hold the output folder of a command that trains nothing: the one that is given, else one that nobody uses."""
+    """Hold the output folder of a command that trains nothing: the given folder, else an unused one."""
     is_given = options.output_dir or any(word.startswith("output_dir=") for word in options.overrides)
     return (sole_writer if is_given else free_folder)(Path(config.output_dir))
 

@@ -78,7 +78,7 @@ def _defaults() -> Mapping[str, Any]:
 
 
 def _origin(key: str, given: Mapping[str, str]) -> str:
-    """The origin of the key, else that of the nearest group around it that was given as one value."""
+    """The origin of the key, else the origin of the nearest enclosing group that was given as one value."""
     while key:
         if key in given:
             return given[key]

@@ -10,11 +10,11 @@ _OWN_GROUPS: Mapping[str, tuple[Any, Sequence[str]]] = {
     "sft": (SftConfig(), ("sft",)),
     "preference": (PreferenceConfig(), ("dpo", "reward-model", "spin")),
 }
-"""Group -> what it is where no recipe sets it, and the commands that read it."""
+"""Group of keys -> its defaults, and the commands that read it."""
 
 
 def commands_of(config: MegarlConfig) -> Sequence[str]:
-    """The commands that train by this configuration: those whose group differs from what it is by itself."""
+    """The commands that train by this configuration: their group of keys differs from its defaults."""
     for group, (unset, commands) in _OWN_GROUPS.items():
         if getattr(config, group) != unset:
             return commands

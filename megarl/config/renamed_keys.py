@@ -128,7 +128,7 @@ VERL: Mapping[str, str] = {
     "trainer.n_gpus_per_node": "cluster.trainer_ranks",
     "trainer.nnodes": "cluster.trainer_ranks",
 }
-"""Key of verl, also those that only blog posts have -> key of megarl."""
+"""Key of verl -> key of megarl; some keys occur only in blog posts."""
 
 VERL_PREFIXES: Mapping[str, str] = {
     "actor_rollout_ref.actor.megatron.": "megatron.",

@@ -24,7 +24,7 @@ class Packed(NamedTuple):
     kinds: Array
     """uint8[S]: whether a stretch is in `values` (0), is in it as `Runs` (1), is long (2) or stored (3)."""
     ends: Array
-    """int64: where in `values` each of the stretches ends that are there."""
+    """int64: the end in `values` of each stretch kept there (kinds 0 and 1)."""
     values: Array
     run_lengths: Array
     """int32: of all `Runs`, in their order."""

@@ -1,4 +1,4 @@
-"""Pairs of replies of which one is preferred, with masks of what the assistant said."""
+"""Pairs of a preferred and a rejected reply, with masks of the assistant's tokens."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

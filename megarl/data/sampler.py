@@ -24,7 +24,7 @@ class SamplerState(TypedDict):
 
 
 def digest_of(prompts: Iterable[Sequence[int]]) -> str:
-    """Digest of the tokens of prompts, which differs where any of them, or their order, does."""
+    """Digest of the tokens of prompts; it changes with any prompt and with their order."""
     digest = hashlib.sha256()
     for token_ids in prompts:
         digest.update(len(token_ids).to_bytes(8))

@@ -18,9 +18,9 @@ _ALIKE = (
 def answer_of(text: str) -> str:
     """The answer that a response gives: equal texts are one vote.
 
-    It is the last one of the first kind that there is: \\boxed{...}, <answer>...</answer>, the rest of a line after
-    "####", or else the whole text. Case and white space count for nothing, nor do dollar signs, a point at the end,
-    separators of thousands and the size of a fraction.
+    Kinds of answers are tried in this order, and the last answer of the first kind found counts: \\boxed{...},
+    <answer>...</answer>, the rest of a line after "####", or else the whole text. Case and white space count for
+    nothing, nor do dollar signs, a point at the end, separators of thousands and the size of a fraction.
     """
     found = next((answer for find in (last_boxed, _tagged, _marked) if (answer := find(text)) is not None), text)
     for spelling, stands_for in _ALIKE:

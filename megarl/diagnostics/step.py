@@ -90,7 +90,7 @@ def group_metrics(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
-    """Statistics of the rewards, of those of each data source, and of their named parts; there is at least one.
+    """Statistics of all rewards, per data source, and of their named parts; there is at least one reward.
 
     Failures are counted over all that was to be scored, greedy baselines included.
     """
@@ -105,7 +105,7 @@ def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
         sources[source].append(trajectory.reward)
         names[source].update(trajectory.scored.parts)
     for source, trajectory in scored:
-        # Without parts of its own, it has those of the others: means would be of the quick ones alone.
+        # A timed-out response has no parts: count 0 for each, or the means cover only responses scored in time.
         own = dict.fromkeys(names[source], 0.0) if trajectory.failure == "timed_out" else {}
         for name, value in (own | trajectory.scored.parts).items():
             parts[name].append(value)
@@ -129,12 +129,12 @@ def _is_undecided(trajectory: Trajectory) -> bool:
 
 
 def advantage_metrics(advantages: ArrayLike, tokens: ArrayLike, responses: ArrayLike) -> dict[str, float]:
-    """Statistics of the advantages of the trained tokens of a step. There are none where no token is trained.
+    """Statistics of the advantages of the trained tokens of a step; empty if no token is trained.
 
-    Each of `advantages` [K] is that of so many `tokens` [K] of a response, one after the other; `responses` [K] are
-    numbers that those of one response share.
+    Advantages come run-length encoded: `advantages` [K] are the values, `tokens` [K] how many tokens in a row share
+    each, and `responses` [K] the number of the response that they belong to.
 
-    A share that is exactly 0 teaches nothing: it is that of groups without a difference in reward.
+    The share of tokens whose advantage is exactly 0 teaches nothing: their groups have no difference in reward.
     """
     values, counts = np.asarray(advantages, dtype=np.float64), np.asarray(tokens)
     if not values.size:
@@ -176,8 +176,10 @@ def expert_metrics(load: Tensor) -> dict[str, MetricValue]:
 
 
 def replay_metrics(replayed: Tensor) -> dict[str, float]:
-    """Metrics of `replayed` int64[4]: choices of experts that were replayed and those that were changed so, and tokens
-    with such choices and those of which any was changed.
+    """Metrics of the replay of expert choices, from four counts in `replayed` int64[4].
+
+    They are: replayed choices, choices that differ from the router's own, tokens with replayed choices, and tokens with
+    at least one difference.
     """
     choices, changed, tokens, changed_tokens = replayed.tolist()
     if not choices:

@@ -31,7 +31,7 @@ class Fault:
 
 
 def find_faults(nodes: Sequence[Node], links: Sequence[Link]) -> list[Fault]:
-    """All faults: first those that make results wrong, then those that end runs, then those that slow them down."""
+    """All faults, the worst first: wrong results, then causes that end runs, then causes that slow them down."""
     return [fault for check in _CHECKS for fault in check(nodes, links)] if nodes else []
 
 

@@ -207,7 +207,7 @@ def _multiply() -> list[Compute]:
 
 
 def _multiply_on(device: "torch.device") -> Compute:
-    """Measure a device; one that is broken, or full, fails with what torch says of it."""
+    """Measure a device; for a broken or full device, `failure` holds torch's message."""
     try:
         return _measure_products(device)
     except RuntimeError as error:

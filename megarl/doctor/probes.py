@@ -43,7 +43,7 @@ class Probes:
             ray.kill(actor)
 
     def answers(self, begun: Mapping[str, ray.ObjectRef], what: str, timeout_s: float | None = None) -> dict[str, Any]:
-        """Address -> answer, of the probes that give one: `what` is it that a node did not do where there is none."""
+        """Address -> answer, of the probes that answer; `what` names the task in the fault of a node that does not."""
         timeout_s = ANSWER_S if timeout_s is None else timeout_s
         silent = set(ray.wait(list(begun.values()), num_returns=len(begun), timeout=timeout_s)[1]) if begun else set()
         found = {}

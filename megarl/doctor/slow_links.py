@@ -12,9 +12,9 @@ from megarl.doctor.node_probe import Link
 K = TypeVar("K", bound=Hashable)
 
 Way = tuple[str, str]
-"""Names of the node that sends and of the one that receives."""
+"""Names of the sending and the receiving node."""
 SLOW = 0.7
-"""Slower than this part of what the others reach is to be looked at."""
+"""A link below this fraction of the other links' speed is suspicious."""
 LATE = 5.0
 """So many times the usual latency is late, where it is above `LATE_S`."""
 LATE_S = 0.002

@@ -116,7 +116,7 @@ def auxiliary_options(config: MegarlConfig) -> dict[str, MegatronOptions]:
 
 
 def trained_auxiliary(config: MegarlConfig) -> list[str]:
-    """The names of those that are trained beside the policy."""
+    """The names of auxiliary models that are trained beside the policy."""
     return [name for name in TRAINED_AUXILIARY if name in wanted_auxiliary(config)]
 
 

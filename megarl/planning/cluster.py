@@ -52,7 +52,7 @@ class Cluster:
     nodes: int | None = None
     """Nodes that there are; None is as many as it takes."""
     cores: Cores | None = None
-    """Processor cores that do the work of GPUs, where there are none."""
+    """Processor cores that do the work of GPUs, on a cluster without GPUs."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

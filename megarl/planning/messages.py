@@ -26,13 +26,13 @@ class Path(IntEnum):
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages, each int64 [messages]: those of sender 0 in the order in which it sends them, then those of 1, ..."""
+    """Columns of a table of messages, each int64 [messages], sorted by sender and then by the order of sending."""
 
     sender: Integers
     receiver: Integers
     nbytes: Integers
     part: Integers
-    """Number of a message among those of its pair."""
+    """Number of a message within its pair of sender and receiver."""
     parts: Integers
     """How many messages its pair has."""
 

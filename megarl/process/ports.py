@@ -24,7 +24,7 @@ def free_port(host: str = LOOPBACK, port: int = 0) -> int:
 
 
 def _quiet_ports() -> list[int]:
-    """Ports that the kernel gives to no connection, in random order: one that is free stays so until it is used."""
+    """Ports outside the kernel's range for connections, in random order: a free one stays free until it is used."""
     first_of_kernel = int(_KERNEL_PORTS.read_text().split()[0]) if _KERNEL_PORTS.exists() else 0
     quiet = range(_FIRST_PORT, max(_FIRST_PORT, first_of_kernel))
     return secrets.SystemRandom().sample(quiet, len(quiet))

@@ -29,7 +29,7 @@ _SHORT = (Path("/tmp"), _SHARED_MEMORY)
 
 @contextmanager
 def scratch_folder(socket: str = "") -> Iterator[Path]:
-    """A new folder with mode 0700, removed with the context; those that killed runs of this user left go, too.
+    """A new folder with mode 0700, removed with the context; also removes folders left by this user's killed runs.
 
     It lies below TMPDIR; where the path of a Unix socket that will be in it, `socket`, is too long there, below /tmp.
 
@@ -52,7 +52,7 @@ def scratch_folder(socket: str = "") -> Iterator[Path]:
 def scratch_folder_of_process() -> Path:
     """A `scratch_folder` that is there until this process exits."""
     left = ExitStack()
-    # Processes of multiprocessing run no functions of atexit, and forked ones none of these of their parent's.
+    # Processes of multiprocessing run no atexit functions, and forked ones do not run their parent's finalizers.
     Finalize(None, left.close, exitpriority=0)
     return left.enter_context(scratch_folder())
 
@@ -92,7 +92,7 @@ def _remove(folder: Path) -> None:
 
 
 def _hold(folder: Path) -> int:
-    """Lock the marker before it has its name: one that nobody holds is that of a dead process."""
+    """Lock the marker before it gets its name: an unlocked marker means that its process is dead."""
     unnamed = folder / f"{_MARKER}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
     with suppress(OSError):
@@ -100,7 +100,7 @@ def _hold(folder: Path) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
-        # Without locks, as on some mounts of Lustre, nobody takes it for that of a dead process.
+        # Without locks, as on some mounts of Lustre, nobody takes the marker for a dead process's.
         if error.errno not in NOT_SUPPORTED:
             raise
     unnamed.rename(folder / _MARKER)
@@ -108,9 +108,9 @@ def _hold(folder: Path) -> int:
 
 
 def _remove_stale() -> None:
-    """Remove the folders of dead processes; on file systems of several machines those of this one alone.
+    """Remove the folders of dead processes; on a shared file system only the folders of this machine.
 
-    There a lock may be seen on its own machine alone.
+    On a shared file system, a lock may be visible only on the machine that holds it.
     """
     for parent in {Path(tempfile.gettempdir()), *_SHORT}:
         of_several = is_shared(parent)

@@ -29,8 +29,8 @@ Handler = Callable[[int, FrameType | None], Any]
 class Interruption:
     """Ends the program by a KeyboardInterrupt when one of its signals comes.
 
-    Signals that come while it ends say nothing new and must not stop it from tidying up; one that comes much later is
-    of somebody who sees that it does not end.
+    Signals that come while it ends say nothing new and must not stop it from tidying up. A signal after 10 s interrupts
+    again: the user sees that shutdown hangs.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ def asked_to_stop(*, waits: bool) -> Iterator[StopRequest]:
 
 
 def _wanted(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """All of them but SIGHUP where nohup has it ignored."""
+    """All signals, but without SIGHUP if nohup has it ignored."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 

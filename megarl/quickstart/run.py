@@ -247,7 +247,7 @@ def _largest_difference(job: MegarlConfig) -> str:
 
 
 def _largest(history: list[dict[str, Any]], name: str) -> float | str:
-    """The largest value of a metric, of those that are finite: the others are null in the file."""
+    """The largest finite value of a metric; the file has null for values that are not finite."""
     return max((value for line in history if (value := line.get(name)) is not None), default="never finite")
 
 

@@ -157,7 +157,7 @@ IN_BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {**_DENSE_IN_BLOCKS, "moe_intermediate_size": 128},
     "deepseek_v3": {"hidden_size": 128, "intermediate_size": 256, "q_lora_rank": 128, "moe_intermediate_size": 128},
 }
-"""Fields with which the sizes of a tiny model are multiples of 128, so that it fits blocks of FP8."""
+"""Fields that make the sizes of a tiny model multiples of 128, so that it fits blocks of FP8."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -210,7 +210,7 @@ def _traces(
         shapes = quantisation.number_format.checkpoint(architecture)[0]
     dtypes = held_dtypes(architecture, policy_dtypes, quantisation)
     try:
-        # Equal ones unpack once: those of 8 engines of 32 workers of DeepSeek-V3 take 105 seconds.
+        # Unpack equal traces once: for DeepSeek-V3, all traces of 8 engines with 32 workers each take 105 seconds.
         first, *others = dict.fromkeys(map(tuple, engines.trace_layouts(shapes, dtypes, timeout_s)))
     except UserError as error:
         raise NoDirectPathError(str(error)) from error

@@ -17,13 +17,13 @@ class WeightPath(Protocol):
         """The path of the next weights, in a few words."""
 
     def to(self, engines: Engines) -> Self:
-        """The same path to other engines of the same kind: some, or with new ones in place of those that died."""
+        """The same path to other engines of the same kind: a subset, or with replacements for engines that died."""
 
     def send(self, version: int) -> TransferStats:
         """Give all weights to engines that have begun the update to `version`. How much was moved."""
 
     def recover(self, failure: WorkerFailed) -> None:
-        """Prepare to send again after `failure`; raise it, or what it means, where that is no use."""
+        """Prepare to send again after `failure`; raise it, or a clearer error, if sending again cannot help."""
 
     def next_path(self, version: int) -> "WeightPath":
         """Return the path of the next refits, now that the engines have `version`, which the ranks still have."""

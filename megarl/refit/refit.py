@@ -15,10 +15,10 @@ from megarl.rollout.protocol import KeysAndValues
 class Refit:
     """Makes every refit a transaction: begin, the weights on a path, commit; then the check, if there is one.
 
-    `path` is that of the first refit, after which it may hand over to another one. `names` are those of all HF tensors.
-    Engines that have a version already, from the folder that they started with, do not get it again. One that dies is
-    left out, and gets the weights when it was restarted. Where trainer and engines share `gpus`, a refit has one of
-    its own.
+    `path` moves the weights of the first refit; it may choose another path for later ones. `names` are the names of all
+    HF tensors. Engines that already have a version, from the folder that they started with, do not get it again. An
+    engine that dies is left out, and gets the weights after its restart. Where trainer and engines share `gpus`, a
+    refit has one of its own.
     """
 
     def __init__(

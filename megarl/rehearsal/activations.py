@@ -91,7 +91,7 @@ def rehearse_micro_batch(
 
 @dataclass(frozen=True)
 class _Passes:
-    """Passes of one micro-batch through the chunks of a rank, of which the first one makes tables for all."""
+    """Passes of one micro-batch through the chunks of a rank; the first pass builds tables that all share."""
 
     model: MegatronModel
     micro_batch: MicroBatch

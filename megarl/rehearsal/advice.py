@@ -7,7 +7,7 @@ from megarl.rehearsal.need import Need
 
 
 def advise(need: Need, roles: Collection[str], megatron: Mapping[str, Any]) -> str:
-    """Settings that lower what most of a need is for, none of which the settings of `megatron` refuse.
+    """Settings that shrink the largest part of `need` and are allowed beside `megatron`.
 
     Example: "lower the share of the GPU that rollout.engine_args gives an engine, or refit.bucket_bytes"
     """

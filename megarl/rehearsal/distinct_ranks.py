@@ -9,7 +9,7 @@ from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 
 @dataclass(frozen=True)
 class DistinctRank:
-    """Ranks that hold tensors of the same names and shapes, of which one is built for all.
+    """Ranks whose tensors have the same names and shapes, so that building one of them is enough.
 
     Example: DistinctRank(ranks=(2, 3, 4, 5), stages=(1, 2)) of four pipeline stages of two ranks.
     """

@@ -92,7 +92,7 @@ class KnownValues(TorchDispatchMode):
         return largest, self._know(places, value) if count else places
 
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute shapes alone: of values of which it is known at least which are taken."""
+        """Compute shapes alone. A mask with known values still says how many elements are selected."""
         if func is _aten.masked_select.default and (mask := self._of(args[1])) is not None:
             return args[0].new_empty(_count(mask, args[0].shape))
         if func is _aten.index.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from converters.errors import UserError
 
 _ENVIRONMENT = {
-    # Modules are those for a CPU, of which no memory is there either.
+    # Modules are made for a CPU; none of their memory is allocated.
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",

@@ -1,4 +1,4 @@
-"""One rank of the trainer, built of the real modules in a world that is not there."""
+"""One rank of the trainer, built of the real modules in a simulated world."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -141,7 +141,7 @@ def _write(replies: BinaryIO, reply: dict[str, Any]) -> None:
 
 
 def _wait_for(stream: BinaryIO) -> None:
-    """Make a stream wait for its data again: a function may have made it one that does not."""
+    """Make reads of a stream block again: a reward function may have made them non-blocking."""
     os.set_blocking(stream.fileno(), True)
 
 

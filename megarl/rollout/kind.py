@@ -22,7 +22,7 @@ Arguments = Mapping[str, Any]
 QUANTISATION = "quantization_config"
 """The field of config.json by which megarl gives an engine a number format."""
 NUMBER_FORMAT = "megarl_number_format"
-"""A field of that, with the name of the format: weights are quantised when they are read. Engines pass it over."""
+"""Field of `quantization_config` with the format's name: weights are quantised on reading. Engines ignore it."""
 
 
 def quantisation(number_format: "NumberFormat", architecture: "Architecture") -> dict[str, Any]:
@@ -115,7 +115,7 @@ class EngineKind:
     values: Mapping[str, Values] = field(default_factory=dict)
     """Argument -> its values, where they are fewer than those of its type, or megarl computes with them."""
     only_known: Set[str] = frozenset()
-    """Arguments that take any word by their type, and of which no other works than those that it names."""
+    """Arguments whose type allows any string, although only the values that the type lists work."""
     workers: Callable[[Arguments], int]
     """How many processes, each with a GPU of its own where there are any, an engine with these arguments has."""
     offers: Collection[Ability]

@@ -40,7 +40,7 @@ class ProgressReporter:
         return bool(self._numbers) and (self._steps >= TOKENS or time.monotonic() >= self._next_s)
 
     def of(self, samples: Iterable[SampleInFlight]) -> Iterator[Progress]:
-        """The new tokens of those `samples` that were submitted, if there are any; in pieces that travel by value."""
+        """New tokens of those `samples` that were submitted, in pieces small enough to be sent by value."""
         self._steps, self._next_s = 0, time.monotonic() + SECONDS
         news = _ProgressBuilder()
         for each in samples:

@@ -188,7 +188,7 @@ class Sampler(Protocol):
         """Go on after `pause`."""
 
     def version(self) -> int:
-        """The version of the weights that are served: 0 are those of the model's folder, -1 are none."""
+        """The version of the served weights: 0 for the weights of the model's folder, -1 for none."""
 
     def reset_prefix_cache(self) -> int:
         """Forget all cached keys and values. Returns the tokens of samples in flight that it recomputes."""
@@ -207,7 +207,7 @@ class LayoutSource(Protocol):
         """
 
     def worker_parts(self) -> list[int]:
-        """Which of the engine's processes, one on each machine that it spans, each worker belongs to."""
+        """The number of each worker's process; the engine has one process on each machine that it spans."""
 
 
 class WeightTarget(Protocol):

@@ -55,7 +55,7 @@ class RequestInFlight:
 
 @dataclass(eq=False)
 class SampleInFlight:
-    """One sample of a request, and what was sampled of it."""
+    """One sample of a request, with its tokens so far."""
 
     request: RequestInFlight
     sample: int
@@ -63,16 +63,16 @@ class SampleInFlight:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     told: int = 0
-    """How many of its tokens were told of."""
+    """How many of its tokens were reported."""
 
     def take_untold(self) -> tuple[Sequence[int], Sequence[float], Sequence[int]]:
-        """Tokens that were not told of yet, their log-probs and versions."""
+        """Tokens that were not reported yet, with log-probs and versions."""
         start, self.told = self.told, len(self.token_ids)
         return self.token_ids[start:], self.log_probs[start:], self.versions[start:]
 
 
 def tokens_of(samples: Iterable[SampleInFlight]) -> int:
-    """Tokens that were computed for samples which have some, those of a prompt that they share once."""
+    """Tokens computed for samples that have begun; a prompt that samples share counts once."""
     begun = [each for each in samples if each.token_ids]
     prompts = {id(each.request): each.request.prompt_tokens for each in begun}
     return sum(prompts.values()) + sum(each.request.begun_tokens(each.sample) + len(each.token_ids) for each in begun)

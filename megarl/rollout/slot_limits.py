@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SlotLimits:
-    """The limits of the engines of one kind, which has this `title`."""
+    """Limits of the LoRA slot of one kind of engine, which messages call `title`."""
 
     title: str
     model_types: Sequence[str]

@@ -17,7 +17,7 @@ _MANY = 64
 
 
 class Texts:
-    """Reads tokens by the tokenizer of a HuggingFace folder, which it opens when it first needs it."""
+    """Turns tokens into text with the tokenizer of a HuggingFace folder, opened on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

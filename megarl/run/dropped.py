@@ -39,7 +39,10 @@ class Dropped:
         return taken
 
     def most_between(self, ordinals: Iterable[int]) -> int:
-        """The most of them that have none of `ordinals`, which go up, between them: one batch tells of all these."""
+        """Largest number of dropped groups between two consecutive `ordinals` (ascending): one batch reports them all.
+
+        The groups before the first and after the last of `ordinals` count as well.
+        """
         places = [0, *map(self._place, ordinals), len(self._groups)]
         return max(end - start for start, end in pairwise(places))
 

@@ -40,7 +40,7 @@ class InFlightGroups:
         del self._pending[ordinal]
 
     def partials(self, only: Collection[int] | None = None) -> dict[int, Sequence[SavedPartial]]:
-        """The parts that there are of all, by their ordinals; or of some `only`, beside all that are to go on."""
+        """Partial samples by group ordinal: of all groups in flight or of `only` some, and of all that were loaded."""
         pending = {ordinal: own for ordinal, own in self._pending.items() if only is None or ordinal in only}
         there = iter(self._engines.partial_turns([each for own in pending.values() for each in own]))
         parts = {

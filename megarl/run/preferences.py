@@ -28,7 +28,7 @@ def read_pairs(setup: RunSetup) -> tuple[list[PreferencePair], list[PreferencePa
 
 
 def digest_of_pairs(pairs: Sequence[PreferencePair]) -> str:
-    """Digest of the tokens of both replies, which differs where any of them, or their order, does."""
+    """Digest of the tokens of all replies; it changes with any reply and with their order."""
     return digest_of(reply.token_ids for pair in pairs for reply in pair)
 
 
@@ -61,7 +61,7 @@ def with_reference(batch: RaggedBatch, log_probs: Tensor) -> RaggedBatch:
 def held_out_metrics(objective: Objective, predictions: object, batch: RaggedBatch) -> dict[str, float]:
     """Metrics of an objective on a whole batch of held-out pairs; nothing is learned from it.
 
-    `predictions` are those of the batch as one micro-batch.
+    `predictions` come from the whole batch as one micro-batch.
     """
     _, metrics = objective(predictions, pack(batch, range(len(batch))))
     assert isinstance(metrics, Metrics)

@@ -295,7 +295,7 @@ class Rollouts:
         """The next batch, or else the draws that it ends with or behind; and what was dropped for it until now."""
         wanted = self._config.loop.prompts_per_step
         batch = self._schedule.takeable() or list(islice(self._schedule.untaken, wanted))
-        # Where it needs further draws it ends behind all that there were.
+        # An incomplete batch will end after every draw so far, so all drops count for it.
         return batch, self._dropped.before(batch[-1]) if len(batch) == wanted else self._dropped.all
 
     def _check_refills(self) -> None:
@@ -367,7 +367,7 @@ class Rollouts:
         """Let the reward model, if there is one, add its scores to those of the functions."""
         with self._changed:
             groups = [self._unjudged.pop(each) for each in self._to_judge()]
-        # Without one there are some all the same where a run goes on that had one.
+        # A run resumed without its reward model still has groups that wait for one.
         if groups and self._workers.reward_model is not None:
             self._workers.gpus.switch_to(self._workers.reward_model)
             groups = with_model_scores(groups, self._workers.reward_model, self._config.reward_model.weight)

@@ -111,7 +111,7 @@ class Schedule:
                 if len(batch) == self._batch:
                     return batch
             else:
-                # Draws of the batch that are in front of it do not overtake it.
+                # Draws of the batch that come before this draw do not overtake it.
                 before = max(before, draw.overtaken - len(batch))
             # A further one would overtake all that are left behind. This is asked of thousands at each answer.
             if before + len(batch) + 1 >= self._window:

@@ -82,7 +82,7 @@ def own_root(writable_bytes: int) -> None:
 
 def _bring(source: Path) -> None:
     target = _ROOT / source.relative_to("/")
-    if not source.exists() or target.exists():  # a path below one that is there is there, too
+    if not source.exists() or target.exists():  # a path below a mounted folder is mounted, too
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_symlink():

@@ -79,8 +79,8 @@ class AlgorithmConfig:
     train_on_truncated_responses: bool = True
     """Off leaves responses that ran into max_response_tokens out of the loss (DAPO)."""
     truncated_responses_in_statistics: bool = True
-    """Responses that are left out of the loss so stay in their group's statistics (DAPO); off leaves them out there,
-    too, so that the advantages that are trained on are centred."""
+    """Truncated responses excluded from the loss still count in their group's statistics (DAPO); off excludes them
+    there, too, so that the advantages that are trained on are centred."""
     router_replay: str = "none"
     """Experts that the policy's tokens go to as it learns: none, those that its own routers choose; rollout, those that
     the engine chose as it sampled (R3, arXiv 2510.11370), by weights that the routers give and learn."""

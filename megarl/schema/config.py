@@ -32,8 +32,8 @@ class ModelConfig:
     fp32_logits: bool = False
     """Logits are not rounded to bf16, in the trainer and in the engines: their log-probabilities then differ less."""
     mtp_training: str = "detached"
-    """Training of layers for multi-token prediction, where the model has them: detached, they learn and nothing else
-    does from them; joint, the model under them too; none, they stay as they were loaded."""
+    """Training of layers for multi-token prediction, where the model has them: detached, only these layers learn from
+    their loss; joint, the model under them too; none, they stay as they were loaded."""
     freeze_moe_router: bool = False
     """The routers of all models of the run stay as they were loaded: no gradient, no weight decay."""
 
@@ -209,8 +209,8 @@ class ScheduleConfig:
     """When prompts are sampled and trained on (`megarl train`)."""
 
     max_staleness: int = 0
-    """How many versions older than the newest weights those may be that sampled a trained token: the engines sample the
-    prompts of so many steps ahead while the trainer learns. 0 samples and learns in turn."""
+    """Maximum age, in weight versions, of the policy that sampled a trained token: the engines sample the prompts of so
+    many steps ahead while the trainer learns. 0 samples and learns in turn."""
     window: int = 1
     """A batch may pass over groups that are still being sampled, but fewer than this many later groups may be trained
     before any of them. 1: strictly in the order of the draws. Adds up to ceil((window - 1) / prompts_per_step) versions

@@ -82,18 +82,18 @@ def weighted(
 
 
 def group_of_each(groups: Sequence[PromptGroup]) -> Tensor:
-    """long[N]: the place of its group, of each trajectory."""
+    """long[N]: the index of each trajectory's group."""
     return torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group.trajectories) for group in groups]))
 
 
 def rollout_of_each(groups: Sequence[PromptGroup]) -> Tensor:
-    """long[N]: the place of its rollout among those of all groups, of each trajectory."""
+    """long[N]: the index of each trajectory's rollout, counted over all groups."""
     branches = torch.tensor([len(each) for group in groups for each in group.rollouts])
     return torch.arange(len(branches)).repeat_interleave(branches)
 
 
 def first_branches(rollout: Tensor) -> Tensor:
-    """long[R]: where the first branch of each of R rollouts is; `rollout` long[N] is that of `rollout_of_each`."""
+    """long[R]: the index of the first branch of each of R rollouts; `rollout` long[N] comes from `rollout_of_each`."""
     return rollout.diff(prepend=rollout.new_tensor([-1])).nonzero().flatten()
 
 

@@ -132,7 +132,7 @@ def with_fields(batch: Batch, **fields: Sequence[Values]) -> Batch:
 
 
 def for_loss(batch: Batch, loss: Loss) -> Batch:
-    """`batch` with those of its fields that the loss reads: they go to every rank."""
+    """`batch` with only the fields that the loss reads, as all its fields go to every rank."""
     return batch.only([field.name for field in FIELDS if loss in field.losses])
 
 

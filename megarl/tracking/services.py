@@ -158,7 +158,7 @@ class ServiceLogger:
         made.result()
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        """Let it have the metrics of one step once it has taken those before; where too many wait, they are lost."""
+        """Queue the metrics of one step for the service; if the queue is full, they are lost."""
         try:
             self._waiting.put_nowait((step, metrics))
         except Full:

@@ -80,9 +80,9 @@ def cut(micro_batch: MicroBatch, ranks: int, rank: int, align: int) -> ContextPa
 
 
 def rank_order(bounds: Tensor, ranks: int) -> Tensor:
-    """long[T]: the place of each token of sequences end to end, of `bounds` long[N + 1], in the order of the ranks.
+    """long[T]: where each token of concatenated sequences, with `bounds` long[N + 1], lies in rank order.
 
-    The order is that of all tokens of rank 0, then those of rank 1, ...; every length is a multiple of 2 * `ranks`.
+    Rank order is all tokens of rank 0, then all tokens of rank 1, ...; every length is a multiple of 2 * `ranks`.
 
     Example: rank_order(torch.tensor([0, 4]), ranks=2) is [0, 2, 3, 1], as rank 0 has the first and the last token.
     """

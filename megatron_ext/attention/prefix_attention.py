@@ -147,7 +147,7 @@ def _lengths(places: Sequence[Place]) -> tuple[int, ...]:
 
 
 def _rows(values: Tensor, places: Sequence[Place]) -> Tensor:
-    """Values at the places, one after another; those of one place are not copied."""
+    """Values at the places, one after another; a single place is not copied."""
     rows = [values[start:stop] for start, stop in places]
     return rows[0] if len(rows) == 1 else torch.cat(rows)
 

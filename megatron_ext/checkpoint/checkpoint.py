@@ -121,7 +121,7 @@ def save(model: MegatronModel, folder: Path) -> None:
 def load(model: MegatronModel, folder: Path) -> None:
     """Collective: continue from the checkpoint `folder`; `model.prepare_training` has been called.
 
-    The reference model, where the model keeps one, becomes that of the checkpoint, if it holds one.
+    A model with a reference model gets the checkpoint's, if the checkpoint holds a reference model.
 
     Raises UserError on every rank, before anything of it is taken over, if the checkpoint is damaged, or of another
     model, number format or optimizer.

@@ -67,7 +67,7 @@ def list_written(folder: Path, written: Mapping[str, Sequence[Written]]) -> None
 def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep: int, keep_every: int = 0) -> Path:
     """Give a written checkpoint its name, make it the latest, and delete earlier ones.
 
-    The newest `keep`, of which this is one, stay, and those of iterations that `keep_every` divides.
+    Kept are the newest `keep` checkpoints, this one included, and those whose iteration is a multiple of `keep_every`.
     """
     partial, folder = partial_folder(root, iteration), iteration_folder(root, iteration)
     replaced = root / f"{folder.name}.replaced{_PARTIAL}"

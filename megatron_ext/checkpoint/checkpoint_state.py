@@ -114,7 +114,10 @@ def _with_own_rows(chunk: GPTModel, parts: Mapping[str, Any]) -> Iterator[dict[s
 def _own_parts(
     key: str, part: ShardedBase, tensor: Tensor, parameter: Tensor | None, prefix: str = ""
 ) -> dict[str, ShardedBase]:
-    """`tensor`, which has what this rank has of `parameter`, as what `part` says of the whole; `prefix` is of keys."""
+    """Checkpoint entries for `tensor`, this rank's slice of `parameter`; `part` describes the whole.
+
+    Keys in the checkpoint begin with `prefix`.
+    """
     if parameter is None or not is_cut(parameter):
         return {key: replace(part, key=prefix + part.key, data=tensor)}
     own = shards(part, first_element(parameter), tensor.view(-1), prefix=prefix, is_own=True)

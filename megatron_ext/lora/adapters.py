@@ -193,7 +193,7 @@ class Adapters:
 
 
 def _rows(shard: Shard, names: Collection[str]) -> dict[str, Rows]:
-    """How the rows of each of the linear layers are made up of those of HuggingFace matrices."""
+    """How HuggingFace matrices make up the rows of each linear layer."""
     pieces: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for each in sorted(shard.placements, key=lambda placement: placement.local_box.start[0]):
         if each.local_name in names:

@@ -36,7 +36,7 @@ class Rows:
     groups: int
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """[..., rows of one matrix] of each matrix as [..., rows of the layer]."""
+        """Join outputs [..., rows of one matrix], one per matrix, into [..., rows of the layer]."""
         if len(parts) == 1:
             return parts[0]
         return torch.cat([part.unflatten(-1, (self.groups, -1)) for part in parts], dim=-1).flatten(-2)
@@ -144,8 +144,8 @@ class Adapter(torch.nn.ModuleDict):
         if cut_in is not None:
             set_tensor_model_parallel_attributes(factor, is_parallel=True, dim=cut_in, stride=1)
         elif self._is_expert:
-            # Megatron would count it on each first rank of the layers that aren't experts, which may be none or several
-            # of those that have it alike: as a cut one it is counted everywhere but where it is a copy.
+            # Megatron counts it on TP rank 0 of the dense layers, which may be no replica or several. Marked as
+            # sharded, it counts everywhere but on ranks marked `shared`.
             factor.tensor_model_parallel = True  # type: ignore[attr-defined]
             factor.shared = self._group.rank() != 0  # type: ignore[attr-defined]
         else:

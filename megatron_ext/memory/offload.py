@@ -129,7 +129,7 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _gradient_bytes(chunks: Sequence[Wrapped]) -> int:
-    """Bytes of gradients: of buffers that stay, or under FSDP2 of those that there are from a step to the next."""
+    """Bytes of gradients: of permanent buffers, or under FSDP2 of the gradients that exist at the moment."""
     buffered = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
     buffers = [buffer for chunk in buffered for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     others = nbytes_of(storages_of(gradients([chunk for chunk in chunks if chunk not in buffered])))

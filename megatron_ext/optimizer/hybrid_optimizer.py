@@ -54,7 +54,7 @@ def prime(optimizer: HybridDeviceOptimizer) -> None:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """The optimizers that take an optimizer's steps: those that it holds, or itself where it is no hybrid."""
+    """Optimizers that take the steps: the parts of a hybrid optimizer, else the optimizer itself."""
     return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 

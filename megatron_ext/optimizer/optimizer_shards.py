@@ -62,7 +62,7 @@ def main_states(optimizer: MegatronOptimizer) -> list[MainState]:
 
 
 def sharded_states(states: Sequence[MainState], weights: Mapping[int, ShardedBase]) -> list[ShardedTensor]:
-    """The boxes that the `states` are, of tensors beside those of the weights: `id` of each -> what it is saved as."""
+    """Checkpoint entries for `states`; `weights` has, by `id` of each weight, the entry that the weight is saved as."""
     return [
         shard
         for state in states

@@ -70,7 +70,7 @@ def _check_sizes(sizes: Sequence[int], unit: int, max_tokens: int) -> None:
 
 
 def _more_and_more_parts(families: Families, unit: int) -> Iterator[list[list[int]]]:
-    """The sequences of families that are whole, then of parts of them: 2, 4, 8, ... or as many as they need."""
+    """Sequences grouped by whole families first, then by 2, 4, 8, ... parts of each, or more if a part is too long."""
     parts = 1
     while True:
         yield [sequences_of(units, unit) for units in families.parts(parts)]

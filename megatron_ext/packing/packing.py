@@ -74,7 +74,7 @@ class RaggedBatch:
 
 
 def asked_field(fields: Container[str]) -> str | None:
-    """The one of `fields` that says which labels a model is asked about; None where it is asked about all.
+    """Name of the field that says which labels a model is asked about; None: it is asked about all.
 
     They are those with a weight in the loss; without `weights`, those of `trained` tokens.
     """
@@ -128,16 +128,16 @@ class Part:
         return None
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Which of these L tokens are which of the T' of the micro-batch: two long[M] that belong together."""
+        """Index pairs, two long[M]: a token among these L, and its place among the T' of the micro-batch."""
         every = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return every, every
 
     def of_labels(self, values: Tensor) -> Tensor:
-        """Values of the tokens, to those of the labels that they predict; differentiable."""
+        """Turn values per token into values per predicted label; differentiable."""
         return values if self.predicting is None else values.index_select(0, self.predicting)
 
     def whole(self, values: Tensor) -> Tensor:
-        """Values of the labels to those [T'] of the micro-batch."""
+        """Turn values per label into values [T'] of the micro-batch."""
         return values
 
     def to(self, device: torch.device) -> Self:

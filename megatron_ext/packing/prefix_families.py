@@ -53,7 +53,7 @@ class Families:
         return max((last - first for first, last in self._families), default=0)
 
     def parts(self, count: int) -> Iterator[Units]:
-        """The units of each family that fits, where `count` is 1; else of at least so many parts of each."""
+        """Units by family for a `count` of 1, if the family fits; else by part, at least `count` parts a family."""
         for first, last in self._families:
             if count == 1 and self._tokens_between(first, last) <= self._max_tokens:
                 yield sorted(self._units[first:last])
@@ -93,5 +93,5 @@ class Families:
 
 
 def sequences_of(units: Sequence[int], unit: int) -> list[int]:
-    """The sequences of units of so many."""
+    """The sequences of `units`, with `unit` sequences each."""
     return [unit * each + place for each in units for place in range(unit)]

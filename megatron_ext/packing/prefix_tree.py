@@ -29,7 +29,7 @@ class Prefixes(NamedTuple):
 
     @classmethod
     def by_key(cls, keys: Sequence[_Key], common: Callable[[_Key, _Key], int]) -> "Prefixes":
-        """Prefixes of sequences that have the order of their `keys`; `common` is what two of these tell."""
+        """Prefixes of sequences, ordered by `keys`; `common` gives the length of two keys' common prefix."""
         in_order = sorted(range(len(keys)), key=keys.__getitem__)
         order = np.empty(len(keys), dtype=np.int64)
         order[in_order] = np.arange(len(keys))
@@ -75,7 +75,7 @@ class PrefixNode(NamedTuple):
 
 
 def prefix_nodes(lengths: Sequence[int], common: Sequence[int]) -> Iterator[PrefixNode]:
-    """The nodes of sequences in the order of their `Prefixes`; those after one in the tree follow it at once."""
+    """Nodes of the prefix tree in depth-first order, for sequences in the order of their `Prefixes`."""
     waiting = [(0, len(lengths), 0, 0)] if len(lengths) else []
     while waiting:
         first, last, start, depth = waiting.pop()

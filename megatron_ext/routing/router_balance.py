@@ -147,7 +147,7 @@ def _scored(router: ObservedRouter, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _observed(chunks: Sequence[torch.nn.Module], observe: Callable[[ObservedRouter], RouterObserver]) -> Iterator[None]:
-    """Inside, each router has an observer. Raises RuntimeError where one did not meet all that it was to expect."""
+    """Inside, each router has an observer. Raises RuntimeError if an observer missed a pass that it expected."""
     observers = {}
     for chunk in chunks:
         for router in routers(chunk):

@@ -30,7 +30,7 @@ class RoutedTokens(NamedTuple):
     """The real tokens of a micro-batch that one router of this rank sees."""
 
     rows: Tensor
-    """long[M]: rows of the router's input. One that several sequences begin with is there for each of them."""
+    """long[M]: rows of the router's input. A row that several sequences share as a prefix occurs once for each."""
     sequences: Tensor
     """long[M]: the sequence that each belongs to."""
     lengths: Tensor

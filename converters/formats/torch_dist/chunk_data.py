@@ -1,4 +1,4 @@
-"""Where the elements of a stored chunk are in the archive that `torch.save` made of it."""
+"""Finds the elements of a stored chunk in its archive, as written by `torch.save`."""
 
 import io
 import struct

@@ -39,7 +39,7 @@ class Input(NamedTuple):
     what: str
     """Its type, and what it is."""
     word: str | None = None
-    """Name of one value in a message about one that is not finite; None for what is not checked."""
+    """Name of a value in the message about a value that is not finite; None: values are not checked."""
     per_token: bool = False
     source: Source | None = None
     """None: every run has it, or no estimator needs it."""
@@ -105,7 +105,7 @@ INPUTS: Mapping[str, Input] = {
         batch_field="teacher_log_probs",
     ),
 }
-"""Inputs of an estimator, which names those that it reads as its parameters; checked in this order."""
+"""Possible inputs of an estimator, which reads an input by naming it as a parameter; checked in this order."""
 
 
 @dataclass(frozen=True)

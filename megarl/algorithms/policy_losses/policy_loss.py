@@ -60,12 +60,12 @@ class PolicyLoss:
             check_inputs(self.selection, _OF_SELECTION)
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> TokenLoss:
-        """The loss of every token, from those of the `inputs` and the `options` that the two functions name."""
+        """The loss of every token; the two functions get the `inputs` and `options` that their parameters name."""
         log_ratio = call(self.ratio, inputs)
         return call(self.surrogate, {**inputs, "log_ratio": log_ratio}, **_of(self.surrogate, options))
 
     def select(self, inputs: Mapping[str, Any], generator: torch.Generator, options: Mapping[str, Any]) -> Tensor:
-        """Tokens that `selection` chooses, from those of the `inputs` and the `options` that it names."""
+        """Tokens that `selection` chooses; it gets the `inputs` and `options` that its parameters name."""
         assert self.selection is not None, "a loss without a selection"
         return call(self.selection, {**inputs, "generator": generator}, **_of(self.selection, options))
 

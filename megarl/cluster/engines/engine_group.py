@@ -1,4 +1,4 @@
-"""The engines of a run: their processes, their start, and those that come in place of dead ones."""
+"""The engines of a run: their processes, their start, and replacements for engines that died."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -106,7 +106,7 @@ class EngineGroup(Engines):
             handle.note_started(version, worker_parts)
 
     def _wait_beginning(self, calls: Sequence[Call[None]]) -> None:
-        """Wait for calls of engines that start; those of one that dies are left, and it is restarted."""
+        """Wait until engines have started; restart an engine that dies meanwhile, and drop its calls."""
         while left := [call for call in calls if call.worker in self.processes.workers]:
             try:
                 wait(left, self._start_within_s, "cluster.engine_start_timeout_s")

@@ -97,7 +97,7 @@ class EngineHandle:
 
     @property
     def death(self) -> WorkerFailed | None:
-        """The failure that it has died of, as far as it was heard of."""
+        """The failure that the engine died of; None if no death was noticed."""
         return next((each.failure for each in self.processes if each.failure and is_death(each.failure)), None)
 
     @property
@@ -157,7 +157,7 @@ class EngineHandle:
 
 
 def wait_for_living(calls: Sequence[Call[Any]]) -> None:
-    """Wait for calls of engines, but not for those of one that dies. Raises what the others fail of."""
+    """Wait for calls of engines; ignore the calls of an engine that dies. Raises any other failure."""
     for call in calls:
         try:
             wait([call])

@@ -1,4 +1,4 @@
-"""The start of an engine: the first ones of a run, and those that come in place of dead ones."""
+"""Starts engines: at the beginning of a run, and to replace an engine that died."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

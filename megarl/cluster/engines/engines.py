@@ -157,7 +157,7 @@ class Engines:
     ) -> list[PendingRequest]:
         """Begin to sample all requests. Whoever waits for the answers calls `bring_back` now and then.
 
-        Where it is known what there is of each, `partial_turns`, they go on behind that.
+        `partial_turns` is what was already sampled for each request; sampling continues after it.
         """
         return self._router.begin(requests, self.handles, partial_turns)
 
@@ -170,7 +170,7 @@ class Engines:
         return self._answers(serving, Engine.generate, requests)
 
     def partial_turns(self, pending: Sequence[PendingRequest]) -> list[PartialTurns]:
-        """The turns that there are of each of these requests, also if it is answered."""
+        """The turns sampled so far for each request, answered or not."""
         return self._router.partial_turns(pending)
 
     def bring_back(self) -> None:

@@ -40,7 +40,7 @@ class PendingRequest:
 
     @property
     def tokens(self) -> int:
-        """Tokens that an engine computes before it samples, those of the prompt once."""
+        """Tokens that an engine computes before it samples; the prompt counts once for all samples."""
         begun = sum(len(self._begun(sample).token_ids) for sample in self.left)
         return len(self.request.prompt_token_ids) + begun
 
@@ -50,13 +50,13 @@ class PendingRequest:
         return [sample for sample in range(self.request.sampling.samples) if sample not in self.ended]
 
     def rest(self) -> Request:
-        """As much of the request as there is nothing of."""
+        """The request that is left: only samples that have not ended, each with its tokens so far."""
         if not self.begun and not self.ended:
             return self.request
         return replace(self.request, begun={sample: self._begun(sample).token_ids for sample in self.left})
 
     def keep(self, begun: Mapping[int, PartialSample]) -> int:
-        """Keep what an engine that died has told of; how many tokens."""
+        """Keep tokens that an engine reported before it died. Returns how many."""
         for sample, new in begun.items():
             self.begun[sample] = self.begun[sample] + new if sample in self.begun else new
         return sum(len(new.token_ids) for new in begun.values())
@@ -66,7 +66,7 @@ class PendingRequest:
         self.keep_turns(dict(zip(self.left, turns, strict=True)))
 
     def keep_turns(self, turns: PartialTurns) -> None:
-        """Keep turns of some samples, each behind what there was of it."""
+        """Append a turn to each of some samples."""
         for sample, turn in turns.items():
             if turn.finish_reason == "abort":
                 self.keep({sample: PartialSample.of(turn)})
@@ -74,7 +74,7 @@ class PendingRequest:
                 self.ended[sample] = self._begun(sample).ended_by(turn)
 
     def partial_turns(self) -> PartialTurns:
-        """All that there is."""
+        """Everything sampled so far."""
         begun = {sample: self.begun[sample].cut() for sample in self.left if sample in self.begun}
         return {**begun, **self.ended}
 

@@ -26,7 +26,7 @@ _ON_THIS_MACHINE = 0.0001
 def trainer_role(name: str, sizes: ParallelSizes, cluster: ClusterConfig, *, has_gpus: bool | None = None) -> Role:
     """The Megatron ranks of a model, each with a GPU of its own where the cluster has any; a TP group belongs together.
 
-    Whether it `has_gpus` is asked of Ray where it is not given.
+    Without `has_gpus`, Ray is asked whether the cluster has GPUs.
 
     They are numbered as Megatron numbers them: tensor parallelism varies fastest.
     """

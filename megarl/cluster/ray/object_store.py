@@ -10,7 +10,7 @@ _FOLDER = "/dev/shm"
 # Memory of the store is taken when it is used, so a large one costs a small run nothing; a small one spills to disk.
 _DEFAULT_BYTES = range(256 * 1024**2, 200 * 10**9)
 _OF_MEMORY = 0.3
-# Segments of refits, and those of NCCL, are there as well.
+# Shared memory also holds the segments of refits and of NCCL.
 _OF_SHARED_MEMORY = 0.5
 _FOR_THE_REST_BYTES = 100 * 10**6
 """Ray (2.60) may not start where it finds less memory beside the store."""

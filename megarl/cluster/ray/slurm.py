@@ -54,7 +54,7 @@ _CONNECT_S = 2.0
 
 
 class Supervised:
-    """A program in a session of its own. It gets each signal once, of those that `hears` has for what comes here."""
+    """A program in a session of its own. Each incoming signal is forwarded once, as `hears` translates it."""
 
     def __init__(
         self,

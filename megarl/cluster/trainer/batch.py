@@ -84,7 +84,7 @@ class Batch:
         return [np.flatnonzero(self.mini_batch == each) for each in np.unique(self.mini_batch)]
 
     def only(self, names: Collection[str]) -> "Batch":
-        """The same sequences, and of their fields those of `names` that there are."""
+        """The same sequences with only the fields in `names`; names without a field are ignored."""
         return replace(self, fields={name: values for name, values in self.fields.items() if name in names})
 
     def with_fields(self, **fields: Sequence[Values]) -> "Batch":

@@ -290,7 +290,7 @@ class TrainerGroup(WorkerGroup):
     def _call_shares(
         self, method: str, batch: Batch, cut: Cut, *arguments: Any, work: Sequence[PassFlops]
     ) -> list[Any]:
-        """Call every rank with its data-parallel share; the results of the one rank of each that is asked for them.
+        """Call every rank with its data-parallel share; returns one result per share.
 
         The batch has the fields that the call reads, and no others: they go to every rank. The call is as much
         `work`.

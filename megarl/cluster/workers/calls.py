@@ -65,10 +65,10 @@ def wait_together(
 ) -> None:
     """Wait for calls of workers, of any groups, that need each other.
 
-    Where one fails, the others soon fail for that reason, with a `consequence`; `at_first` is called with the first
-    failure, so that it can tell those that do not hear of it. Raises, as `wait` does, the failure that says most: the
-    end of a process, then any error but a consequence. Where all have ended but calls of `last`, which need nobody
-    any more, these have `timeout_s`.
+    When one fails, the others soon fail because of it, with a `consequence`; `at_first` is called with the first
+    failure, so that it can tell workers that do not notice. Raises, as `wait` does, the most telling failure: the end
+    of a process, then any error but a consequence. When only calls of `last` remain, which need nobody any more, these
+    have `timeout_s`.
     """
     pending, signs = list(calls), SignsOfLife[Worker, Call[Any]](LOOK_S)
     failures: list[Exception] = []

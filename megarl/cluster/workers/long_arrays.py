@@ -41,7 +41,7 @@ def put_back(rest: Rest, references: Sequence[Any]) -> Any:
 
 
 class _Place(NamedTuple):
-    """Which of the arrays was taken out, and what is known of it."""
+    """Stands for an array that was taken out: its number and its properties."""
 
     number: int
     dtype: str

@@ -1,4 +1,4 @@
-"""Calls of workers that give their results one by one: whichever comes first, of any number of them."""
+"""Calls of workers that give results one by one, several waited for at once: the first to come is the first given."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field

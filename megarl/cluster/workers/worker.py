@@ -38,7 +38,7 @@ class WorkerGone(WorkerFailed, RunFailed):
 
 
 class Worker:
-    """The worker process `number` of a role. Its `failure` is the last one that was seen of it."""
+    """The worker process `number` of a role. `failure` is its latest failure, if any was seen."""
 
     def __init__(self, seats: Seats, number: int, *, logs: Path, calls_at_once: int = 1) -> None:
         role = seats.role
@@ -108,7 +108,7 @@ class Worker:
         ray.kill(self.actor)
 
     def end_silent(self) -> WorkerGone:
-        """End it, as one that has given no sign of life for as long as it may; the failure that it has died of."""
+        """End a worker that was silent for too long. Returns its failure."""
         self.failure = WorkerGone(
             f"{self.log.stem} gave no sign of life for {self.silence_s:g} s and was ended",
             "see to its machine and the end of its log, and raise cluster.silence_timeout_s if it was only slow; "

@@ -49,7 +49,7 @@ class WorkerActor:
         return ray.get_runtime_context().get_node_id()
 
     def gpus(self) -> list[str]:
-        """The GPUs that it was given, as Ray numbers those of the machine."""
+        """The GPUs assigned to this process, by Ray's numbers on this machine."""
         return ray.get_runtime_context().get_accelerator_ids()["GPU"]
 
     def log_to(self, log: Path) -> None:

@@ -27,7 +27,7 @@ def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
 
 
 class _Translation:
-    """Arguments of slime that are taken one by one, and the recipe that comes of them."""
+    """Translates arguments of slime, taken one by one, into a recipe."""
 
     def __init__(self, given: Mapping[str, Argument]) -> None:
         self.given = given

@@ -80,7 +80,7 @@ class ShellScript:
 
 
 def read_script(file: Path, environment: Mapping[str, str]) -> ShellScript:
-    """Read the script; variables that it does not set are those of `environment`.
+    """Read the script; variables that it does not set come from `environment`.
 
     Raises UserError for a file that cannot be read, and for quotes and parentheses without end.
     """
@@ -252,7 +252,7 @@ class _Reader:
 
 @dataclass
 class _Row:
-    """Words as they come out of the parts of one."""
+    """Collects the words that one word of the script expands to, part by part."""
 
     where: str
     words: list[Word] = field(default_factory=list)

@@ -33,7 +33,7 @@ class Unknown:
 
 
 def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Key of verl -> value, of one file or of overrides.
+    """Read settings of verl, key -> value, from one file or from overrides.
 
     Raises UserError for a file without a command of verl, and for an override without a value.
     """

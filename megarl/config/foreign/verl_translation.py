@@ -1,4 +1,4 @@
-"""Settings of a verl command that are taken one by one, and the recipe that comes of them."""
+"""Translates the settings of a verl command, taken one by one, into a recipe."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ ACTOR, ROLLOUT, ALGORITHM = "actor_rollout_ref.actor.", "actor_rollout_ref.rollo
 
 
 class Translation:
-    """Settings of verl that are taken one by one, and the recipe that comes of them."""
+    """Translates settings of verl, taken one by one, into a recipe."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = given

@@ -43,9 +43,9 @@ def engine_memory(
     prefill_tokens: int,
     kv_bytes: int = _BF16,
 ) -> EngineMemory:
-    """Memory of a rank of an engine of `parallel` ranks, which takes `utilization` of a GPU of `memory_bytes`.
+    """Memory of one rank of an engine with the sizes `parallel`, which takes `utilization` of a GPU of `memory_bytes`.
 
-    It computes `prefill_tokens` of prompts at a time; a number of keys and values has `kv_bytes`.
+    The engine computes `prefill_tokens` of prompts at a time; one number of keys and values takes `kv_bytes`.
     """
     weights = engine_weight_bytes(rank_weights(architecture, parallel, 0), number_format)
     widths = engine_activation_bytes(architecture, prefill_tokens)

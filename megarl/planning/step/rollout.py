@@ -35,7 +35,7 @@ class Decoding:
         return rank_weights(self.architecture, self.parallel, 0)
 
     def step_seconds(self, sequences: float, context: float) -> float:
-        """One token of each of `sequences` of the engine, which are `context` tokens long on average."""
+        """Seconds to sample one token for each of `sequences`, which are `context` tokens long on average."""
         weights = self._weights
         own = sequences / self.memory.attention_ranks
         share = _expert_share(self.architecture)

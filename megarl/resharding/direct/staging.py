@@ -77,7 +77,7 @@ class Staging:
 
 
 def _values_that_come(shard: QuantisedShard, messages: DestinationMessages) -> dict[str, list[Box]]:
-    """Name of a staging tensor -> the boxes of it that are written."""
+    """Name of a staging tensor -> its boxes that are written."""
     found: dict[str, list[Box]] = defaultdict(list)
     for by_peer in (messages.direct, messages.relays_in):
         for of_peer in by_peer.values():

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a destination: who it is, and a digest of the messages that it expects.
+    """The first message of a destination: its number, and a digest of the messages that it expects.
 
     Example: `Hello(destination=4, digest="9f86...")`.
     """

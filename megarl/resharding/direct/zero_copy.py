@@ -20,7 +20,7 @@ SMALLEST_BYTES = 2**18
 
 
 def shared_tensors(messages: MessagesByPeer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a source of which a piece may be read where it is."""
+    """A source's tensors with at least one piece that may be read in place."""
     names = {
         piece.source_name
         for of_peer in messages.values()

@@ -32,7 +32,7 @@ def widest_lanes() -> int:
 
 
 class Crc32:
-    """The part of a function that takes a checksum; `before` is that of all bytes that came before, of 64 bits."""
+    """The part of a function that computes a checksum; `before` is the 64-bit checksum of all earlier bytes."""
 
     def __init__(self, build: Builder, before: ir.Value, lanes: int) -> None:
         self._build = build

@@ -46,7 +46,7 @@ class WeightSource:
         return {name: self._tensors[sent[0].source_name].dtype for name, sent in self._transfers.items()}
 
     def cut_blocks(self, number_format: NumberFormat, names: Collection[str]) -> set[str]:
-        """The ones among `names` of which this rank sends a part of a block, which it cannot quantise."""
+        """Names of tensors with a block that this rank sends only in part, so it cannot quantise them."""
         return {
             name
             for name in self._transfers.keys() & names

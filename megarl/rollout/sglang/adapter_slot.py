@@ -12,9 +12,9 @@ _JOINED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-"""Module that SGLang has -> those that it is made of."""
+"""Fused module in SGLang -> the HuggingFace modules that it combines."""
 _BESIDE = {module: [each for each in joined if each != module] for joined in _JOINED.values() for module in joined}
-"""Module -> those that SGLang has as one with it."""
+"""Module -> the other modules that SGLang fuses with it."""
 _JOINED_AS = {module: whole for whole, joined in _JOINED.items() for module in joined}
 _PREFIX, _EXPERTS = "base_model.model.", ".experts"
 

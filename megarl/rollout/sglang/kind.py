@@ -258,7 +258,7 @@ _OF_EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 
 def _with_whole_experts(adapter: "Architecture", modules: Sequence[str]) -> list[str]:
-    """These modules, and all three of an expert where it has one of them: SGLang has a slot for three, or for none."""
+    """These modules, and all three of an expert if any is adapted: SGLang has a slot for all three, or for none."""
     is_of_expert = any(".experts." in name for parameter in adapter.weight_map for name, _ in parameter.huggingface)
     return sorted({*modules, *(_OF_EXPERT if is_of_expert else ())})
 

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however it ends."""
+"""Lets a process end together with its parent, however the parent ends."""
 
 import os
 import signal
@@ -10,6 +10,6 @@ PARENT_VARIABLE = "MEGARL_SGLANG_PARENT"
 
 
 def end_with_parent() -> None:
-    """Let this process be killed when its parent ends, at once if it has; those that it starts are told of it."""
+    """Let this process be killed when its parent ends, at once if it has; its children learn its number."""
     die_with(int(os.environ[PARENT_VARIABLE]), signal.SIGKILL)
     os.environ[PARENT_VARIABLE] = str(os.getpid())

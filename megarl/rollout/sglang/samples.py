@@ -163,7 +163,7 @@ def _experts(about: Mapping[str, Any], tokens: int, returned: ReturnedExperts) -
 
 
 def _log_probs(about: Mapping[str, Any]) -> Sequence[float | None]:
-    """Log-probs under the distribution that was sampled from; None stands for what JSON has no word for."""
+    """Log-probs under the distribution that was sampled from; None stands for NaN and infinity, which JSON lacks."""
     if "output_token_sampling_logprobs" in about:
         return about["output_token_sampling_logprobs"]
     return [entry[0] for entry in about.get("output_token_logprobs", ())]

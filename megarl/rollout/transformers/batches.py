@@ -65,7 +65,7 @@ class _Batch:
         self._cache = None
 
     def step(self, model: SamplingModel, version: int) -> None:
-        """Sample one token for each, with the weights of `version`, and finish those that it ends.
+        """Sample one token for each row with the weights of `version`, and finish rows that end with it.
 
         Raises FloatingPointError where a log-probability is no number.
         """
@@ -130,7 +130,7 @@ class _Batch:
         self.in_flight.finish(row.sample, turn)
 
     def _experts(self, row: _Row, routing: Routing) -> Values:
-        """Records of the prompt's tokens and of those that were sampled; the last of them was not fed."""
+        """Expert records of the prompt and of the sampled tokens; the last sampled token was not fed: it has none."""
         nowhere = np.empty((0, routing.layers, routing.topk), dtype=np.int16)
         of_prompt = self._prompt_experts or (routing.records(nowhere, len(self._prompt)),)
         sampled = np.stack(row.experts) if row.experts else nowhere

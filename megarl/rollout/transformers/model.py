@@ -58,7 +58,7 @@ class SamplingModel:
 
     @torch.inference_mode()
     def compute(self, token_ids: list[list[int]], cache: DynamicCache) -> Computed:
-        """A pass over rows of tokens of one length, after those of `cache`; it grows."""
+        """A pass over rows of tokens, all equally long, that follow the tokens in `cache`; appends to `cache`."""
         rows = torch.tensor(token_ids, device=self.module.device)
         with _in_any_batch():
             output = self.module(rows, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -59,7 +59,7 @@ class AdapterTransfer(SharedMemoryTransfer):
 
 
 def _complete(loras: MutableMapping[str, LoRALayerWeights], matrices: list[str]) -> None:
-    """Give each of the gate, down, up, gate, down, ... of experts an adapter, of zeros if it has none.
+    """Give matrices of adapted experts that lack an adapter one of zeros; `matrices` go gate, down, up, gate, ...
 
     vLLM packs all three of an expert, or raises.
     """

@@ -9,7 +9,7 @@ from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load
 from megarl.rollout.vllm.preemptions import Preemptions
 
 _NOTICED_S = 1.0
-"""How long vLLM may take to notice that a worker has ended: another one, which waits for it, may fail before that."""
+"""How long vLLM may take to notice that a worker has ended; a worker that waits for it may fail sooner."""
 
 SampleRequest: TypeAlias = Any
 """vLLM's EngineCoreRequest: one sample."""

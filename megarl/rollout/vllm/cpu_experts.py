@@ -143,7 +143,7 @@ _apply_experts = _method_of_experts(_as_they_are)
 def multiply_by_decoded_experts(decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Callable[..., None]:
     """The method `apply` of experts that are codes, with scales for each of [E].
 
-    `decode` makes numbers of a type of the codes and scales of one.
+    `decode` turns the codes and scales of one expert into numbers of a given type.
     """
 
     def decoded(self: Any, w1: Tensor, w2: Tensor, dtype: torch.dtype, expert: int) -> tuple[Tensor, Tensor]:

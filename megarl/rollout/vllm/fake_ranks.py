@@ -1,4 +1,4 @@
-"""One rank of a vLLM engine that is not there: groups without peers, parameters without memory.
+"""One simulated rank of a vLLM engine: groups without peers, parameters without memory.
 
 For vLLM 0.32.0 on a CPU; each patch says what would need a peer. Rehearsals run in a process of their own.
 """
@@ -21,7 +21,7 @@ _FAKE = "fake"
 
 
 class WithoutMemory(TorchDispatchMode):
-    """Inside, a tensor has no memory until somebody gives it values; those that are made of values are real.
+    """Inside, a tensor has no memory until it gets values; tensors made from values are real.
 
     vLLM's parameters are memory that nobody has filled yet, while tables that its loaders read, such as which expert
     lies where, are made of numbers.

@@ -12,12 +12,12 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 @contextmanager
 def as_made(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Have the parameters that a model was made with in place, for its loaders; yields modules that have others there.
+    """Put back the original parameters of a model, for its loaders; yields the modules whose parameters were changed.
 
-    Kernels of vLLM 0.32 put parameters of their own in place of those that they process: plain ones, even if the
-    bytes are the same, which loaders of quantised layers refuse. Here such a parameter has its class and attributes
-    back for a while. In place of one that has become another, or is gone, there is one without memory. vLLM's own
-    reload has noted how all of them were made.
+    Kernels of vLLM 0.32 replace parameters after loading by plain ones, even if the bytes stay the same, and loaders of
+    quantised layers refuse plain parameters. Inside, a parameter with the same bytes has its original class and
+    attributes back; a parameter that changed or is gone is replaced by one without memory. vLLM's own reload has noted
+    how all parameters were made.
     """
     others: set[nn.Module] = set()
     with ExitStack() as stack:

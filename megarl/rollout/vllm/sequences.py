@@ -22,7 +22,7 @@ from megarl.rollout.vllm.cpu import DRAWN
 class _SequenceInFlight(SampleInFlight):
     asked: SampleRequest
     experts: list[Any] = field(default_factory=list)
-    """vLLM's rows of the tokens that were fed, where it returns any."""
+    """Rows of chosen experts that vLLM returned for the tokens that were fed; empty if it returns none."""
     cached_tokens: int | None = None
     """Tokens of the prompt that the core found in its prefix cache when it began."""
 

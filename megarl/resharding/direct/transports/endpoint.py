@@ -83,7 +83,7 @@ class SendEndpoint(Protocol):
         """Let destinations read these contiguous tensors where they are, if the transport can; before any `offer`."""
 
     def offer(self, destination: int) -> Any:
-        """Information for the endpoint of one destination, of a type that pickles."""
+        """Information for the endpoint of one destination; it can be pickled."""
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
         """Begin to move the first bytes of a bucket, which stays as it is until the destination acknowledged it."""
