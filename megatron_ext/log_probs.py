@@ -13,7 +13,7 @@ from torch import Tensor
 
 from converters.errors import UserError
 
-_CHUNK_LOGITS = 2**25
+CHUNK_LOGITS = 2**25
 """Logits that exist at a time, if not chosen: 128 MiB of float32."""
 _BLOCK_ELEMENTS = 2**24
 """Elements of the weight whose gradient of a chunk exists at a time where it cannot be added in one operation."""
@@ -81,7 +81,7 @@ def linear_log_probs(
     if not temperature > 0:
         raise UserError(f"log-probabilities need a temperature above 0, not {temperature}: set rollout.temperature")
     shard = _Shard.of(weight, tp_group, vocab_size)
-    rows = chunk_tokens or max(1, _CHUNK_LOGITS // max(1, shard.width))
+    rows = chunk_tokens or max(1, CHUNK_LOGITS // max(1, shard.width))
     output = _OutputLayer(tp_group, shard, temperature, softcap, fp32_logits, rows)
     recorded = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return LogProbs(*_LinearLogProbs.apply(hidden, weight, labels, output, recorded))

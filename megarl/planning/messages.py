@@ -11,7 +11,8 @@ from converters.topology import Topology
 from megarl.resharding.direct.schedule import sending_order
 
 RELAYS = 16
-"""Parts in which a destination relays to another: as the bytes arrive, not all in the end."""
+"""Assumption of the replay: a destination relays to another in at least so many parts, spread over the time in which
+the bytes arrive. The runtime cuts relays into messages by their size alone."""
 
 Integers = NDArray[np.int64]
 

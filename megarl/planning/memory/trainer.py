@@ -18,9 +18,8 @@ from megarl.planning.memory.activations import (
 )
 from megarl.planning.memory.gathered import gathered_elements
 from megarl.planning.memory.rank_weights import RankWeights, rank_weights, stage_layers
+from megatron_ext.log_probs import CHUNK_LOGITS
 
-_LOGITS = 2**25
-"""Logits that exist at a time; see `megatron_ext.log_probs`."""
 _LOGIT_COPIES = 3
 _FLOAT32 = 4
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -136,7 +135,7 @@ def _stage(
     held = weights.total + (trained.total if adapter else 0)
     hidden = layer_input_bytes(architecture, parallel, options.weight_bytes)
     kept = _kept(architecture, parallel, options, stage, micro_batches)
-    logits = _LOGIT_COPIES * _FLOAT32 * _LOGITS if stage == parallel.pipeline_model_parallel_size - 1 else 0
+    logits = _LOGIT_COPIES * _FLOAT32 * CHUNK_LOGITS if stage == parallel.pipeline_model_parallel_size - 1 else 0
     return TrainerMemory(
         stage=stage,
         weights=held * options.weight_bytes,
