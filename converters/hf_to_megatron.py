@@ -30,7 +30,7 @@ from converters.formats.torch_dist.megatron_lm import (
     megatron_lm_arguments,
     megatron_lm_flags,
 )
-from converters.layouts.megatron import megatron_layout
+from converters.layouts.megatron import check_divisible
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.torch_dist import PlannedChunk, plan_chunks, stored_pieces
 from converters.manifest import write_manifest
@@ -82,7 +82,7 @@ def plan_conversion(
     tensor-parallel size, as by Megatron-LM's `--padded-vocab-size` and `--make-vocab-size-divisible-by`.
     Raises UserError where the sizes do not divide the model or the padded vocabulary.
     """
-    megatron_layout(architecture, parallel, module_names="te")  # checks the sizes
+    check_divisible(architecture, parallel)
     vocabulary, tensor_parallel = architecture.gpt_model["vocab_size"], parallel.tensor_model_parallel_size
     padded = _padded(vocabulary, tensor_parallel, vocabulary_multiple, padded_vocabulary)
     shapes, planned = plan_chunks(architecture, parallel, padded)
