@@ -232,16 +232,17 @@ class _Reader:
         unknown = f"$(({text}))"
 
         def value(node: ast.AST) -> int:
-            if isinstance(node, ast.Expression):
-                return value(node.body)
-            if isinstance(node, ast.Constant) and type(node.value) is int:
-                return node.value
-            if isinstance(node, ast.Name) and (found := self._variable(node.id, where)):
-                return int(found.text)
-            if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-                return -value(node.operand)
-            if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-                return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+            match node:
+                case ast.Expression(body=body):
+                    return value(body)
+                case ast.Constant(value=number) if type(number) is int:
+                    return number
+                case ast.Name(id=name) if found := self._variable(name, where):
+                    return int(found.text)
+                case ast.UnaryOp(op=ast.USub(), operand=operand):
+                    return -value(operand)
+                case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
+                    return _OPERATIONS[type(operation)](value(left), value(right))
             raise ValueError(text)
 
         try:
