@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -37,7 +37,7 @@ from converters.manifest import write_manifest
 from converters.output_folder import OutputFolder, refuse_inside
 from converters.stream.run import Progress, write_targets
 from converters.stream.sources import HuggingFaceSource
-from converters.stream.targets import Part, Place, Target
+from converters.stream.targets import Part, Place, Target, Written
 
 FLAGS = "megatron_lm_flags.txt"
 """File with the flags of the model for Megatron-LM's command line."""
@@ -65,6 +65,11 @@ class ConversionPlan:
     padded_vocabulary: int
     beyond_megatron_lm: str | None
     """A feature of the model that no flag of Megatron-LM expresses; None if FLAGS expresses the whole model."""
+
+    @property
+    def main_dtype(self) -> torch.dtype:
+        """The type that stands for the model's: the embedding's."""
+        return self.contents.tensors["embedding.word_embeddings.weight"].dtype
 
 
 def plan_conversion(
@@ -194,23 +199,34 @@ def convert_checkpoint(
         written = write_targets(
             plan.targets, source, output.partial, output.journal, workers=workers, progress=progress
         )
-        release = output.partial / RELEASE
-        _append(release, next(iter(plan.contents.objects.values()), None))
-        write_metadata(release, plan.contents)
-        main_dtype = plan.contents.tensors["embedding.word_embeddings.weight"].dtype
         vocabulary = Vocabulary(plan.padded_vocabulary, vocabulary_multiple, folder.absolute() / HUGGINGFACE)
-        arguments = megatron_lm_arguments(architecture, parallel, vocabulary, main_dtype)
-        write_common_state(release, arguments)
-        (output.partial / LATEST).write_text(RELEASE)
-        if plan.beyond_megatron_lm is None:
-            (output.partial / FLAGS).write_text(megatron_lm_flags(arguments))
-        (output.partial / HUGGINGFACE).mkdir(exist_ok=True)
-        write_config(output.partial / HUGGINGFACE, with_dtype(unquantised(checkpoint.config), main_dtype))
-        copy_side_files(hf_folder, output.partial / HUGGINGFACE)
-        copies = sorted(architecture.hf_copies.keys() & checkpoint.shapes.keys())
-        write_manifest(output.partial, written, {COPIES: copies})
-        output.complete()
+        arguments = megatron_lm_arguments(architecture, parallel, vocabulary, plan.main_dtype)
+        _finish(output, checkpoint, architecture, plan, arguments, written)
     return plan
+
+
+def _finish(
+    output: OutputFolder,
+    checkpoint: HuggingFaceCheckpoint,
+    architecture: Architecture,
+    plan: ConversionPlan,
+    arguments: Mapping[str, Any],
+    written: Mapping[str, Sequence[Written]],
+) -> None:
+    """Write everything but the tensors, Megatron-LM's `arguments` among it, and complete the folder."""
+    release = output.partial / RELEASE
+    _append(release, next(iter(plan.contents.objects.values()), None))
+    write_metadata(release, plan.contents)
+    write_common_state(release, arguments)
+    (output.partial / LATEST).write_text(RELEASE)
+    if plan.beyond_megatron_lm is None:
+        (output.partial / FLAGS).write_text(megatron_lm_flags(arguments))
+    (output.partial / HUGGINGFACE).mkdir(exist_ok=True)
+    write_config(output.partial / HUGGINGFACE, with_dtype(unquantised(checkpoint.config), plan.main_dtype))
+    copy_side_files(checkpoint.folder, output.partial / HUGGINGFACE)
+    copies = sorted(architecture.hf_copies.keys() & checkpoint.shapes.keys())
+    write_manifest(output.partial, written, {COPIES: copies})
+    output.complete()
 
 
 def _output_dtypes(

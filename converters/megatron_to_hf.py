@@ -33,7 +33,7 @@ from converters.number_formats import FP8_BLOCK
 from converters.output_folder import OutputFolder, refuse_inside
 from converters.stream.run import Progress, write_targets
 from converters.stream.sources import TorchDistSource
-from converters.stream.targets import Part, Place, Target
+from converters.stream.targets import Part, Place, Target, Written
 
 _MTP, _MTP_FIELD = "mtp.", "num_nextn_predict_layers"
 
@@ -72,6 +72,47 @@ def export_checkpoint(
     Raises UserError for anything wrong with the checkpoint or the output folder, before or without anything of it
     being left.
     """
+    exported = _source_of(megatron_folder, hf_config_folder, without_mtp=without_mtp)
+    plan = plan_export(
+        exported.architecture,
+        exported.pieces,
+        exported.source,
+        copies=exported.copies,
+        fp8=fp8,
+        shard_size_bytes=shard_size_bytes,
+    )
+    purpose = {
+        "from": _fingerprint(exported.checkpoint),
+        "config": exported.config,
+        "fp8": fp8,
+        "shard_size_bytes": shard_size_bytes,
+    }
+    refuse_inside(folder, megatron_folder)
+    with OutputFolder(folder, purpose, nbytes=plan.nbytes) as output:
+        for file, header in plan.headers.items():
+            _write_header(output.partial / file, header)
+        written = write_targets(
+            plan.targets, exported.source, output.partial, output.journal, workers=workers, progress=progress
+        )
+        _finish(output, exported, plan, written, fp8=fp8)
+    return replace(plan, left_out_mtp_layers=exported.left_out_mtp_layers)
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """The checkpoint that is exported, as the model that is written."""
+
+    checkpoint: TorchDistCheckpoint
+    side_files: Path
+    config: Mapping[str, Any]
+    architecture: Architecture
+    pieces: Sequence[Piece]
+    source: TorchDistSource
+    copies: tuple[str, ...]
+    left_out_mtp_layers: int
+
+
+def _source_of(megatron_folder: Path, hf_config_folder: Path | None, *, without_mtp: bool) -> _Exported:
     found = manifest_of(megatron_folder)
     if found:
         require_files(*found, but_below=HUGGINGFACE if hf_config_folder else None, frames=True)
@@ -91,34 +132,37 @@ def export_checkpoint(
     shapes = {key: each.shape for key, each in weights.items()}
     boxes = {key: [chunk.box for chunk in each.chunks] for key, each in weights.items()}
     pieces = list(stored_pieces(architecture, shapes, boxes))
-    source = TorchDistSource(checkpoint, pieces)
-    plan = plan_export(
+    return _Exported(
+        checkpoint,
+        side_files,
+        config,
         architecture,
         pieces,
-        source,
-        copies=tuple(copy for copy in copies if copy in architecture.hf_copies),
-        fp8=fp8,
-        shard_size_bytes=shard_size_bytes,
+        TorchDistSource(checkpoint, pieces),
+        tuple(copy for copy in copies if copy in architecture.hf_copies),
+        left_out,
     )
-    purpose = {"from": _fingerprint(checkpoint), "config": config, "fp8": fp8, "shard_size_bytes": shard_size_bytes}
-    refuse_inside(folder, megatron_folder)
-    with OutputFolder(folder, purpose, nbytes=plan.nbytes) as output:
-        for file, header in plan.headers.items():
-            _write_header(output.partial / file, header)
-        written = write_targets(
-            plan.targets, source, output.partial, output.journal, workers=workers, progress=progress
-        )
-        write_index(output.partial, plan.files, plan.shapes, plan.dtypes)
-        plain = unquantised(config)
-        if fp8:
-            # The type that config.json names is that of the weights that are not quantised.
-            write_config(output.partial, {**plain, "quantization_config": quantisation_config(architecture)})
-        else:
-            write_config(output.partial, with_dtype(plain, main_dtype(output.partial)))
-        copy_side_files(side_files, output.partial)
-        write_manifest(output.partial, written, {})
-        output.complete()
-    return replace(plan, left_out_mtp_layers=left_out)
+
+
+def _finish(
+    output: OutputFolder,
+    exported: _Exported,
+    plan: ExportPlan,
+    written: Mapping[str, Sequence[Written]],
+    *,
+    fp8: bool,
+) -> None:
+    """Write everything but the tensors, and complete the folder."""
+    write_index(output.partial, plan.files, plan.shapes, plan.dtypes)
+    plain = unquantised(exported.config)
+    if fp8:
+        # The type that config.json names is that of the weights that are not quantised.
+        write_config(output.partial, {**plain, "quantization_config": quantisation_config(exported.architecture)})
+    else:
+        write_config(output.partial, with_dtype(plain, main_dtype(output.partial)))
+    copy_side_files(exported.side_files, output.partial)
+    write_manifest(output.partial, written, {})
+    output.complete()
 
 
 def plan_export(
