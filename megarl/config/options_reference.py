@@ -9,7 +9,8 @@ from megarl.rollout import ENGINES
 from megarl.rollout.kind import EngineKind
 from megatron_ext.options import model_fields, supported_options
 from megatron_ext.options.arguments import fields_of_groups
-from megatron_ext.options.supported_options import FULLY_SHARDED, NEEDS, Refusal
+from megatron_ext.options.refusal import Refusal
+from megatron_ext.options.supported_options import FULLY_SHARDED, NEEDS
 
 _HEADER = """# Options of Megatron and of the engine
 

@@ -9,7 +9,7 @@ from converters.errors import UserError, did_you_mean
 from megarl.rollout.argument_values import PREFIX, Values, check_type, check_values
 from megarl.schema import RolloutConfig
 from megatron_ext.options.dataclass_fields import FieldType, read_fields
-from megatron_ext.options.supported_options import Refusal, refuse
+from megatron_ext.options.refusal import Refusal, refuse
 
 if TYPE_CHECKING:
     from converters.architectures import Architecture, Lora

@@ -4,36 +4,17 @@ All others pass through as they are, untested. Validation and the page about opt
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from converters.errors import UserError
+from megatron_ext.options.refusal import Refusal, refuse
 from megatron_ext.routing.router_loss_options import RouterLosses
 
-_OFF = (None, False)
 _PREFIX = "megatron."
 FULLY_SHARDED = "use_torch_fsdp2"
 """Megatron-LM's name of the switch for torch's FSDP2, which wraps the model in place of Megatron's buffers."""
 _GRANULARITY = "recompute_granularity"
 _GROUP, _STAGES = "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"
-
-
-class Refusal(NamedTuple):
-    """Values of an option that cannot be used, and why."""
-
-    reason: str
-    allowed: tuple[Any, ...] = _OFF
-    """All others are refused; a list is allowed where each of its items is, a table where each of its keys is."""
-
-    def covers(self, value: Any) -> bool:
-        """Whether this value is refused."""
-        values = value if isinstance(value, list | dict) else [value]
-        return any(each not in self.allowed for each in values)
-
-    @property
-    def others(self) -> str:
-        """The allowed values beside null and false, in words."""
-        return " or ".join(str(each) for each in self.allowed if each not in _OFF or (each == 0 and each is not False))
-
 
 _CONTEXT = "all sequences are cut over the same context_parallel_size ranks"
 _ONE_SHAPE = "a CUDA graph has one shape, and packed micro-batches differ in length"
@@ -250,11 +231,3 @@ def _check_recompute(options: Mapping[str, Any]) -> None:
         raise UserError(
             f"megatron.recompute_num_layers={layers} is for megatron.{_GRANULARITY}=full, and at least 1: leave it out"
         )
-
-
-def refuse(options: Mapping[str, Any], refused: Mapping[str, Refusal], prefix: str, where: str = "") -> None:
-    """Raise UserError for the first of the options whose value is refused, `where` says in which case."""
-    for name, value in options.items():
-        if name in refused and refused[name].covers(value):
-            advice = f"use {refused[name].others}" if refused[name].others else "leave it out"
-            raise UserError(f"{prefix}{name}={value} is not supported{where}: {refused[name].reason}; {advice}")

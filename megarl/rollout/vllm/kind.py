@@ -19,7 +19,7 @@ from megarl.rollout.kind import (
 )
 from megarl.rollout.refusal_reasons import DRAFT, MOVED_EXPERTS, OTHER_DISTRIBUTION, OUTLIVES_WEIGHTS, SET_BY_MEGARL
 from megarl.rollout.slot_limits import SlotLimits
-from megatron_ext.options.supported_options import Refusal, refuse
+from megatron_ext.options.refusal import Refusal, refuse
 
 if TYPE_CHECKING:
     from converters.architectures import Architecture, Lora
