@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from converters.cost.devices import DEVICES
 from converters.layouts.parallel_sizes import ParallelSizes
+from converters.number_formats import FP8_BLOCK, NumberFormat
 from megarl.planning.cluster import Cluster
 from megarl.planning.memory.activations import Recompute
 from megarl.planning.memory.trainer import TrainingOptions
@@ -52,7 +53,7 @@ class Run:
     """With 1 half of the GPUs train and half sample."""
     others: Mapping[str, Any] = field(default_factory=dict)
     """More of `Workload`."""
-    engine_dtype: str = "bf16"
+    number_format: NumberFormat | None = None
     is_eager: bool = False
     optimizer_bytes: float = 12
     recompute: bool = True
@@ -77,7 +78,7 @@ RUNS: Sequence[Run] = (
         1536,
         59.2,
         staleness=1,
-        engine_dtype="fp8",
+        number_format=FP8_BLOCK,
     ),
     Run("DeepSeek-V3 671B", "deepseek_v3", "GB200", 128, _8, 32, 711, 1536, 108),
     Run("DeepSeek-V3 671B", "deepseek_v3", "GB200", 256, _8, 32, 700, 1536, 98.7),
@@ -142,7 +143,7 @@ def predict(run: Run) -> StepPrediction:
         trainer=_trainer(run, training),
         engine=engine_sizes(run.engine_tp, None),
         replicas=(run.gpus if colocated else run.gpus - training) // run.engine_tp,
-        engine_dtype=run.engine_dtype,
+        number_format=run.number_format,
         cluster=Cluster(
             gpus_per_node=device.nvlink_gpus,
             nvlink_gbyte_per_s=device.nvlink_bytes_per_s / 1e9,

@@ -49,7 +49,7 @@ def forecast(scenario: Scenario, way: Way, rates: CoreRates, costs: WayCosts, co
         trainer=scenario.trainer_sizes,
         engine=scenario.engine_sizes,
         replicas=1,
-        engine_dtype="fp8" if way.is_fp8 else "bf16",
+        number_format=number_format,
         cluster=Cluster(
             gpus_per_node=sources + workers,
             nvlink_gbyte_per_s=1e-9 / on_the_way if on_the_way else float("inf"),

@@ -18,7 +18,7 @@ from megarl.cli import outcome, plan_cluster, plan_recipe, plan_step
 from megarl.cli.parallel_options import OPTION_OF_SIZE, add_parallel_sizes, parallel_sizes
 from megarl.cli.plan_cluster import described_cluster
 from megarl.config.folder import model_config_file
-from megarl.planning.amounts import read_bytes, say_count, say_seconds
+from megarl.planning.amounts import say_count, say_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,6 +48,9 @@ _OPTIONS = {
     "use_torch_fsdp2": "--use-torch-fsdp2",
     **plan_cluster.OPTION_OF_FIELD,
     **plan_step.OPTION_OF_FIELD,
+    **{f"the refit's {name}": f"--{name.replace('_', '-')}" for name in ("replicas", "bucket_bytes", "buckets")},
+    **{name: f"--{name.replace('_', '-')}" for name in ("engine_tp", "engine_ep", "engine_dtype")},
+    "this command": "megarl plan",
 }
 """How sentences from below name what the options give."""
 _MOST_GPUS = 16_384
@@ -170,7 +173,7 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
 
     if options.use_torch_fsdp2 and options.lora:
         raise UserError(ADAPTER_IN_ROWS)
-    architecture = engine_architecture = read_model(options.model)
+    architecture = engine_architecture = read_model(options.model, "--model")
     if options.engine_model:
         engine_architecture = read_model(options.engine_model, "--engine-model")
     trainer, engine = parallel_sizes(options, options.gpus), engine_sizes(options.engine_tp, options.engine_ep)
@@ -181,10 +184,10 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
         trainer=trainer,
         engine=engine,
         replicas=options.replicas,
-        engine_dtype=options.engine_dtype,
+        number_format=options.engine_dtype,
         cluster=described_cluster(options, trainer.world_size + options.replicas * engine.world_size),
         colocated=options.colocated,
-        bucket_bytes=read_bytes(options.bucket_bytes, "--bucket-bytes"),
+        bucket_bytes=options.bucket_bytes,
         buckets=options.buckets,
         node_once=options.node_once,
     )
@@ -254,7 +257,7 @@ def _print(
             said["step"] = step_facts(prediction)
         print(json.dumps({**said, **({"plot": str(options.plot)} if options.plot else {})}))
         return
-    _print_tables(tables(forecast))
+    _print_tables(tables(forecast, _OPTIONS))
     if prediction is not None:
         _print_tables(step_tables(prediction, turned_knobs(prediction.step)))
     if others := ", ".join(f"{name} of {say_count(ranks, 'rank')}" for name, ranks in options.not_planned.items()):

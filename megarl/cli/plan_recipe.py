@@ -1,18 +1,20 @@
 """Values that `megarl plan` takes from a recipe: the model, and the sizes of trainer and engines."""
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import UserError
+from converters.errors import UserError, did_you_mean
 from megarl.cli import plan_step, recipe
 from megarl.cli.parallel_options import SIZES
+from megarl.planning.amounts import read_bytes
 from megarl.rollout import engine_kind
 from megarl.schema import RolloutConfig
 
 if TYPE_CHECKING:
     from converters.architectures import Lora
+    from converters.number_formats import NumberFormat
     from megarl.schema import MegarlConfig
 
 _ENGINE = engine_kind(RolloutConfig().engine)
@@ -22,9 +24,9 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "gpus": None,
     "engine_tp": 1,
     "engine_ep": None,
-    "engine_dtype": "bf16",
+    "engine_dtype": None,
     "replicas": 1,
-    "bucket_bytes": "512MB",
+    "bucket_bytes": 512 * 10**6,
     "colocated": False,
     "staleness": 0,
     "megatron": {},
@@ -59,16 +61,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(model=None, **dict.fromkeys(WITHOUT_A_RECIPE))
 
 
+def _bucket_bytes(text: str) -> int:
+    return read_bytes(text, "--bucket-bytes")
+
+
+def _engine_dtype(text: str) -> "NumberFormat | None":
+    """The number format that engines hold matrices in, None for bf16; "fp8" is short for block FP8."""
+    from converters.number_formats import FP8_BLOCK, NUMBER_FORMATS
+
+    known = {"bf16": None, "fp8": FP8_BLOCK, **NUMBER_FORMATS}
+    if text not in known:
+        raise UserError(f"--engine-dtype {text} is none of {', '.join(known)}{did_you_mean(text, known)}")
+    return known[text]
+
+
+_READERS: Mapping[str, Callable[[str], Any]] = {"bucket_bytes": _bucket_bytes, "engine_dtype": _engine_dtype}
+"""Option that the command line gives as a text and a recipe by its value -> how the text is read."""
+
+
 def complete(options: argparse.Namespace) -> None:
-    """Give the options that the command line does not have their values from the recipe, or else without one."""
+    """Read the options that are texts, and give those that the command line does not have the recipe's values.
+
+    Without a recipe they have those of `WITHOUT_A_RECIPE`. Raises UserError for a text that means nothing, and where
+    no model is given.
+    """
     found = dict(WITHOUT_A_RECIPE)
     if options.config_name:
         found |= _sizes(options)
     elif options.overrides:
         raise UserError(f"megarl plan takes {options.overrides[0]} only with a recipe: give --config-name, too")
     for name, value in found.items():
-        if getattr(options, name) is None:
+        if (given := getattr(options, name)) is None:
             setattr(options, name, value)
+        elif name in _READERS:
+            setattr(options, name, _READERS[name](given))
     if options.model is None:
         raise UserError("megarl plan needs a model: give --model, or a recipe with --config-name")
 
@@ -95,7 +121,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
         "model": config.model.path,
         "gpus": config.cluster.trainer_ranks,
         "replicas": config.rollout.replicas,
-        "bucket_bytes": f"{config.refit.bucket_bytes}B",
+        "bucket_bytes": config.refit.bucket_bytes,
         "colocated": any(
             pool.shared and {"trainer", "engine"} <= {*pool.roles} for pool in config.cluster.pools.values()
         ),
@@ -143,16 +169,16 @@ def _work(config: "MegarlConfig", updates: int) -> dict[str, Any]:
 
 
 def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
-    from converters.number_formats import AS_TRAINED, FP8_BLOCK
+    from converters.number_formats import FP8_BLOCK, number_format
 
     kind = engine_kind(config.rollout.engine)
     sizes = kind.sizes(config.rollout.engine_args)
-    weights = config.rollout.weights
-    dtype = sizes.dtype if weights == AS_TRAINED else "fp8" if weights == FP8_BLOCK.name else weights
+    # Weights that the engine itself holds in FP8 are in blocks, too.
+    held = FP8_BLOCK if sizes.dtype == "fp8" else None
     return {
         "engine_tp": sizes.tensor,
         "engine_ep": sizes.expert,
-        "engine_dtype": dtype,
+        "engine_dtype": number_format(config.rollout.weights) or held,
         "memory_share": kind.memory_share(config.rollout.engine_args),
         "prefill_tokens": kind.prefill_tokens(config.rollout.engine_args),
         "is_eager": sizes.is_eager,

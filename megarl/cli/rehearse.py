@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import UserError
+from converters.errors import UserError, names_as_given
 from megarl.cli import outcome, recipe
 from megarl.planning.amounts import read_bytes, say_bytes, say_count, say_seconds
 from megarl.process.phase import phase
@@ -34,6 +34,12 @@ TAKES_OVERRIDES = True
 EXIT_DOES_NOT_FIT = 1
 _LAYERS = "--prediction-layers"
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
+_NAMES = {
+    "this command": "megarl rehearse",
+    "engine_tp": "the tensor-parallel size of rollout.engine_args",
+    "engine_ep": "the expert-parallel size of rollout.engine_args",
+}
+"""How sentences from below name what the recipe gives."""
 _NOT_REHEARSED = (
     "Not rehearsed: kernels and their workspaces, speed, the optimizer's step, and tokens that go to some experts more"
     " than to others. Modules are those for a CPU, unfused, whose activations are a little more than a GPU's; an"
@@ -71,6 +77,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Rehearse, print; 1 where something does not fit."""
+    with names_as_given(_NAMES):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     # Megatron-core warns on import of packages that are not installed; the rehearsal goes without them.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megarl.rehearsal import fake_world  # noqa: F401 - before anything of Megatron

@@ -5,18 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from converters.architectures import Architecture, read_architecture
-from converters.errors import UserError, did_you_mean, names_as_given
+from converters.errors import UserError, names_as_given
 from converters.formats.safetensors import read_json
 from converters.layout import Layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
-from converters.number_formats import FP8_BLOCK, NUMBER_FORMATS, NumberFormat
+from converters.number_formats import NumberFormat
 from converters.number_formats.number_format import WHOLE_ROW
 from megarl.config.folder import model_config_file
 from megarl.planning.amounts import say_count
 from megarl.planning.cluster import Cluster
 
-_ENGINE_DTYPES: Mapping[str, NumberFormat | None] = {"bf16": None, "fp8": FP8_BLOCK, **NUMBER_FORMATS}
-"""Name of what engines hold matrices in -> its number format; "fp8" is short for block FP8."""
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
 
 
@@ -33,8 +31,8 @@ class PlannedRefit:
     trainer: ParallelSizes
     engine: ParallelSizes
     replicas: int
-    engine_dtype: str
-    """bf16, fp8 or the name of a number format."""
+    number_format: NumberFormat | None
+    """The number format of the engines' matrices, None where they are bf16."""
     cluster: Cluster
     colocated: bool = False
     bucket_bytes: int = 512 * 10**6
@@ -46,27 +44,24 @@ class PlannedRefit:
     def __post_init__(self) -> None:
         for name in ("replicas", "bucket_bytes", "buckets"):
             if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
-        if self.engine_dtype not in _ENGINE_DTYPES:
-            advice = did_you_mean(self.engine_dtype, _ENGINE_DTYPES)
-            raise UserError(f"--engine-dtype {self.engine_dtype} is none of {', '.join(_ENGINE_DTYPES)}{advice}")
+                raise UserError(f"the refit's {name} is {getattr(self, name)}; it must be at least 1")
         if self.number_format and self.number_format.elements_per_code > 1:
             raise UserError(
-                f"--engine-dtype {self.engine_dtype} is made by the engines' own loader, which megarl plan does not"
+                f"engine_dtype {self.engine_dtype} is made by the engines' own loader, which this command does not"
                 " count: plan with another"
             )
         ranks = max(self.engine.tensor_model_parallel_size, self.engine.expert_tensor_size)
         if self.number_format and self.number_format.block[1] == WHOLE_ROW and ranks > 1:
             raise UserError(
-                f"--engine-dtype {self.engine_dtype} has a scale for each row, and an engine that cuts rows over"
-                f" {ranks} ranks is given whole ones by its own loader, which megarl plan does not count: plan with"
-                " --engine-tp 1, and --engine-ep for experts"
+                f"engine_dtype {self.engine_dtype} has a scale for each row, and an engine that cuts rows over"
+                f" {ranks} ranks is given whole ones by its own loader, which this command does not count: plan with"
+                " engine_tp 1, and engine_ep for experts"
             )
 
     @property
-    def number_format(self) -> NumberFormat | None:
-        """The number format of the engines' matrices, None where they are bf16."""
-        return _ENGINE_DTYPES[self.engine_dtype]
+    def engine_dtype(self) -> str:
+        """Name of the number format of the engines' matrices; bf16 without one."""
+        return self.number_format.name if self.number_format else "bf16"
 
     @property
     def destinations(self) -> int:
@@ -83,7 +78,7 @@ class PlannedRefit:
         if engine.world_size > max(attention, node):
             raise UserError(
                 f"an engine has all of attention on each {say_count(attention, 'GPU')}, and then all of its GPUs on one"
-                f" machine, of which a machine has {node}: give --engine-tp {engine.world_size}, or --engine-ep {node}"
+                f" machine, of which a machine has {node}: give engine_tp {engine.world_size}, or engine_ep {node}"
             )
         if self.number_format:
             self.number_format.check(self.engine_architecture, attention, engine.expert_tensor_size)
@@ -92,20 +87,20 @@ class PlannedRefit:
         """Layouts of the trainer, and of one engine. Raises UserError where the model cannot be cut like that."""
         return (
             _layout("trainer", self.architecture, self.trainer, {}),
-            _layout("engines", self.engine_architecture, self.engine, _OPTIONS_OF_ENGINES),
+            _layout("engines", self.engine_architecture, self.engine, _NAMES_OF_ENGINES),
         )
 
 
-_OPTIONS_OF_ENGINES = {
-    **dict.fromkeys(("tensor_model_parallel_size", "expert_tensor_parallel_size"), "--engine-tp"),
-    "expert_model_parallel_size": "--engine-ep",
+_NAMES_OF_ENGINES = {
+    **dict.fromkeys(("tensor_model_parallel_size", "expert_tensor_parallel_size"), "engine_tp"),
+    "expert_model_parallel_size": "engine_ep",
 }
-"""Field of an engine's `ParallelSizes`, and the option that gives it."""
+"""Field of an engine's `ParallelSizes`, and how sentences here name it, apart from the trainer's."""
 
 
-def _layout(whose: str, architecture: Architecture, parallel: ParallelSizes, options: Mapping[str, str]) -> Layout:
+def _layout(whose: str, architecture: Architecture, parallel: ParallelSizes, names: Mapping[str, str]) -> Layout:
     try:
-        with names_as_given(options):
+        with names_as_given(names):
             return megatron_layout(architecture, parallel, module_names="local")
     except UserError as error:
         raise UserError(f"for the {whose}, {error}") from error
@@ -115,18 +110,18 @@ def engine_sizes(tensor: int, expert: int | None) -> ParallelSizes:
     """The ranks of one engine: attention cut over `tensor` ranks, whole experts shared out to `expert` ranks.
 
     Without `expert` the experts are cut over the `tensor` ranks, too. Where there are more `expert` than `tensor` ranks
-    attention is data-parallel: each group of `tensor` ranks has all of it. Raises UserError where the ranks of experts
-    are not such groups.
+    attention is data-parallel: each group of `tensor` ranks has all of it. Raises UserError, which calls the sizes
+    engine_tp and engine_ep, where the ranks of experts are not such groups.
     """
-    for option, size in (("--engine-tp", tensor), ("--engine-ep", expert)):
+    for name, size in (("engine_tp", tensor), ("engine_ep", expert)):
         if size is not None and size < 1:
-            raise UserError(f"an engine of {option} {size} has no ranks; give at least 1")
+            raise UserError(f"an engine of {name} {size} has no ranks; give at least 1")
     if expert is None:
         return ParallelSizes(world_size=tensor, tensor_model_parallel_size=tensor)
     if expert % tensor:
         raise UserError(
-            f"--engine-ep {expert} is no multiple of --engine-tp {tensor}; experts are shared out to all ranks of an"
-            " engine, which are groups of --engine-tp"
+            f"engine_ep {expert} is no multiple of engine_tp {tensor}; experts are shared out to all ranks of an"
+            " engine, which are groups of engine_tp"
         )
     return ParallelSizes(
         world_size=expert,
@@ -136,12 +131,12 @@ def engine_sizes(tensor: int, expert: int | None) -> ParallelSizes:
     )
 
 
-def read_model(place: str, option: str = "--model") -> Architecture:
+def read_model(place: str, name: str = "the model") -> Architecture:
     """The model of a config.json, of a folder with one, or of a name in configs/models, as far as a refit moves it.
 
-    Layers of multi-token prediction stay in the trainer. Raises UserError, naming the `option`, where there is no
+    Layers of multi-token prediction stay in the trainer. Raises UserError, which calls it `name`, where there is no
     such model, and for a config.json that means no known one.
     """
-    config = read_json(model_config_file(place, option))
+    config = read_json(model_config_file(place, name))
     prediction: Mapping[str, Any] = {_PREDICTION_LAYERS: 0} if _PREDICTION_LAYERS in config else {}
     return read_architecture({**config, **prediction})

@@ -1,13 +1,14 @@
 """A forecast as tables for people and as facts for programs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import inf, prod
+from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table
 
-from converters.errors import UserError
+from converters.errors import UserError, names_as_given
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.amounts import say_bytes, say_count
 from megarl.planning.cluster import Cluster
@@ -65,9 +66,9 @@ def facts(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def tables(forecast: Forecast) -> Iterator[Table]:
-    """Tables of the traffic, the load of the ports, and the times."""
-    yield _summary(forecast)
+def tables(forecast: Forecast, names: Mapping[str, str] = MappingProxyType({})) -> Iterator[Table]:
+    """Tables of the traffic, the load of the ports, and the times; `names` as for `names_as_given`."""
+    yield _summary(forecast, names)
     yield _loads(forecast)
     yield _times(forecast)
 
@@ -79,7 +80,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _summary(forecast: Forecast) -> Table:
+def _summary(forecast: Forecast, names: Mapping[str, str]) -> Table:
     refit, traffic, cluster = forecast.refit, forecast.traffic, forecast.refit.cluster
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
@@ -90,7 +91,8 @@ def _summary(forecast: Forecast) -> Table:
     where = "on the trainer's GPUs" if refit.colocated else "on GPUs of their own"
     table.add_row("engines", f"{refit.replicas} of {each}, {where}")
     try:
-        refit.check_served()
+        with names_as_given(names):
+            refit.check_served()
     except UserError as error:
         table.add_row("no run has them", str(error))
     table.add_row("cluster", _say_cluster(cluster, traffic.topology.nodes))

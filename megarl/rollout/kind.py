@@ -121,8 +121,8 @@ class EngineKind:
     offers: Collection[Ability]
     """All that may be asked of this kind; it lacks the rest."""
     sizes: Callable[[Arguments], EngineSizes]
-    """How an engine with these arguments cuts and holds the model, for `megarl plan`; UserError where that has no such
-    sizes."""
+    """How an engine with these arguments cuts and holds the model, for commands that count it in closed form; UserError
+    for sizes that they do not know, which says "this command" in place of the command's name."""
     cuts: Callable[[Arguments], EngineCuts] = lambda _arguments: EngineCuts()
     """How an engine with these arguments cuts a model; UserError where its workers cannot be shared out like that."""
     quantised: "Callable[[Arguments, NumberFormat, Architecture], Arguments] | None" = None

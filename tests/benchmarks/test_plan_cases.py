@@ -8,9 +8,9 @@ import pytest
     ("case", "sources", "destinations", "dtype"),
     [
         ("671B, TP32 bf16 x 8", 512, 256, "bf16"),
-        ("671B, EP32 + DP attention FP8 x 8", 512, 256, "fp8"),
-        ("671B, TP16 FP8 x 16", 512, 256, "fp8"),
-        ("1T, 256 -> EP32 + DP attention FP8 x 4", 256, 128, "fp8"),
+        ("671B, EP32 + DP attention FP8 x 8", 512, 256, "fp8_block"),
+        ("671B, TP16 FP8 x 16", 512, 256, "fp8_block"),
+        ("1T, 256 -> EP32 + DP attention FP8 x 4", 256, 128, "fp8_block"),
     ],
 )
 def test_a_case_is_what_its_name_says(case: str, sources: int, destinations: int, dtype: str) -> None:

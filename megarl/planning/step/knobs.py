@@ -7,6 +7,7 @@ from typing import Any
 
 from converters.errors import UserError
 from converters.layouts.megatron import check_divisible
+from converters.number_formats import FP8_BLOCK
 from megarl.planning.refit import engine_sizes
 from megarl.planning.sizes import stage_ends
 from megarl.planning.step.prediction import PlannedStep, StepPrediction
@@ -97,12 +98,12 @@ def _engine_changes(step: PlannedStep) -> Iterator[tuple[str, _Change]]:
         replicas = gpus // (new_expert or new_tensor)
         said = f" --replicas {replicas}" if replicas != step.refit.replicas else ""
         yield name + said, partial(_with_engine, step, gpus, new_tensor, new_expert)
-    if step.refit.engine_dtype == "bf16":
+    if step.refit.number_format is None:
         yield "--engine-dtype fp8", partial(_in_fp8, step)
 
 
 def _in_fp8(step: PlannedStep) -> PlannedStep:
-    refit = replace(step.refit, engine_dtype="fp8")
+    refit = replace(step.refit, number_format=FP8_BLOCK)
     refit.check_served()
     return replace(step, refit=refit)
 

@@ -150,7 +150,7 @@ class StepPrediction:
                 f" most of it is {most}: {_helps(most, self.step)}"
             )
         if self.engine_room < 0:
-            smaller = ", or give --engine-dtype fp8" if self.step.refit.engine_dtype == "bf16" else ""
+            smaller = ", or give --engine-dtype fp8" if self.step.refit.number_format is None else ""
             short.append(
                 f"an engine's rank lacks {say_bytes(-self.engine_room)} for its weights and one longest response: raise"
                 f" --engine-tp or --engine-ep{smaller}"

@@ -200,8 +200,8 @@ def _sizes(arguments: Arguments) -> EngineSizes:
     tensor, expert = arguments.get("tp_size") or 1, arguments.get("ep_size") or 1
     if expert not in (1, tensor):
         raise UserError(
-            f"rollout.engine_args.ep_size={expert} cuts experts in another way than tp_size={tensor}, which megarl plan"
-            " does not know: set it to 1 or to tp_size for the plan"
+            f"rollout.engine_args.ep_size={expert} cuts experts in another way than tp_size={tensor}, which this"
+            " command does not know: set it to 1 or to tp_size for this command"
         )
     return EngineSizes(
         tensor,

@@ -157,14 +157,14 @@ def _share(arguments: Arguments) -> float:
 def _sizes(arguments: Arguments) -> EngineSizes:
     if arguments.get("pipeline_parallel_size", 1) != 1:
         raise UserError(
-            "rollout.engine_args.pipeline_parallel_size is above 1, and megarl plan knows engines without pipeline "
-            "stages alone: set it to 1 for the plan"
+            "rollout.engine_args.pipeline_parallel_size is above 1, and this command knows engines without pipeline "
+            "stages alone: set it to 1 for this command"
         )
     tensor, data = arguments.get("tensor_parallel_size", 1), arguments.get("data_parallel_size", 1)
     if data > 1 and not arguments.get("enable_expert_parallel"):
         raise UserError(
             f"rollout.engine_args.data_parallel_size={data} without enable_expert_parallel cuts each expert over all"
-            " ranks, which megarl plan does not know: set enable_expert_parallel to true for the plan"
+            " ranks, which this command does not know: set enable_expert_parallel to true for this command"
         )
     expert = tensor * data if arguments.get("enable_expert_parallel") else None
     return EngineSizes(

@@ -39,6 +39,15 @@ def test_values_that_cannot_be_are_refused_before_anything_is_built(
     assert says in capsys.readouterr().err
 
 
+def test_an_engine_that_cannot_be_counted_is_refused_with_the_name_of_this_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["~rollout.engine_args", "+rollout.engine_args.tp_size=4", "+rollout.engine_args.ep_size=2"]
+    given = ["--config-name", "quickstart", "--model", str(folder), "rollout.engine=sglang", *arguments]
+    assert main(["rehearse", *given]) == 2
+    assert "which megarl rehearse does not know: set it to 1 or to tp_size for megarl" in capsys.readouterr().err
+
+
 def test_a_job_that_does_not_fit_is_refused_with_the_knobs_that_help(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,7 @@ def small_step(*, colocated: bool = True, memory_gbyte: float = 80, **trainer: i
         trainer=ParallelSizes(**{**sizes, **trainer}),
         engine=engine_sizes(2, None),
         replicas=8,
-        engine_dtype="bf16",
+        number_format=None,
         cluster=Cluster(),
         colocated=colocated,
         bucket_bytes=10**8,

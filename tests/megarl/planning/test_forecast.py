@@ -9,6 +9,7 @@ from small_traffic import traffic_of
 from converters.architectures import read_architecture
 from converters.cost import lower_bounds
 from converters.layouts.megatron import ParallelSizes
+from converters.number_formats import NUMBER_FORMATS
 from converters.topology import Topology
 from megarl.planning.cluster import Cluster, Cores
 from megarl.planning.forecast import Forecast
@@ -34,7 +35,9 @@ QWEN = {
 }
 
 
-def forecast_of(topology: Topology, direct, relayed=None, *, dtype="bf16", replicas=1, cluster=CLUSTER) -> Forecast:
+def forecast_of(
+    topology: Topology, direct, relayed=None, *, number_format=None, replicas=1, cluster=CLUSTER
+) -> Forecast:
     architecture = read_architecture(QWEN)
     workers = len(topology.destination_gpu) // replicas
     refit = PlannedRefit(
@@ -43,7 +46,7 @@ def forecast_of(topology: Topology, direct, relayed=None, *, dtype="bf16", repli
         trainer=ParallelSizes(world_size=len(topology.source_gpu)),
         engine=ParallelSizes(world_size=workers),
         replicas=replicas,
-        engine_dtype=dtype,
+        number_format=number_format,
         cluster=cluster,
         bucket_bytes=GB,
     )
@@ -81,15 +84,14 @@ def test_every_stage_takes_as_long_as_its_busiest_rank_or_port() -> None:
 
 
 def test_a_format_says_how_often_bytes_are_read_and_written_to_make_it() -> None:
-    for dtype, passes in (
+    for name, passes in (
         ("bf16", 2),
-        ("fp8", 3),
         ("fp8_block", 3),
         ("fp8_block_ue8m0", 3),
         ("int8_channel", 5),
         ("mxfp8", 3),
     ):
-        forecast = forecast_of(Topology.apart(1, 1), [[6 * GB]], dtype=dtype)
+        forecast = forecast_of(Topology.apart(1, 1), [[6 * GB]], number_format=NUMBER_FORMATS.get(name))
         assert forecast.stages["pack"] == pytest.approx(6 * passes / 40)
         assert forecast.stages["unpack"] == pytest.approx(6 * 2 / 40)
 

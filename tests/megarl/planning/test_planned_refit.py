@@ -9,6 +9,7 @@ import pytest
 from small_step import small_step
 
 from converters.errors import UserError
+from converters.number_formats import FP8_BLOCK, NumberFormat
 from megarl.config.folder import recipes_folder
 from megarl.planning.refit import engine_sizes, read_model
 
@@ -43,7 +44,7 @@ def test_a_model_is_a_name_a_file_or_a_folder_and_leaves_prediction_layers_at_ho
 
 
 def test_an_unknown_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--model gpt is no config.json, .* none of deepseek_v3, glm_4_5, kimi_k2"):
+    with pytest.raises(UserError, match=r"the model gpt is no config.json, .* none of deepseek_v3, glm_4_5, kimi_k2"):
         read_model("gpt")
     with pytest.raises(UserError, match=r"config.json is missing"):
         read_model(str(tmp_path))
@@ -77,9 +78,9 @@ def test_an_engine_is_cut_like_vllm_cuts_it(tensor: int, expert: int | None, exp
 @pytest.mark.parametrize(
     ("tensor", "expert", "says"),
     [
-        (0, None, "of --engine-tp 0 has no"),
-        (1, 0, "of --engine-ep 0 has no"),
-        (8, 12, "--engine-ep 12 is no multiple of --engine-tp 8"),
+        (0, None, "of engine_tp 0 has no"),
+        (1, 0, "of engine_ep 0 has no"),
+        (8, 12, "engine_ep 12 is no multiple of engine_tp 8"),
     ],
 )
 def test_an_engine_that_cannot_be_is_refused(tensor: int, expert: int | None, says: str) -> None:
@@ -88,18 +89,20 @@ def test_an_engine_that_cannot_be_is_refused(tensor: int, expert: int | None, sa
 
 
 @pytest.mark.parametrize(
-    ("tensor", "expert", "dtype", "says"),
+    ("tensor", "expert", "number_format", "says"),
     [
-        (2, 16, "bf16", r"all of attention on each 2 GPUs, .* a machine has 8: give --engine-tp 16, or --engine-ep 8"),
+        (2, 16, None, r"all of attention on each 2 GPUs, .* a machine has 8: give engine_tp 16, or engine_ep 8"),
         # 1,024 rows of an expert over 16 ranks are half a block on each.
-        (16, None, "fp8", "needs blocks of 128 x 128"),
-        (16, 16, "fp8", None),
-        (2, 8, "fp8", None),
-        (16, None, "bf16", None),
+        (16, None, FP8_BLOCK, "needs blocks of 128 x 128"),
+        (16, 16, FP8_BLOCK, None),
+        (2, 8, FP8_BLOCK, None),
+        (16, None, None, None),
     ],
 )
-def test_engines_that_no_run_can_have_are_known(tensor: int, expert: int | None, dtype: str, says: str | None) -> None:
-    refit = replace(small_step().refit, engine=engine_sizes(tensor, expert), engine_dtype=dtype)
+def test_engines_that_no_run_can_have_are_known(
+    tensor: int, expert: int | None, number_format: NumberFormat | None, says: str | None
+) -> None:
+    refit = replace(small_step().refit, engine=engine_sizes(tensor, expert), number_format=number_format)
     if says is None:
         refit.check_served()
     else:

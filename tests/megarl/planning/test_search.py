@@ -6,6 +6,7 @@ import pytest
 from small_step import small_step
 
 from converters.errors import UserError
+from converters.number_formats import FP8_BLOCK
 from megarl.planning.search import say_engine, say_trainer, search
 from megarl.planning.sizes import all_engine_sizes, all_trainer_sizes
 from megarl.planning.step.knobs import turned_knobs
@@ -87,7 +88,7 @@ def test_one_gpu_is_not_shared_out() -> None:
 
 def test_only_engines_that_a_run_can_have_are_proposed() -> None:
     template = small_step(colocated=True)
-    template = replace(template, refit=replace(template.refit, engine_dtype="fp8"))
+    template = replace(template, refit=replace(template.refit, number_format=FP8_BLOCK))
     found = search(template, 16)
     assert found.fallen_out[1].unserved > 0
     assert found.fallen_out[1].say().endswith("cuts of an engine are none that a run can have")
