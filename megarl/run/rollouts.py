@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -20,20 +20,11 @@ from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.idle_ranks import IdleRanks
 from megarl.data import Prompt, PromptGroup, PromptSampler
 from megarl.rewards import PendingScores, Scorer
-from megarl.run.ages import (
-    changed_settings,
-    check_ages,
-    check_carried_over,
-    check_room,
-    oldest_of_group,
-    oldest_version,
-    schedule_change_message,
-    schedule_settings,
-)
+from megarl.run.ages import check_ages
 from megarl.run.dropped import Dropped
 from megarl.run.in_flight_groups import InFlightGroups
-from megarl.run.saved_groups import read_groups, save_groups
-from megarl.run.saved_partials import SavedPartial, read_partials, save_partials
+from megarl.run.saved_partials import SavedPartial
+from megarl.run.saved_rollouts import Lengths, SavedRollouts, read_rollouts, save_rollouts
 from megarl.run.schedule import Schedule
 from megarl.schema import MegarlConfig
 from megarl.stages.filtering import check_refills, groups_to_train_on
@@ -63,24 +54,6 @@ class RolloutWorkers:
     stop_token_ids: tuple[int, ...]
     ranks: IdleRanks = field(default_factory=IdleRanks)
     """Trainer ranks that wait meanwhile."""
-
-
-@dataclass
-class Lengths:
-    """Tokens of the responses that were counted."""
-
-    tokens: int = 0
-    responses: int = 0
-
-    @property
-    def mean(self) -> float:
-        """Tokens of one; there is at least one."""
-        return self.tokens / self.responses
-
-    def count(self, group: PromptGroup) -> None:
-        """Count all responses of a group but its baseline."""
-        self.tokens += sum(each.sampled_tokens for each in group.trajectories)
-        self.responses += len(group.trajectories)
 
 
 def _callback(
@@ -209,15 +182,8 @@ class Rollouts:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            groups = [*self._finished.values(), *self._unjudged.values(), *self._dropped.all]
-            return {
-                "sampler": self._sampler.state_dict(),
-                "schedule": {**self._schedule.state_dict(), "settings": schedule_settings(self._config)},
-                "groups": save_groups(groups, folder),
-                "dropped": [group.ordinal for group in self._dropped.all],
-                "partials": save_partials(self._partials(), folder),
-                "lengths": {name: asdict(each) for name, each in self._lengths.items()},
-            }
+            rollouts = SavedRollouts(self._finished, self._unjudged, self._dropped.all, self._partials(), self._lengths)
+            return save_rollouts(rollouts, folder, self._config, self._sampler, self._schedule)
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Go on from a state: what was being sampled goes on, with whatever schedule there is now.
@@ -226,27 +192,13 @@ class Rollouts:
         """
         if "schedule" not in state:  # of a run that had none
             return
-        # Older checkpoints do not tell of the settings.
-        changed = changed_settings(state["schedule"].get("settings", {}), self._config)
-        check_room(len(state["schedule"]["draws"]), self._schedule.slots, self._config)
-        self._schedule.load_state_dict(state["schedule"])
-        self._lengths |= {name: Lengths(**each) for name, each in state.get("lengths", {}).items()}
-        groups = read_groups(folder, state["groups"], lambda ordinal: self._prompts[self._sampler.index_of(ordinal)])
-        finished, dropped = set(self._schedule.waiting), set(state.get("dropped", ()))
-        self._finished = {group.ordinal: group for group in groups if group.ordinal in finished}
-        self._dropped = Dropped(group for group in groups if group.ordinal in dropped)
-        self._unjudged = {group.ordinal: group for group in groups if group.ordinal not in finished | dropped}
+        saved = read_rollouts(folder, state, self._config, self._schedule, self._prompt_of)
+        self._lengths |= saved.lengths
+        self._finished, self._unjudged = dict(saved.finished), dict(saved.unjudged)
+        self._dropped = Dropped(saved.dropped)
         self._sampled = set(self._unjudged)
         self._again = [ordinal for ordinal in self._schedule.unfinished if ordinal not in self._sampled]
-        partials = read_partials(folder, state.get("partials", []))
-        self._in_flight.load(partials)
-        oldest = {ordinal: oldest_of_group(group) for ordinal, group in (self._finished | self._unjudged).items()} | {
-            ordinal: oldest_version(turn for each in own for turn in each.turns.values())
-            for ordinal, own in partials.items()
-        }
-        check_carried_over(oldest, self._schedule, changed, self._config)
-        if changed:
-            print(schedule_change_message(changed, self._schedule.waiting, self._schedule.unfinished), flush=True)
+        self._in_flight.load(saved.partials)
 
     def metrics(self) -> dict[str, float]:
         """How many groups are on their way, what was dropped for the last batch, and how long responses are."""
@@ -265,6 +217,9 @@ class Rollouts:
         with self._changed:
             ready, underway = len(self._schedule.waiting), len(self._schedule.unfinished)
         return f"{ready} groups are scored, {underway} on their way"
+
+    def _prompt_of(self, ordinal: int) -> Prompt:
+        return self._prompts[self._sampler.index_of(ordinal)]
 
     def _partials(self) -> Mapping[int, Sequence[SavedPartial]]:
         """The parts of groups that are not scored."""

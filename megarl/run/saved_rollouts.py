@@ -1,0 +1,104 @@
+"""Rollouts in a checkpoint: the schedule, groups that are scored, and what there is of those that are being sampled."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.data import Prompt, PromptGroup, PromptSampler
+from megarl.run.ages import (
+    changed_settings,
+    check_carried_over,
+    check_room,
+    oldest_of_group,
+    oldest_version,
+    schedule_change_message,
+    schedule_settings,
+)
+from megarl.run.saved_groups import read_groups, save_groups
+from megarl.run.saved_partials import SavedPartial, read_partials, save_partials
+from megarl.run.schedule import Schedule
+from megarl.schema import MegarlConfig
+
+
+@dataclass
+class Lengths:
+    """Tokens of the responses that were counted."""
+
+    tokens: int = 0
+    responses: int = 0
+
+    @property
+    def mean(self) -> float:
+        """Tokens of one; there is at least one."""
+        return self.tokens / self.responses
+
+    def count(self, group: PromptGroup) -> None:
+        """Count all responses of a group but its baseline."""
+        self.tokens += sum(each.sampled_tokens for each in group.trajectories)
+        self.responses += len(group.trajectories)
+
+
+@dataclass(frozen=True)
+class SavedRollouts:
+    """Groups on their way when a run was saved; the schedule and the sampler are saved with them."""
+
+    finished: Mapping[int, PromptGroup]
+    """Scored, by ordinal."""
+    unjudged: Mapping[int, PromptGroup]
+    """Scored by the functions, but not by the reward model."""
+    dropped: Sequence[PromptGroup]
+    partials: Mapping[int, Sequence[SavedPartial]]
+    """Unfinished responses of the other groups, by ordinal."""
+    lengths: Mapping[str, Lengths]
+
+
+def save_rollouts(
+    rollouts: SavedRollouts, folder: Path, config: MegarlConfig, sampler: PromptSampler, schedule: Schedule
+) -> dict[str, Any]:
+    """Write groups and partial responses to `folder`; returns the rest of what `read_rollouts` needs."""
+    groups = [*rollouts.finished.values(), *rollouts.unjudged.values(), *rollouts.dropped]
+    return {
+        "sampler": sampler.state_dict(),
+        "schedule": {**schedule.state_dict(), "settings": schedule_settings(config)},
+        "groups": save_groups(groups, folder),
+        "dropped": [group.ordinal for group in rollouts.dropped],
+        "partials": save_partials(rollouts.partials, folder),
+        "lengths": {name: asdict(each) for name, each in rollouts.lengths.items()},
+    }
+
+
+def read_rollouts(
+    folder: Path,
+    state: Mapping[str, Any],
+    config: MegarlConfig,
+    schedule: Schedule,
+    prompt_of: Callable[[int], Prompt],
+) -> SavedRollouts:
+    """Read what `save_rollouts` wrote, and let `schedule` go on from it; `prompt_of` has the prompt of an ordinal.
+
+    Says so where the schedule's settings have changed. Raises UserError if the schedule has too few slots, or would
+    train on tokens that are older than it allows.
+    """
+    # Older checkpoints do not tell of the settings.
+    changed = changed_settings(state["schedule"].get("settings", {}), config)
+    check_room(len(state["schedule"]["draws"]), schedule.slots, config)
+    schedule.load_state_dict(state["schedule"])
+    groups = read_groups(folder, state["groups"], prompt_of)
+    finished, dropped = set(schedule.waiting), set(state.get("dropped", ()))
+    rollouts = SavedRollouts(
+        finished={group.ordinal: group for group in groups if group.ordinal in finished},
+        unjudged={group.ordinal: group for group in groups if group.ordinal not in finished | dropped},
+        dropped=[group for group in groups if group.ordinal in dropped],
+        partials=read_partials(folder, state.get("partials", [])),
+        lengths={name: Lengths(**each) for name, each in state.get("lengths", {}).items()},
+    )
+    scored = {**rollouts.finished, **rollouts.unjudged}
+    oldest = {ordinal: oldest_of_group(group) for ordinal, group in scored.items()} | {
+        ordinal: oldest_version(turn for each in own for turn in each.turns.values())
+        for ordinal, own in rollouts.partials.items()
+    }
+    check_carried_over(oldest, schedule, changed, config)
+    if changed:
+        print(schedule_change_message(changed, schedule.waiting, schedule.unfinished), flush=True)
+    return rollouts
