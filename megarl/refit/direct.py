@@ -49,7 +49,7 @@ class DirectPath:
         self._trainer = trainer
         self._engines = engines
         self._config = config
-        dtypes = trainer.weight_dtypes()
+        dtypes = trainer.weights.dtypes()
         quantisation = _quantisation(engines, architecture, dtypes)
         self._trace = partial(
             _traces,
@@ -68,7 +68,7 @@ class DirectPath:
         self._transport = usual if config.transport == "auto" else config.transport
         self._restriction = ""
         if self._are_apart and self._transport == "rdma":
-            self._restriction = restriction(trainer.rdma_ports(), engines.rdma_ports(config.timeout_s))
+            self._restriction = restriction(trainer.weights.rdma_ports(), engines.rdma_ports(config.timeout_s))
         self._spec = TransferSpec(
             architecture,
             trainer.parallel,
@@ -110,12 +110,12 @@ class DirectPath:
         """Connect all ranks with the workers that they send to; earlier connections are closed."""
         timeout_s = self._config.timeout_s
         workers = len(self._engines) * len(self._spec.traces)
-        rendezvous = self._trainer.open_transfer(self._spec, self._transport, workers, timeout_s)
+        rendezvous = self._trainer.weights.open_transfer(self._spec, self._transport, workers, timeout_s)
         topology = self._spec.topology if self._are_apart else None
         relay_listeners = self._engines.open_transfer(self._spec, timeout_s)
         checked = self._config.verify == "checksum" or self._config.delta
         rendezvous = replace(rendezvous, topology=topology, relay_listeners=relay_listeners, with_checksum=checked)
-        connecting = [*self._trainer.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]
+        connecting = [*self._trainer.weights.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]
         # Before they have met, nobody sees the end of a peer.
         wait_together(connecting, TransferError, lambda failure: abort_rendezvous(rendezvous, _news(failure)))
         self._is_connected = True
@@ -151,11 +151,11 @@ class DirectPath:
     def close(self) -> None:
         """Free the buckets, until the next `connect`."""
         self._is_connected = False
-        self._trainer.close_transfer()
+        self._trainer.weights.close_transfer()
         self._engines.close_transfer(self._config.timeout_s)
 
     def _send(self, version: int, receiving: Sequence[Call[Any]]) -> TransferStats:
-        sending = self._trainer.begin_send(version, delta=self._config.delta)
+        sending = self._trainer.weights.begin_send(version, delta=self._config.delta)
         self._wait(sending, receiving)
         return sum(wait(sending), start=TransferStats())
 

@@ -44,7 +44,7 @@ class LoaderPath:
         self._config = config
         self._buckets = cut_into_buckets(
             architecture.hf_shapes,
-            trainer.weight_dtypes(),
+            trainer.weights.dtypes(),
             config.bucket_bytes,
             segments=_SEGMENTS,
             quantised=_quantised(trainer, engines, architecture),
@@ -84,7 +84,7 @@ class LoaderPath:
         loading: dict[int, list[Call[None]]] = {}
         for bucket in self._buckets:
             wait_in_refit(loading.pop(bucket.segment, []), self._config.timeout_s)
-            self._trainer.write(bucket)
+            self._trainer.weights.write(bucket)
             loading[bucket.segment] = self._engines.begin(Engine.write, bucket)
         for references in loading.values():
             wait_in_refit(references, self._config.timeout_s)
@@ -129,7 +129,7 @@ class LoaderPath:
         self._is_open = True
 
     def _map_segments(self, segments: list[str], segment_bytes: int) -> None:
-        self._trainer.map_segments(segments, segment_bytes)
+        self._trainer.weights.map_segments(segments, segment_bytes)
         self._engines.map_segments(segments, segment_bytes, self._config.timeout_s)
 
 
@@ -139,4 +139,4 @@ def _quantised(trainer: TrainerGroup, engines: Engines, architecture: Architectu
     number_format = engines.number_format
     names = number_format.quantised_names(architecture)
     shared = number_format.elements_per_code > 1
-    return Quantised(number_format, names, names if shared else trainer.cut_blocks(number_format, names))
+    return Quantised(number_format, names, names if shared else trainer.weights.cut_blocks(number_format, names))

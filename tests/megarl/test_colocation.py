@@ -105,7 +105,7 @@ def refuses_both_at_once(job: Job) -> None:
         wait(waking)
     job.gpus.switch_to(job.engines)
     with pytest.raises(WorkerFailed, match=r"it is not the trainers' turn"):
-        job.trainer.write(None)
+        job.trainer.weights.write(None)
 
 
 def exported(config: MegarlConfig) -> dict[str, torch.Tensor]:

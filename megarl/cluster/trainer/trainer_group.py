@@ -1,6 +1,5 @@
 """The Megatron ranks as one object: a call cuts its batch over data parallelism and joins what the ranks return."""
 
-import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import chain, count
@@ -17,23 +16,17 @@ from converters.architectures import Head, Lora
 from converters.cost.compute import PassFlops
 from converters.errors import UserError
 from converters.layouts.megatron import ModuleNames, ParallelSizes
-from converters.number_formats import NumberFormat
 from megarl.cluster.placement.reservation import Seats
 from megarl.cluster.placement.roles import POLICY
 from megarl.cluster.trainer.batch import REFERENCE, ROUTED_EXPERTS, Batch
 from megarl.cluster.trainer.model_work import ModelWork
 from megarl.cluster.trainer.prefixes import prefixes_of
+from megarl.cluster.trainer.weight_sender import WeightSender
 from megarl.cluster.workers.calls import wait
-from megarl.cluster.workers.worker import Call
 from megarl.cluster.workers.worker_group import WorkerGroup
 from megarl.data.packed_stretches import Packed, unpacked
 from megarl.data.stretches import Values, is_away, joined, stored_together
 from megarl.process.file_system import lost_in_export
-from megarl.resharding.direct.transfer_spec import TransferSpec
-from megarl.resharding.direct.transports import TRANSPORTS
-from megarl.resharding.direct.transports.endpoint import Rendezvous
-from megarl.resharding.loader.buckets import Bucket
-from megarl.resharding.transfer_stats import TransferStats
 from megarl.schema import ClusterConfig
 from megatron_ext.memory.device_memory import CountedMemory, StatePart
 from megatron_ext.objective import Objective, StepResult
@@ -161,21 +154,10 @@ class TrainerGroup(WorkerGroup):
             ahead=torch.stack(ahead).sum(0) if ahead else None,
         )
 
-    def weight_dtypes(self) -> dict[str, torch.dtype]:
-        """The type of every HF tensor of the model."""
-        return dict(chain.from_iterable(part.items() for part in self.call("weight_dtypes")))
-
-    def cut_blocks(self, number_format: NumberFormat, names: Collection[str]) -> set[str]:
-        """The ones among the HF tensors `names` of which no rank can quantise a block, since it has a part of it."""
-        return set().union(*self.call("cut_blocks", number_format, frozenset(names)))
-
-    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
-        """Let every rank map the shared-memory segments of a refit."""
-        self.call("map_segments", list(segments), segment_bytes)
-
-    def write(self, bucket: Bucket) -> None:
-        """Let every rank write its part of a bucket."""
-        self.call("write", bucket)
+    @property
+    def weights(self) -> WeightSender:
+        """Sends the weights of the model to engines."""
+        return WeightSender(self)
 
     @property
     def parallel(self) -> ParallelSizes:
@@ -202,28 +184,6 @@ class TrainerGroup(WorkerGroup):
     def backend(self) -> str:
         """The collective backend of the device that the model is on."""
         return wait([self.workers[0].begin("backend")])[0]
-
-    def rdma_ports(self) -> list[bool]:
-        """Whether the machine of each rank has a port of InfiniBand, RoCE or EFA."""
-        return self.call("has_rdma_port")
-
-    def open_transfer(self, spec: TransferSpec, transport: str, engine_workers: int, timeout_s: float) -> Rendezvous:
-        """Prepare all ranks to send their parts of `spec`; where their receivers meet them."""
-        listeners = self.call("open_transfer", ray.put(spec))
-        store = wait([self.workers[0].begin("open_store", timeout_s)])[0] if TRANSPORTS[transport].needs_store else None
-        return Rendezvous(transport, secrets.token_bytes(32), listeners, store, engine_workers, timeout_s)
-
-    def begin_connect(self, rendezvous: Rendezvous) -> list[Call[None]]:
-        """Begin to connect all ranks, after `open_transfer`, with their receivers."""
-        return self.begin("connect_transfer", rendezvous)
-
-    def begin_send(self, version: int, *, delta: bool) -> list[Call[TransferStats]]:
-        """Begin to send the present weights as `version`; the result is how much each rank sent."""
-        return self.begin("send", version, delta)
-
-    def close_transfer(self) -> None:
-        """Free what a transfer holds."""
-        self.call("close_transfer")
 
     def export(self, folder: Path, copy_from: Path) -> None:
         """Write the model as a HuggingFace checkpoint. Raises UserError where a file system would lose parts of it."""

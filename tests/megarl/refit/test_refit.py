@@ -228,7 +228,7 @@ def die_after_steps(count):
 def check_the_route(job):
     """Engines that are not of this policy are refused before anything moves."""
     spec = job.refit._path._spec
-    dtypes = job.trainer.weight_dtypes()
+    dtypes = job.trainer.weights.dtypes()
     spec.check(dtypes)
     narrow = [replace(each, dtypes=dict.fromkeys(each.dtypes, torch.bfloat16)) for each in spec.traces]
     # The traced part is enough: the rest may go through the loader.

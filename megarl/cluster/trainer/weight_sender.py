@@ -1,0 +1,64 @@
+"""The trainer's ranks as senders of weights: through shared-memory segments, or straight to the engines' workers."""
+
+import secrets
+from collections.abc import Collection, Sequence
+from itertools import chain
+
+import ray
+import torch
+
+from converters.number_formats import NumberFormat
+from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.worker import Call
+from megarl.cluster.workers.worker_group import WorkerGroup
+from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.loader.buckets import Bucket
+from megarl.resharding.transfer_stats import TransferStats
+
+
+class WeightSender:
+    """Sends the weights of a model from all `ranks` that train it."""
+
+    def __init__(self, ranks: WorkerGroup) -> None:
+        self._ranks = ranks
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The type of every HF tensor of the model."""
+        return dict(chain.from_iterable(part.items() for part in self._ranks.call("weight_dtypes")))
+
+    def cut_blocks(self, number_format: NumberFormat, names: Collection[str]) -> set[str]:
+        """The ones among the HF tensors `names` of which no rank can quantise a block, since it has a part of it."""
+        return set().union(*self._ranks.call("cut_blocks", number_format, frozenset(names)))
+
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """Let every rank map the shared-memory segments of a refit."""
+        self._ranks.call("map_segments", list(segments), segment_bytes)
+
+    def write(self, bucket: Bucket) -> None:
+        """Let every rank write its part of a bucket."""
+        self._ranks.call("write", bucket)
+
+    def rdma_ports(self) -> list[bool]:
+        """Whether the machine of each rank has a port of InfiniBand, RoCE or EFA."""
+        return self._ranks.call("has_rdma_port")
+
+    def open_transfer(self, spec: TransferSpec, transport: str, engine_workers: int, timeout_s: float) -> Rendezvous:
+        """Prepare all ranks to send their parts of `spec`; where their receivers meet them."""
+        listeners = self._ranks.call("open_transfer", ray.put(spec))
+        first = self._ranks.workers[0]
+        store = wait([first.begin("open_store", timeout_s)])[0] if TRANSPORTS[transport].needs_store else None
+        return Rendezvous(transport, secrets.token_bytes(32), listeners, store, engine_workers, timeout_s)
+
+    def begin_connect(self, rendezvous: Rendezvous) -> list[Call[None]]:
+        """Begin to connect all ranks, after `open_transfer`, with their receivers."""
+        return self._ranks.begin("connect_transfer", rendezvous)
+
+    def begin_send(self, version: int, *, delta: bool) -> list[Call[TransferStats]]:
+        """Begin to send the present weights as `version`; the result is how much each rank sent."""
+        return self._ranks.begin("send", version, delta)
+
+    def close_transfer(self) -> None:
+        """Free what a transfer holds."""
+        self._ranks.call("close_transfer")
