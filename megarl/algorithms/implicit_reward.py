@@ -32,7 +32,7 @@ class ImplicitRewardObjective:
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
-            raise UserError(f"reward_model.beta={self.beta} must be above 0: it scales the implicit reward")
+            raise UserError(f"implicit_reward_model.beta={self.beta} must be above 0: it scales the implicit reward")
 
     def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
         """Loss (a differentiable scalar) and metrics of one micro-batch.

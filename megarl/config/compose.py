@@ -50,6 +50,8 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     config.megatron = _check_megatron("megatron", config.megatron)
     config.critic.megatron = _check_megatron("critic.megatron", config.critic.megatron)
     config.reward_model.megatron = _check_megatron("reward_model.megatron", config.reward_model.megatron)
+    implicit = config.implicit_reward_model
+    implicit.megatron = _check_megatron("implicit_reward_model.megatron", implicit.megatron)
     for name, teacher in config.teachers.items():
         teacher.megatron = _check_megatron(f"teachers.{name}.megatron", teacher.megatron)
     if kind := ENGINES.get(config.rollout.engine):

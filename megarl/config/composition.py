@@ -7,7 +7,7 @@ from megarl.algorithms import ADVANTAGES, PolicyObjective, Rewards, Source
 from megarl.algorithms.compatibility import check_algorithm
 from megarl.config.schedule import is_corrected_by_schedule
 from megarl.rollout import ENGINES
-from megarl.schema import CriticConfig, MegarlConfig
+from megarl.schema import CriticConfig, MegarlConfig, RewardModelConfig
 
 
 def check_composition(config: MegarlConfig) -> None:
@@ -67,6 +67,12 @@ def _check_auxiliary(config: MegarlConfig) -> None:
             f"critic.{key} is set, but algorithm.advantage={advantage} has no critic, so nothing would train a value "
             f"loss: leave it out, or use algorithm.advantage={critics}"
         )
+    if Source.IMPLICIT_REWARD_MODEL in sources and (key := _first_set(config.reward_model)):
+        advice = f"set implicit_reward_model.{key}" if hasattr(config.implicit_reward_model, key) else "leave it out"
+        raise UserError(
+            f"reward_model.{key} is set, which is for a frozen reward model, but algorithm.advantage={advantage} learns"
+            f" an implicit one in its place: {advice}"
+        )
     if Source.NAMED_REWARDS in sources and len(config.reward.functions) < 2:
         raise UserError(
             f"algorithm.advantage={advantage} normalises several rewards apart, but there is one: name two or more in "
@@ -122,12 +128,11 @@ def _check_ranges(config: MegarlConfig) -> None:
     estimator = ADVANTAGES[advantage]
     if estimator.rewards is Rewards.ANY:
         return
-    scored = config.reward_model.path and Source.IMPLICIT_REWARD_MODEL not in estimator.sources
     has_kl = PolicyObjective(config.algorithm).has_kl_in("reward")
     subtracts_kl = has_kl and estimator.rewards is Rewards.NOT_NEGATIVE
     below_zero = {
         "reward.overlong_buffer_tokens": reward.overlong_buffer_tokens and reward.overlong_penalty,
-        "reward_model.path": scored and config.reward_model.weight,
+        "reward_model.path": config.reward_model.path and config.reward_model.weight,
         "algorithm.kl_in=reward": subtracts_kl,
         **{f"reward.functions.{name}.weight below 0": term.weight < 0 for name, term in reward.functions.items()},
     }
@@ -200,7 +205,7 @@ def _check_router_replay(config: MegarlConfig) -> None:
         )
 
 
-def _first_set(critic: CriticConfig) -> str | None:
-    default = CriticConfig()
-    changed = (each.name for each in fields(critic) if getattr(critic, each.name) != getattr(default, each.name))
+def _first_set(group: CriticConfig | RewardModelConfig) -> str | None:
+    default = type(group)()
+    changed = (each.name for each in fields(group) if getattr(group, each.name) != getattr(default, each.name))
     return next(changed, None)

@@ -18,7 +18,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class ModelGroup(Protocol):
-    """A model beside the policy: what the groups `critic`, `reward_model` and those of `teachers` have in common."""
+    """Keys of a model beside the policy: critic, reward model, implicit reward model or teacher."""
 
     megatron: dict[str, Any]
     ranks: int | None

@@ -80,7 +80,7 @@ def _check_moments(config: MegarlConfig) -> None:
     trained = {
         POLICY: ("megatron", config.megatron),
         "critic": ("critic.megatron", config.critic.megatron),
-        "implicit_reward_model": ("reward_model.megatron", config.reward_model.megatron),
+        "implicit_reward_model": ("implicit_reward_model.megatron", config.implicit_reward_model.megatron),
     }
     sharing = config.cluster.sharing()
     for role, (key, options) in trained.items():

@@ -21,6 +21,7 @@ EARLIER: Mapping[str, str] = {
     "algorithm.aggregation_tokens": "algorithm.aggregation_options.length",
     "algorithm.train_on_cut_responses": "algorithm.train_on_truncated_responses",
     "algorithm.cut_responses_in_statistics": "algorithm.truncated_responses_in_statistics",
+    "reward_model.beta": "implicit_reward_model.beta",
     "tracking.warn_cut_fraction": "tracking.warn_truncated_fraction",
 }
 """Key of an earlier megarl -> what it is called now."""

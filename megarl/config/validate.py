@@ -100,7 +100,7 @@ _ABOVE_ZERO = (
     "lora.alpha",
     "rollout.top_p",
     "reward.timeout_s",
-    "reward_model.beta",
+    "implicit_reward_model.beta",
     "cluster.trainer_cpus",
     "cluster.engine_cpus",
     "cluster.gpu_share",

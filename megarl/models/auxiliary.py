@@ -91,13 +91,14 @@ def wanted_auxiliary(config: MegarlConfig) -> dict[str, Wanted]:
     """The auxiliary models that a configuration asks for, by the names of their processes."""
     sources = ADVANTAGES[config.algorithm.advantage].sources
     own, critic, reward_model = Path(config.model.path), config.critic, config.reward_model
+    implicit = config.implicit_reward_model
     wanted = {}
     if Source.CRITIC in sources:
         wanted["critic"] = Wanted("critic", critic, Path(critic.path or own), _build_critic)
     if Source.IMPLICIT_REWARD_MODEL in sources:
-        path = Path(reward_model.path or own)
-        wanted["implicit_reward_model"] = Wanted("reward_model", reward_model, path, _build_implicit_reward_model)
-    elif reward_model.path:
+        path = Path(implicit.path or own)
+        wanted["implicit_reward_model"] = Wanted("implicit_reward_model", implicit, path, _build_implicit_reward_model)
+    if reward_model.path:
         wanted["reward_model"] = Wanted("reward_model", reward_model, Path(reward_model.path), _build_reward_model)
     for name, teacher in config.teachers.items() if wants_teachers(config) else ():
         wanted[_teacher(name)] = Wanted(f"teachers.{name}", teacher, Path(teacher.path), _build_teacher)

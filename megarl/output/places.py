@@ -52,6 +52,7 @@ def models_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
         "lora.path": config.lora.path,
         "critic.path": config.critic.path,
         "reward_model.path": config.reward_model.path,
+        "implicit_reward_model.path": config.implicit_reward_model.path,
         **{f"teachers.{name}.path": teacher.path for name, teacher in config.teachers.items()},
     }
     yield from ((key, Path(path)) for key, path in models.items() if path)

@@ -124,7 +124,7 @@ class TeacherConfig:
 
 @dataclass
 class RewardModelConfig:
-    """A model that scores responses: trained by `megarl reward-model`, or implicit and trained online (PRIME)."""
+    """A frozen model that scores responses, as `megarl reward-model` trains it."""
 
     path: str | None = None
     """HuggingFace folder; without one there is no reward model."""
@@ -134,8 +134,20 @@ class RewardModelConfig:
     """Megatron ranks; by default as many as the policy's."""
     weight: float = 1.0
     """Weight of its score beside the other rewards."""
+
+
+@dataclass
+class ImplicitRewardModelConfig:
+    """The model that learns online to reward tokens, for an advantage that needs one (prime)."""
+
+    path: str | None = None
+    """HuggingFace folder it begins as; by default model.path."""
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Options that differ from those of the group `megatron`."""
+    ranks: int | None = None
+    """Megatron ranks; by default as many as the policy's."""
     beta: float = 0.05
-    """Weight in prime of the log-ratio between the implicit reward model and its reference."""
+    """Weight of the log-ratio between the model and what it began as, the reward of a token."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from omegaconf import MISSING
 from megarl.schema.algorithm import (
     AlgorithmConfig,
     CriticConfig,
+    ImplicitRewardModelConfig,
     PreferenceConfig,
     RewardModelConfig,
     TeacherConfig,
@@ -320,6 +321,7 @@ class MegarlConfig:
     teachers: dict[str, TeacherConfig] = field(default_factory=dict)
     """Models that the policy is distilled from, by names of your own."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    implicit_reward_model: ImplicitRewardModelConfig = field(default_factory=ImplicitRewardModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)

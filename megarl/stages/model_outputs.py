@@ -58,7 +58,8 @@ def with_model_outputs(
     if auxiliary.implicit_reward_model is not None:
         model = auxiliary.implicit_reward_model
         now, before = model.predictions(batch, ["log_probs", "reference_log_probs"], temperature=1.0).values()
-        rewards = implicit_process_rewards(opened_values(now), opened_values(before), config.reward_model.beta)
+        beta = config.implicit_reward_model.beta
+        rewards = implicit_process_rewards(opened_values(now), opened_values(before), beta)
         fields["implicit_reference_log_probs"] = before
         fields["process_rewards"] = sequences_of(rewards, batch.lengths)
     return with_fields(batch, **fields)

@@ -72,7 +72,7 @@ def update_implicit_reward_model(
         )
         for batch in batches
     ]
-    objective = ImplicitRewardObjective(config.reward_model.beta)
+    objective = ImplicitRewardObjective(config.implicit_reward_model.beta)
     return update(trainer, own, objective, temperature=1.0, model="prime")
 
 

@@ -122,7 +122,7 @@ RUNS = (
     Run(
         "quickstart_prime",
         implicit_rewards_tell_right_from_wrong,
-        ("reward_model.megatron.lr=2e-3", "reward_model.megatron.min_lr=2e-3"),
+        ("implicit_reward_model.megatron.lr=2e-3", "implicit_reward_model.megatron.min_lr=2e-3"),
         marks=(pytest.mark.long,),
     ),
     Run(

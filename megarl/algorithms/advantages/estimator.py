@@ -16,7 +16,7 @@ class Source(Enum):
     CRITIC = "the values of a critic"
     GREEDY_RESPONSES = "the rewards of greedy responses"
     NAMED_REWARDS = "several named rewards (reward.functions)"
-    IMPLICIT_REWARD_MODEL = "an implicit reward model (reward_model.path)"
+    IMPLICIT_REWARD_MODEL = "an implicit reward model (implicit_reward_model.path)"
     TEACHERS = "the log-probs of a teacher (teachers)"
     OLD_POLICY = "predictions of the policy before the update"
 

@@ -16,6 +16,7 @@ from megarl.schema import (
     AlgorithmConfig,
     CorrectionConfig,
     CriticConfig,
+    ImplicitRewardModelConfig,
     LoopConfig,
     MegarlConfig,
     ModelConfig,
@@ -42,6 +43,14 @@ def test_groups_of_one_with_group_statistics(advantage: str) -> None:
 
 REPLAY = {"algorithm": {"router_replay": "rollout"}, "rollout": RolloutConfig(engine="transformers")}
 REFUSED = {
+    "PRIME with a frozen reward model": (
+        {"algorithm": {"advantage": "prime"}, "reward_model": RewardModelConfig("x")},
+        r"^reward_model\.path is set, .*advantage=prime learns an implicit one .*: set implicit_reward_model\.path$",
+    ),
+    "PRIME with the weight of a frozen reward model": (
+        {"algorithm": {"advantage": "prime"}, "reward_model": RewardModelConfig(weight=0.5)},
+        r"^reward_model\.weight is set, .*: leave it out$",
+    ),
     "a value loss without a critic": (
         {"critic": CriticConfig(warmup_steps=3)},
         r"critic\.warmup_steps is set, but algorithm\.advantage=grpo has no critic.*use algorithm\.advantage=gae",
@@ -191,9 +200,9 @@ ALLOWED = {
         "algorithm": {"advantage": "max_rl"},
         "reward": RewardConfig(overlong_buffer_tokens=20, overlong_penalty=0.0),
     },
-    "PRIME with a reward model's path": {
+    "PRIME with an implicit reward model's path": {
         "algorithm": {"advantage": "prime"},
-        "reward_model": RewardModelConfig("x"),
+        "implicit_reward_model": ImplicitRewardModelConfig("x"),
     },
     "a filter on a part of a reward": {
         "algorithm": {"dynamic_sampling": True, "filter_on": "a/acc"},

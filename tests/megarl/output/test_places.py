@@ -37,7 +37,9 @@ def test_a_model_at_in_or_around_what_is_written(config, tmp_path, name):
     refused(config, "model.path=", "another output_dir")
 
 
-@pytest.mark.parametrize("key", ["model.megatron_checkpoint", "critic.path", "reward_model.path"])
+@pytest.mark.parametrize(
+    "key", ["model.megatron_checkpoint", "critic.path", "reward_model.path", "implicit_reward_model.path"]
+)
 def test_every_model(config, tmp_path, key):
     group, _, name = key.partition(".")
     setattr(getattr(config, group), name, str(tmp_path / "run" / "huggingface"))
