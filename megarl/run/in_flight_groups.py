@@ -40,7 +40,7 @@ class InFlightGroups:
         del self._pending[ordinal]
 
     def partials(self, only: Collection[int] | None = None) -> dict[int, Sequence[SavedPartial]]:
-        """Partial samples by group ordinal: of all groups in flight or of `only` some, and of all that were loaded."""
+        """Partial samples by group ordinal: of the groups in flight, or `only` some, and of loaded ones not begun."""
         pending = {ordinal: own for ordinal, own in self._pending.items() if only is None or ordinal in only}
         there = iter(self._engines.partial_turns([each for own in pending.values() for each in own]))
         parts = {
