@@ -36,7 +36,7 @@ class Topology:
 
     @classmethod
     def apart(cls, source_ranks: int, destination_ranks: int) -> "Topology":
-        """Every rank on a node of its own: what is true of ranks of which nothing is known."""
+        """Every rank on a node of its own: the assumption if nothing is known about the ranks."""
         return cls.separate(source_ranks, destination_ranks, gpus_per_node=1)
 
     @classmethod

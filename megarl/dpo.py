@@ -1,4 +1,4 @@
-"""Direct preference optimisation: pairs of replies, of which the policy learns to prefer the chosen one."""
+"""Direct preference optimisation: the policy learns from pairs of replies to prefer the chosen one."""
 
 import sys
 from dataclasses import fields

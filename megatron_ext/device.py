@@ -174,7 +174,7 @@ def set_gpu_rng_state(state: Tensor) -> None:
 
 
 HOST_BUCKET_BYTES = 2**28
-"""Size of a piece of large memory of the host: pinned memory comes in powers of two, and a piece of one wastes none."""
+"""Size of a piece of pinned host memory: it is allocated in powers of two, so such a piece wastes nothing."""
 
 
 def host_memory(size_bytes: int) -> Tensor:

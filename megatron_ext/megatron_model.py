@@ -53,11 +53,11 @@ from megatron_ext.weights import export_huggingface, load_huggingface
 class MegatronModel:
     """A model cut over the ranks of this job, and everything that is done with it.
 
-    `head` says what the model makes of its last hidden states: the `architecture` is that of a language model, of which
-    a value model is the backbone. The attribute `architecture` is that of this model.
+    `head` says what the model makes of its last hidden states. The argument `architecture` describes a language model,
+    whose backbone a value model takes; the attribute `architecture` describes this model.
 
-    Every method is collective: all ranks of the model call it with the same arguments, except for the batch, of which
-    each data-parallel rank gets its own part.
+    Every method is collective: all ranks of the model call it with the same arguments, except for the batch, where each
+    data-parallel rank gets its own part.
     """
 
     def __init__(

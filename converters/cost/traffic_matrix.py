@@ -26,8 +26,8 @@ class Traffic:
     entering: np.ndarray
     """[nodes]: what any destination of a node needs and no source of it holds: it must come in through its NICs."""
     leaving: Mapping[tuple[int, ...], int]
-    """Source ranks -> what just these hold, once for every node that needs it and on which no source holds it: one of
-    them must send it out through its NIC."""
+    """Source ranks -> bytes that only they hold, counted once per node that needs them and has no source with them: one
+    of these ranks must send them out through its NIC."""
     pieces: int
     """Number of transfers from sources to destinations."""
     relays: int

@@ -26,7 +26,7 @@ _REPEATED = ("k_proj", "v_proj")
 
 
 def check_blocks(name: str, architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
-    """See `NumberFormat.check`; `name` is that of a format in blocks of 128 x 128."""
+    """See `NumberFormat.check`; `name` is the name of a format in blocks of 128 x 128."""
     for weight in sorted(quantised_names(architecture)):
         rows, columns = architecture.hf_shapes[weight]
         matrix = weight.rsplit(".", 2)[-2]

@@ -43,7 +43,7 @@ class Aggregation:
     def of_responses(
         self, lengths: Tensor, groups: Tensor | None = None, options: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """float32[N]: the weight of each token of a response, 0 where there is none.
+        """float32[N]: the weight of each token of a response, 0 for a response without tokens.
 
         `groups` long[N] are any integers that responses to the same prompt share. Raises UserError if there is no token
         at all.

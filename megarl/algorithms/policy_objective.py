@@ -57,9 +57,9 @@ class PolicyObjective:
     def select(self, batch: RaggedBatch, log_probs: Tensor, *, seed: Sequence[int]) -> Tensor:
         """The tokens that the loss treats apart, bool[T], for the field `chosen` of `batch`.
 
-        `batch` is that of a whole optimizer step, with the fields `weights`, `advantages` and those of the policy that
-        ratios are to; `log_probs` [T] are those under the policy as it is before this step. A loss that draws draws by
-        `seed`. The choice needs statistics of all trained tokens, so it cannot be made by a micro-batch.
+        `batch` covers a whole optimizer step, with the fields `weights`, `advantages` and the log-probs that ratios are
+        taken to; `log_probs` [T] come from the policy before this step. A random choice follows from `seed`. The choice
+        needs statistics of all trained tokens, so it cannot be made by a micro-batch.
         """
         trained = batch.fields["weights"] != 0
         log_probs = log_probs[trained].detach()

@@ -21,7 +21,7 @@ class Conversation(NamedTuple):
 
 
 class Chat(NamedTuple):
-    """Messages of which those of the assistant from number `first` on are to be learned.
+    """Messages of a conversation; the assistant's messages from number `first` on are to be learned.
 
     `where` (file, row, column) opens what is said about a bad one.
     """

@@ -1,4 +1,4 @@
-"""Limits that the kernel keeps of a process: memory that it may lock, and files that it may have open."""
+"""Limits that the kernel keeps of a process: how much memory it may lock, and how many files it may open."""
 
 import resource
 from dataclasses import dataclass

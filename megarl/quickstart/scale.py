@@ -23,7 +23,7 @@ INPUTS = "tiny"
 """Folder of model and data below `output_dir`."""
 _MODEL, _DATA = f"{INPUTS}/model", f"{INPUTS}/data"
 MOST_RANKS, MOST_OF_A_CRITIC = 4, 2
-"""Ranks of the policy, and of a critic beside it: with an engine of two workers eight processes that compute."""
+"""Most ranks of the policy, and of a critic: with an engine of two workers, eight processes compute."""
 _CUT = 2
 """Ranks of each kind of parallelism, where the recipe has more."""
 _CUT_IN_ORDER = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

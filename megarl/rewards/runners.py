@@ -138,7 +138,7 @@ class _Call:
 
 
 class InLoop:
-    """An async function, in an event loop of its own: if it blocks that one, its samples still time out."""
+    """An async function in an event loop of its own; even if it blocks this loop, its samples time out."""
 
     def __init__(self, function: RewardFunction, calling: Calling, loop: EventLoop, asking: EventLoop) -> None:
         """`asking` is the loop that samples are scored from."""

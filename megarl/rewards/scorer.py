@@ -211,7 +211,7 @@ class PendingScores:
 
 
 async def _score_by(term: Term, runner: Runner, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
-    """The score of one term: 0 where the response gives no answer that it could read."""
+    """The score of one term; 0 if the response has no answer that the term can read."""
     read = term.arguments(arguments)
     if read is None:
         assert term.source.builtin is not None

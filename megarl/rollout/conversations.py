@@ -28,10 +28,10 @@ E = TypeVar("E", bound=Candidate)
 class Conversations(Generic[E]):
     """Counts the conversations that engines have, and remembers where each was asked last.
 
-    A conversation is active where requests of it are unanswered. It stays with the engine that has its prefix, until
-    that has more active ones than the idlest by more than a margin, where it is then a new one. A new one goes to the
-    engine with the fewest. Neither depends on the time, or on what was answered before, so that engines that were idle
-    get the same requests whenever they are asked.
+    A conversation with unanswered requests is active. It stays with the engine that has its prefix, until that engine
+    has more active conversations than the idlest one by more than a margin; then it counts as a new conversation. A new
+    conversation goes to the engine with the fewest. Neither depends on the time, or on what was answered before, so
+    that engines that were idle get the same requests whenever they are asked.
 
     Example: two engines with a and b active on the first, c on the second. A next turn of a goes to the first, d to the
     second.

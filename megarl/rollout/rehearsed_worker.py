@@ -1,4 +1,4 @@
-"""A worker of an engine that was built without memory: what it would hold, and where it keeps the weights."""
+"""Findings about an engine's worker that was built without memory: bytes it would hold, and its layout of weights."""
 
 from dataclasses import dataclass
 

@@ -141,7 +141,7 @@ def open_training(setup: RunSetup, *, engines: bool = False) -> Iterator[Trainin
 
 
 def conversation_batch(conversations: Sequence[Conversation], aggregation: str, unit: int = 1) -> RaggedBatch:
-    """Conversations end to end; the field `weights` is that of an `aggregation` of what the assistant says."""
+    """Conversations end to end; the field `weights` comes from `aggregation` over the assistant's tokens."""
     mask = torch.tensor([said for conversation in conversations for said in conversation.mask])
     lengths = torch.tensor([sum(conversation.mask) for conversation in conversations])
     return RaggedBatch(

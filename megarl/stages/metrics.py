@@ -23,7 +23,7 @@ def step_metrics(
 ) -> dict[str, MetricValue]:
     """Metrics of all that was `sampled`, and of the advantages of what is `trained` on, the `batch`.
 
-    `version` is that of the weights that begin the step.
+    `version` is the version of the weights at the beginning of the step.
     """
     trajectories = [each for group in sampled for each in group.trajectories]
     rewards = [group.only_scored().rewards for group in sampled]

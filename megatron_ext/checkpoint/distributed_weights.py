@@ -23,8 +23,8 @@ from megatron_ext.weights import check_finite
 def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, folder: Path) -> None:
     """Collective: fill this rank's chunks from the torch_dist checkpoint in `folder`.
 
-    The layout, the padding of the vocabulary and the names (those of Transformer Engine's modules or of megatron-core's
-    local ones) are those of the checkpoint; optimizer state in it is left alone. Layers for multi-token prediction may
+    The checkpoint may have any layout, padding of the vocabulary, and names (of Transformer Engine's modules or of
+    megatron-core's local ones); its optimizer state is left alone. Layers for multi-token prediction may
     be in the checkpoint and not in the model. Padding becomes 0.
 
     Raises UserError, naming the key, where a tensor is missing, surplus, incomplete or of another shape than that of

@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def offload_beside_a_cpu() -> None:
-    """megatron-core offloads what lies on a GPU: where there is none, nothing, and its step ends in a KeyError.
+    """Let megatron-core offload parameters that are on a CPU, as if they were on a GPU.
 
-    Take the parameters for those of a GPU, so that all else is what it is beside one.
+    By itself it offloads only parameters on a GPU; without any, its step ends in a KeyError.
     """
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = _cut
 

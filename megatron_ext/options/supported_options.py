@@ -1,4 +1,4 @@
-"""Which options of Megatron work here: those that tests run, and those that are refused, each with its reason.
+"""Which options of Megatron work here: tested options, and refused options, each with its reason.
 
 All others pass through as they are, untested. Validation and the page about options are made from these tables.
 """

@@ -128,7 +128,7 @@ class EngineHandle:
         return self.worker.begin(method.__name__, *arguments)
 
     def stream(self, method: Callable[[Any, *Ts], Any], *arguments: *Ts) -> Stream:
-        """Begin a call of a method of `Engine` that gives its results one by one."""
+        """Begin a call of a generator method of `Engine`."""
         return Stream.begin(self.worker, method.__name__, *arguments)
 
     def note_started(self, version: int, worker_parts: Sequence[int]) -> None:

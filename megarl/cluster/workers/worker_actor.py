@@ -95,7 +95,7 @@ class WorkerActor:
         return getattr(self._object, method)(*arguments)
 
     def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
-        """Call a method of the object that gives its results one by one: each with the number of its long arrays.
+        """Call a generator method of the object; yields each result with the number of its long arrays.
 
         These are taken out and follow by themselves, and then None: the caller need not fetch them. They are the
         caller's. Had they been put into the store here, they would end with this process, and Ray (2.60) could lose

@@ -57,7 +57,7 @@ class TranslatedRecipe:
 
 
 def steps_of_epochs(files: Any, epochs: int, prompts: int) -> int | str:
-    """The steps of so many epochs, of which each leaves out a last batch that is not full; open without the data."""
+    """Steps in `epochs` epochs, without each epoch's last batch if it is not full; open if the data is not here."""
     if not isinstance(files, list) or not all(Path(file).expanduser().is_file() for file in files):
         return OPEN
     import pyarrow.parquet as pq  # takes a second, which a script that cannot be read is not to cost

@@ -111,8 +111,8 @@ def trainer_memory(
 ) -> list[TrainerMemory]:
     """Memory of a rank of each pipeline stage.
 
-    `micro_batch_tokens` are those of a data-parallel rank, of which context parallelism makes parts; `micro_batches`
-    those of an update.
+    `micro_batch_tokens` counts the tokens of a micro-batch before context parallelism cuts it; `micro_batches` counts
+    the micro-batches of an update.
     """
     tokens = micro_batch_tokens / parallel.context_parallel_size
     return [

@@ -163,7 +163,7 @@ class Training:
 
 
 def _key_value_width(architecture: Architecture) -> float:
-    """Elements of a token's keys and values, of one layer."""
+    """Elements of a token's keys and values in one layer."""
     config = architecture.transformer_config
     if architecture.multi_latent_attention:
         return config["num_attention_heads"] * sum(head_widths(architecture))

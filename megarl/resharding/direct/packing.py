@@ -89,7 +89,7 @@ def _one_after_the_other(
 
 @dataclass(frozen=True, slots=True)
 class _BucketRange:
-    """A part of a bucket, and what becomes of it: it is copied, or quantised into, or it is there already."""
+    """A part of a bucket: values are copied into it, quantised into it, or are already there."""
 
     start: int
     stop: int

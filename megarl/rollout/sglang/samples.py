@@ -127,7 +127,7 @@ def ended(request: Request, sample: SampleInFlight, about: Mapping[str, Any], li
 
 
 def aborted(sample: SampleInFlight, limits: Limits) -> Turn:
-    """The turn of a sample that ends with what was told of it."""
+    """The turn of a sample that ends early, with the tokens reported so far."""
     before = sample.request.prompt_of(sample.sample)
     tokens = len(before) + len(sample.token_ids)
     return _turn(sample, "abort", () if limits.returned is None else limits.returned.records([], tokens), None)

@@ -23,8 +23,8 @@ BUCKETS = 2
 class Rendezvous:
     """Addresses by which the ranks of a transfer find each other; the same for all of them.
 
-    `listeners` are those of the ranks that send, and `senders` is how errors call one; `relay_listeners` are those of
-    the destination ranks, where they relay something. `store` is the address of torch's key-value store, where one is
+    `listeners` are the addresses of the sending ranks, and `senders` is how errors call one; `relay_listeners` are the
+    addresses of destination ranks that relay. `store` is the address of torch's key-value store, where one is
     needed. `timeout_s` is how long a rank waits for any sign of another. With a `topology`, `transport` is that between
     its nodes, and ranks of one node go through memory that both map.
 

@@ -32,9 +32,9 @@ _CHECK_S = 0.1
 
 @dataclass(frozen=True)
 class RemoteMemory:
-    """Regions of memory that an agent lets others read: all that one of them has to know.
+    """Everything an agent has to know to read regions of another agent's memory.
 
-    `index` is that of the GPU where `kind` is cuda.
+    `index` is the number of the GPU if `kind` is cuda.
 
     Example: `RemoteMemory(b"...", "cpu", 0, (140245101125632,))`.
     """

@@ -148,7 +148,7 @@ def _doubled(codes):
 
 @triton.jit
 def _parts_of_sum(row, words, at, WITH_CHECKSUM: tl.constexpr):
-    """The part of the checksum that is of each word."""
+    """The number that each word adds to the checksum."""
     parts = tl.zeros_like(words).to(tl.int64)
     if WITH_CHECKSUM:
         # A bucket has fewer than 2^31 words: the product is one of 32 bits by 32.
