@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megarl.data.stretches import Array, Runs, Stored, Stretch, Values, is_long
+from megarl.data.stretches import Array, RunLengthArray, StoredArray, Stretch, Values, is_long
 
 _PLAIN, _RUNS, _LONG, _STORED = range(4)
 
@@ -16,18 +16,18 @@ class Packed(NamedTuple):
     """Values of N sequences in S stretches, as `packed` makes it.
 
     Example: Packed(counts=[2], kinds=[1, 0], ends=[1, 3], values=[0.5, 1.0, 2.0], run_lengths=[4], ...), where nothing
-    is long, is one sequence, (Runs([0.5], [4]), [1.0, 2.0])
+    is long, is one sequence, (RunLengthArray([0.5], [4]), [1.0, 2.0])
     """
 
     counts: Array
     """int32[N]: how many stretches a sequence has."""
     kinds: Array
-    """uint8[S]: whether a stretch is in `values` (0), is in it as `Runs` (1), is long (2) or stored (3)."""
+    """uint8[S]: whether a stretch is in `values` (0), has runs in it (1), is long (2) or stored (3)."""
     ends: Array
     """int64: the end in `values` of each stretch kept there (kinds 0 and 1)."""
     values: Array
     run_lengths: Array
-    """int32: of all `Runs`, in their order."""
+    """int32: of all runs, in their order."""
     long: list[Array]
     """Long arrays, which are not copied."""
     references: list[Any]
@@ -48,11 +48,11 @@ def packed(sequences: Sequence[Values]) -> Packed:
     dtypes: list[str] = []
     places: list[tuple[int, int, bool, int]] = []
     for stretch in chain.from_iterable(sequences):
-        if isinstance(stretch, Runs):
+        if isinstance(stretch, RunLengthArray):
             kinds.append(_RUNS)
             plain_or_runs.append(stretch.values)
             run_lengths.append(stretch.lengths)
-        elif isinstance(stretch, Stored):
+        elif isinstance(stretch, StoredArray):
             kinds.append(_STORED)
             number = references.setdefault(stretch.reference, len(references))
             if number == len(dtypes):
@@ -92,7 +92,7 @@ def _stretches(packed_values: Packed) -> Iterator[Stretch]:
             continue
         if kind == _STORED:
             number, length, is_finite, first = next(next_place)
-            yield Stored(references[number], dtypes[number], length, bool(is_finite), first)
+            yield StoredArray(references[number], dtypes[number], length, bool(is_finite), first)
             continue
         end = next(next_end)
         own = values[start:end]
@@ -100,7 +100,7 @@ def _stretches(packed_values: Packed) -> Iterator[Stretch]:
         if kind == _PLAIN:
             yield own
             continue
-        yield Runs(own, run_lengths[first_run : first_run + len(own)])
+        yield RunLengthArray(own, run_lengths[first_run : first_run + len(own)])
         first_run += len(own)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -21,29 +21,38 @@ _AT_ONCE = 256
 _BITS = {1: np.uint8, 4: np.uint32, 8: np.uint64}
 
 
-class Runs(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RunLengthArray:
     """Values that repeat: each of `values` follows `lengths` times, int32. The example is 0, 0, 0.5, 0.5, 0.5.
 
-    Example: Runs(np.array([0.0, 0.5]), np.array([2, 3]))
+    Example: RunLengthArray(np.array([0.0, 0.5]), np.array([2, 3]))
     """
 
     values: Array
     lengths: Array
+
+    def __len__(self) -> int:
+        return int(self.lengths.sum())
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The type of the values."""
+        return self.values.dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A tenth of the bytes of two arrays, of which a batch has several for each sequence.
         return _runs, (self.values.dtype.char, self.values.tobytes(), self.lengths.tobytes())
 
 
-def _runs(dtype: str, values: bytes, lengths: bytes) -> Runs:
-    return Runs(np.frombuffer(values, dtype), np.frombuffer(lengths, np.int32))
+def _runs(dtype: str, values: bytes, lengths: bytes) -> RunLengthArray:
+    return RunLengthArray(np.frombuffer(values, dtype), np.frombuffer(lengths, np.int32))
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredArray:
     """Values in an array of Ray's object store, on the machine where it was made, and what is known without a look.
 
-    Example: Stored("ObjectRef(00ff...)", "<f4", 5000, is_finite=True, start=12_000)
+    Example: StoredArray("ObjectRef(00ff...)", "<f4", 5000, is_finite=True, start=12_000)
     """
 
     reference: Any
@@ -58,7 +67,7 @@ class Stored:
         return self.length
 
 
-Stretch: TypeAlias = Array | Runs | Stored
+Stretch: TypeAlias = Array | RunLengthArray | StoredArray
 Values: TypeAlias = tuple[Stretch, ...]
 """Stretches of one sequence, end to end."""
 
@@ -95,7 +104,7 @@ def stored_together(values: Array, lengths: Array) -> list[Values]:
         equal = _equal_at_the_beginning(each)
         said_once = (constant(each[0], equal),) if equal else ()
         left = len(each) - equal
-        kept.append((*said_once, Stored(reference, dtype, left, is_finite, start + equal)) if left else said_once)
+        kept.append((*said_once, StoredArray(reference, dtype, left, is_finite, start + equal)) if left else said_once)
     return kept
 
 
@@ -120,7 +129,7 @@ def is_long(values: Stretch) -> bool:
 
 def is_away(values: Values) -> bool:
     """Whether some are in the object store."""
-    return any(isinstance(each, Stored) for each in values)
+    return any(isinstance(each, StoredArray) for each in values)
 
 
 def is_copied(values: Array | memoryview) -> bool:
@@ -133,11 +142,11 @@ def here(values: Stretch) -> Array:
     return values if isinstance(values, np.ndarray) else joined([(values,)])
 
 
-def opened(values: Sequence[Array | Stored]) -> list[Array]:
+def opened(values: Sequence[Array | StoredArray]) -> list[Array]:
     """The values themselves: all that are stored are fetched together. Raises ValuesGone."""
-    away = list(dict.fromkeys(each.reference for each in values if isinstance(each, Stored)))
+    away = list(dict.fromkeys(each.reference for each in values if isinstance(each, StoredArray)))
     if not away:
-        return [each for each in values if not isinstance(each, Stored)]
+        return [each for each in values if not isinstance(each, StoredArray)]
     import ray
 
     try:
@@ -145,7 +154,7 @@ def opened(values: Sequence[Array | Stored]) -> list[Array]:
     except ray.exceptions.ObjectLostError as error:
         raise ValuesGone(str(error)) from error
     return [
-        arrays[each.reference][each.start : each.start + each.length] if isinstance(each, Stored) else each
+        arrays[each.reference][each.start : each.start + each.length] if isinstance(each, StoredArray) else each
         for each in values
     ]
 
@@ -153,11 +162,11 @@ def opened(values: Sequence[Array | Stored]) -> list[Array]:
 def joined(sequences: Iterable[Values]) -> Array:
     """Values of several sequences in one array."""
     stretches = [stretch for values in sequences for stretch in values]
-    expanded = _expanded([each for each in stretches if isinstance(each, Runs)])
-    return np.concatenate(opened([next(expanded) if isinstance(each, Runs) else each for each in stretches]))
+    expanded = _expanded([each for each in stretches if isinstance(each, RunLengthArray)])
+    return np.concatenate(opened([next(expanded) if isinstance(each, RunLengthArray) else each for each in stretches]))
 
 
-def shortened(values: Array) -> Array | Runs:
+def shortened(values: Array) -> Array | RunLengthArray:
     """The runs of equal `values` [T] where they are shorter than the values themselves."""
     bits = values.view(_BITS[values.itemsize])
     changes = bits[1:] != bits[:-1]
@@ -165,34 +174,37 @@ def shortened(values: Array) -> Array | Runs:
     if (np.count_nonzero(changes) + 1) * run_bytes >= values.nbytes:
         return values
     starts = np.concatenate([[0], np.flatnonzero(changes) + 1])
-    return Runs(values[starts], np.diff(starts, append=len(values)).astype(np.int32))
+    return RunLengthArray(values[starts], np.diff(starts, append=len(values)).astype(np.int32))
 
 
-def constant(value: Any, length: int) -> Runs:
+def constant(value: Any, length: int) -> RunLengthArray:
     """The same value `length` times; it is of a numpy type."""
-    return Runs(np.array([value]), np.array([length], dtype=np.int32))
+    return RunLengthArray(np.array([value]), np.array([length], dtype=np.int32))
 
 
 def nothing_of(sequences: Sequence[Values]) -> Values:
     """No values, of the type of these."""
     first = next(stretch for values in sequences for stretch in values)
-    return (np.empty(0, dtype_of(first)),)
+    return (np.empty(0, first.dtype),)
 
 
-def length_of(stretch: Stretch) -> int:
-    """How many values there are."""
-    return int(stretch.lengths.sum()) if isinstance(stretch, Runs) else len(stretch)
+@overload
+def distinct(stretch: Array | RunLengthArray) -> Array: ...
 
 
-def dtype_of(stretch: Stretch) -> np.dtype[Any]:
-    """The type of the values."""
-    return stretch.values.dtype if isinstance(stretch, Runs) else np.dtype(stretch.dtype)
+@overload
+def distinct(stretch: Stretch) -> Array | StoredArray: ...
+
+
+def distinct(stretch: Stretch) -> Array | StoredArray:
+    """The values, those of a run once: for what does not depend on how often a value follows."""
+    return stretch.values if isinstance(stretch, RunLengthArray) else stretch
 
 
 def not_finite(sequences: Sequence[Values]) -> list[int]:
     """The sequences that hold what is not a number, as far as can be told without a look into the object store."""
     # All together first: there are thousands, and hardly ever one.
-    known = [each.values if isinstance(each, Runs) else each for values in sequences for each in values]
+    known = [distinct(each) for values in sequences for each in values]
     if _are_finite(known):
         return []
     return [number for number, values in enumerate(sequences) if not is_finite(values)]
@@ -200,18 +212,18 @@ def not_finite(sequences: Sequence[Values]) -> list[int]:
 
 def is_finite(values: Values) -> bool:
     """Whether all are numbers, as far as can be told without a look into the object store."""
-    return _are_finite([each.values if isinstance(each, Runs) else each for each in values])
+    return _are_finite([distinct(each) for each in values])
 
 
-def _are_finite(stretches: Sequence[Array | Stored]) -> bool:
-    arrays = [each for each in stretches if not isinstance(each, Stored)]
+def _are_finite(stretches: Sequence[Array | StoredArray]) -> bool:
+    arrays = [each for each in stretches if not isinstance(each, StoredArray)]
     some = (arrays[start : start + _AT_ONCE] for start in range(0, len(arrays), _AT_ONCE))
-    return all(each.is_finite for each in stretches if isinstance(each, Stored)) and all(
+    return all(each.is_finite for each in stretches if isinstance(each, StoredArray)) and all(
         np.isfinite(np.concatenate(part)).all() for part in some
     )
 
 
-def _expanded(runs: Sequence[Runs]) -> Iterator[Array]:
+def _expanded(runs: Sequence[RunLengthArray]) -> Iterator[Array]:
     """The values of each, all made at once: thousands are of a few tokens."""
     if not runs:
         return

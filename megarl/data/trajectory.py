@@ -11,15 +11,14 @@ import numpy.typing as npt
 from megarl.data.prompts import Prompt
 from megarl.data.stretches import (
     Array,
-    Runs,
-    Stored,
+    RunLengthArray,
+    StoredArray,
     Stretch,
     Values,
     constant,
     here,
     is_copied,
     joined,
-    length_of,
     shortened,
 )
 from megarl.rewards.scoring import Score
@@ -50,10 +49,10 @@ class Turn:
     Example: Turn.of([5, 9], [40, 2], log_probs=[-0.7, -0.1], versions=[3, 3], finish_reason="stop")
     """
 
-    prompt_ids: IntArray | Stored
-    token_ids: IntArray | Stored
-    log_probs: FloatArray | Stored
-    versions: IntArray | Runs
+    prompt_ids: IntArray | StoredArray
+    token_ids: IntArray | StoredArray
+    log_probs: FloatArray | StoredArray
+    versions: IntArray | RunLengthArray
     finish_reason: FinishReason
     text: str | None = None
     """The sampled tokens without special ones, behind those that the request had begun with; None where the engine has
@@ -67,12 +66,12 @@ class Turn:
     in it."""
 
     def __post_init__(self) -> None:
-        versions = length_of(self.versions)
+        versions = len(self.versions)
         if not len(self.token_ids) == len(self.log_probs) == versions:
             raise ValueError(
                 f"a turn of {len(self.token_ids)} tokens, {len(self.log_probs)} log-probs and {versions} versions"
             )
-        tokens, records = len(self.prompt_ids) + versions, sum(map(length_of, self.routed_experts))
+        tokens, records = len(self.prompt_ids) + versions, sum(map(len, self.routed_experts))
         if self.routed_experts and records != tokens:
             raise ValueError(f"a turn of {tokens} tokens, its prompt included, and {records} records of their experts")
 
@@ -198,10 +197,10 @@ class Trajectory:
         return joined([self.token_ids[1:]])
 
     @property
-    def is_sampled(self) -> Runs:
+    def is_sampled(self) -> RunLengthArray:
         """bool, T: the tokens of the conversation that the policy sampled."""
         lengths = [len(part) for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
-        return Runs(np.array([False, True] * len(self.turns)), np.array(lengths, dtype=np.int32))
+        return RunLengthArray(np.array([False, True] * len(self.turns)), np.array(lengths, dtype=np.int32))
 
     @property
     def log_probs(self) -> Values:

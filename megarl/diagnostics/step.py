@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from megarl.data import PromptGroup, Trajectory
-from megarl.data.stretches import Runs
+from megarl.data.stretches import distinct
 from megarl.tracking import Histogram, MetricValue
 
 _BINS = 32
@@ -59,8 +59,7 @@ def prefix_cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 
 def _oldest_and_newest(trajectory: Trajectory, of_none: int) -> tuple[int, int]:
     """The versions of its oldest and its newest token; `of_none` where none was sampled."""
-    versions = [turn.versions for turn in trajectory.turns]
-    values = [each.values if isinstance(each, Runs) else each for each in versions]
+    values = [distinct(turn.versions) for turn in trajectory.turns]
     known = [version for each in values if len(each) for version in (int(each.min()), int(each.max()))]
     return min(known, default=of_none), max(known, default=of_none)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from converters.errors import UserError
 from megarl.data import PromptGroup, Turn
-from megarl.data.stretches import Runs
+from megarl.data.stretches import distinct
 from megarl.run.schedule import Schedule
 from megarl.schema import MegarlConfig
 
@@ -21,7 +21,7 @@ _KEYS = {
 
 def oldest_version(turns: Iterable[Turn]) -> int | None:
     """The version of the oldest token that was sampled; None if none was."""
-    versions = [turn.versions.values if isinstance(turn.versions, Runs) else turn.versions for turn in turns]
+    versions = [distinct(turn.versions) for turn in turns]
     return min((int(each.min()) for each in versions if len(each)), default=None)
 
 

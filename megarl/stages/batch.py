@@ -13,7 +13,7 @@ from megarl.algorithms import AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Trajectory
-from megarl.data.stretches import Array, Runs, Values, here, length_of, shortened
+from megarl.data.stretches import Array, RunLengthArray, Values, here, shortened
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
 
@@ -104,7 +104,7 @@ def sum_of_branches(values: Tensor, rollout: Tensor) -> Tensor:
 
 def trained_responses(batch: Batch) -> Ragged:
     """The tokens of `batch` that are trained on."""
-    runs = [*_runs(batch), Runs(np.empty(0, dtype=bool), np.empty(0, dtype=np.int32))]
+    runs = [*_runs(batch), RunLengthArray(np.empty(0, dtype=bool), np.empty(0, dtype=np.int32))]
     counts = np.concatenate([each.lengths for each in runs]) * np.concatenate([each.values for each in runs])
     sums = np.concatenate([[0], counts.cumsum(dtype=np.int64)])
     ends = np.cumsum([len(each.values) for each in runs[:-1]], dtype=np.int64)
@@ -142,8 +142,8 @@ def equal_advantages(batch: Batch) -> tuple[Array, Array, Array]:
     """
     entries = [
         (stretch.values, stretch.lengths, trained.values)
-        if isinstance(stretch, Runs) and stretch.lengths is trained.lengths
-        else (here(stretch), np.ones(length_of(stretch), dtype=np.int32), here(trained))
+        if isinstance(stretch, RunLengthArray) and stretch.lengths is trained.lengths
+        else (here(stretch), np.ones(len(stretch), dtype=np.int32), here(trained))
         for (stretch,), trained in zip(batch.fields["advantages"], _runs(batch), strict=True)
     ]
     advantages, tokens, is_trained = (np.concatenate(each) for each in zip(*entries, strict=True))
@@ -171,7 +171,7 @@ def is_trained_on(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
 
 def _trained(trajectory: Trajectory, config: AlgorithmConfig) -> Values:
     sampled = trajectory.is_sampled
-    return (Runs(sampled.values & is_trained_on(trajectory, config), sampled.lengths),)
+    return (RunLengthArray(sampled.values & is_trained_on(trajectory, config), sampled.lengths),)
 
 
 def _routed_experts(trajectory: Trajectory) -> Values:
@@ -190,10 +190,10 @@ def _turn_rewards(trajectory: Trajectory) -> Values:
     return (shortened(values),)
 
 
-def _runs(batch: Batch) -> Iterator[Runs]:
+def _runs(batch: Batch) -> Iterator[RunLengthArray]:
     """The field `trained` of each sequence, which is made as runs."""
     for (runs,) in batch.fields["trained"]:
-        assert isinstance(runs, Runs)
+        assert isinstance(runs, RunLengthArray)
         yield runs
 
 
@@ -211,16 +211,16 @@ def _are_equal(values: Array, starts: Array, lengths: Array) -> Array:
     return are_equal
 
 
-def _at_runs(values: Array, runs: Sequence[Runs]) -> list[Values]:
+def _at_runs(values: Array, runs: Sequence[RunLengthArray]) -> list[Values]:
     """One value [N] for all trained tokens of each sequence, 0 at all others; `runs` are the field `trained`."""
     counts = np.array([len(each.values) for each in runs], dtype=np.int64)
     is_trained = np.concatenate([np.empty(0, dtype=bool), *[each.values for each in runs]])
     placed = np.where(is_trained, np.repeat(values, counts), np.float32(0))
     ends = [0, *counts.cumsum().tolist()]
-    return [(Runs(placed[a:b], each.lengths),) for (a, b), each in zip(pairwise(ends), runs, strict=True)]
+    return [(RunLengthArray(placed[a:b], each.lengths),) for (a, b), each in zip(pairwise(ends), runs, strict=True)]
 
 
-def _placed(values: Array, trained: Runs) -> Array:
+def _placed(values: Array, trained: RunLengthArray) -> Array:
     """Values of the trained tokens of a sequence at their places, 0 at all others."""
     placed = np.zeros(int(trained.lengths.sum()), dtype=np.float32)
     placed[np.repeat(trained.values, trained.lengths)] = values

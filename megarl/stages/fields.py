@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megarl.cluster.trainer.batch import Batch
-from megarl.data.stretches import Values, dtype_of
+from megarl.data.stretches import Values
 
 Loss = Literal["policy", "value", "prime"]
 """Losses that are computed on the ranks, by the model that learns."""
@@ -125,7 +125,7 @@ def with_fields(batch: Batch, **fields: Sequence[Values]) -> Batch:
         if name not in _BY_NAME:
             raise ValueError(f"a batch has no field {name!r}: enter it in megarl/stages/fields.py")
         expected = _BY_NAME[name].dtype
-        for found in {dtype_of(stretch) for values in sequences for stretch in values}:
+        for found in {np.dtype(stretch.dtype) for values in sequences for stretch in values}:
             if not np.issubdtype(found, expected):
                 raise ValueError(f"the field {name!r} of a batch is {np.dtype(expected)}, and not {found}")
     return batch.with_fields(**fields)

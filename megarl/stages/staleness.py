@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Turn
-from megarl.data.stretches import Array, Runs, Stretch, Values, here
+from megarl.data.stretches import Array, RunLengthArray, Stretch, Values, distinct
 from megarl.schema import MegarlConfig
 from megarl.stages.evaluate import evaluates_after
 from megarl.stages.fields import with_fields
@@ -39,8 +39,7 @@ def with_staleness(batch: Batch, groups: Sequence[PromptGroup], version: int, co
 
 def has_tokens_of(version: int, turns: Sequence[Turn]) -> bool:
     """Whether the weights of `version` sampled a token of the turns."""
-    known = (each.versions.values if isinstance(each.versions, Runs) else here(each.versions) for each in turns)
-    return any(bool((versions == version).any()) for versions in known)
+    return any(bool((distinct(each.versions) == version).any()) for each in turns)
 
 
 def is_of_version(version: int, turns: Sequence[Turn]) -> Values:
@@ -53,10 +52,12 @@ def _of_turns(turns: Sequence[Turn], of_versions: Callable[[Array], Array], dtyp
     return tuple(part for turn in turns for part in (_zeros(turn.prompt_ids, dtype), _sampled(turn, of_versions)))
 
 
-def _zeros(tokens: Stretch, dtype: npt.DTypeLike) -> Runs:
-    return Runs(np.zeros(1, dtype), np.array([len(tokens)], dtype=np.int32))
+def _zeros(tokens: Stretch, dtype: npt.DTypeLike) -> RunLengthArray:
+    return RunLengthArray(np.zeros(1, dtype), np.array([len(tokens)], dtype=np.int32))
 
 
 def _sampled(turn: Turn, of_versions: Callable[[Array], Array]) -> Stretch:
-    runs = turn.versions
-    return Runs(of_versions(runs.values), runs.lengths) if isinstance(runs, Runs) else of_versions(here(runs))
+    versions = turn.versions
+    if isinstance(versions, RunLengthArray):
+        return RunLengthArray(of_versions(versions.values), versions.lengths)
+    return of_versions(versions)

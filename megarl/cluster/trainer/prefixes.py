@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from megarl.data.stretches import Stored, Values, here
+from megarl.data.stretches import StoredArray, Values, here
 from megatron_ext.packing.prefix_tree import Prefixes, common_tokens
 
 _Away: TypeAlias = tuple[int, int, int]
@@ -22,7 +22,7 @@ def _key(values: Values, numbers: dict[object, int]) -> _Key:
     pieces: list[bytes | _Away] = []
     tokens = bytearray()
     for stretch in values:
-        if isinstance(stretch, Stored):
+        if isinstance(stretch, StoredArray):
             number = numbers.setdefault(stretch.reference, len(numbers))
             pieces += [bytes(tokens), (number, stretch.start, stretch.start + stretch.length)]
             tokens.clear()

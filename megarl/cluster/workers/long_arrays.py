@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.data.stretches import Array, Stored, holds_numbers, is_copied, is_long
+from megarl.data.stretches import Array, StoredArray, holds_numbers, is_copied, is_long
 
 _ALIGNMENT = 8
 """Bytes: an array begins where its numbers can be read at once, whatever was before it."""
@@ -33,7 +33,7 @@ def taken_out(result: Any) -> tuple[Rest, list[Array]]:
 
 
 def put_back(rest: Rest, references: Sequence[Any]) -> Any:
-    """The result, with a `Stored` in place of each array that was taken out; others share memory with `rest`."""
+    """The result, with a `StoredArray` in place of each array that was taken out; others share memory with `rest`."""
     buffers = [rest.values[-(-start // _ALIGNMENT) * _ALIGNMENT : end] for start, end in pairwise([0, *rest.ends])]
     unpickler = _Unpickler(io.BytesIO(rest.pickled), buffers=buffers)
     unpickler.references = references
@@ -83,6 +83,6 @@ class _Pickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     references: Sequence[Any]
 
-    def persistent_load(self, place: _Place) -> Stored:
+    def persistent_load(self, place: _Place) -> StoredArray:
         """See `_Pickler.persistent_id`."""
-        return Stored(self.references[place.number], place.dtype, place.length, place.is_finite)
+        return StoredArray(self.references[place.number], place.dtype, place.length, place.is_finite)

@@ -47,7 +47,7 @@ class End(NamedTuple):
 def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
     """Yield the results of all streams, as they come, each with its stream. Raises as `wait`.
 
-    Long arrays of a result are `Stored`: they stay with the worker until somebody opens them.
+    Long arrays of a result are `StoredArray`: they stay with the worker until somebody opens them.
     """
     left, signs = list(streams), SignsOfLife[Worker, Call[Any]](LOOK_S)
     while left:

@@ -11,7 +11,16 @@ import torch
 from megarl.cluster.trainer.batch import Batch, opened_values, sequences_of
 from megarl.cluster.workers.long_arrays import put_back, taken_out
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
-from megarl.data.stretches import Runs, Stored, Values, ValuesGone, is_finite, joined, shortened, stored_together
+from megarl.data.stretches import (
+    RunLengthArray,
+    StoredArray,
+    Values,
+    ValuesGone,
+    is_finite,
+    joined,
+    shortened,
+    stored_together,
+)
 from megarl.schema import AlgorithmConfig
 from megarl.stages.batch import to_batch
 from megatron_ext.packing.packing import RaggedBatch
@@ -35,7 +44,7 @@ NAN, OTHER_NAN = np.array([0x7FC00000, 0x7FC00001], dtype=np.uint32).view(np.flo
 )
 def test_values_that_repeat_are_said_once_and_no_bit_changes(values: np.ndarray, runs: list[int] | None) -> None:
     short = shortened(values)
-    assert (short.lengths.tolist() if isinstance(short, Runs) else None) == runs
+    assert (short.lengths.tolist() if isinstance(short, RunLengthArray) else None) == runs
     assert joined([(short,)]).dtype == values.dtype
     assert joined([(short,)]).tobytes() == values.tobytes()
 
@@ -52,7 +61,13 @@ def test_many_values_stay_together_in_the_object_store_until_they_are_read() -> 
         (12_000, 10_000, False),
         (7_934, 22_064, True),
     ]
-    assert [list(map(type, each)) for each in kept] == [[Stored], [Stored], [Stored], [Runs, Stored], [Runs]]
+    assert [list(map(type, each)) for each in kept] == [
+        [StoredArray],
+        [StoredArray],
+        [StoredArray],
+        [RunLengthArray, StoredArray],
+        [RunLengthArray],
+    ]
     assert len({each[-1].reference for each in kept[:-1]}) == 1
     assert joined(kept[::-1]).tobytes() == np.concatenate(np.split(values, lengths.cumsum()[:-1])[::-1]).tobytes()
     assert all(map(is_finite, stored_together(np.abs(values[20_000:]), np.array([10_000]))))
@@ -74,7 +89,7 @@ def test_experts_of_a_long_turn_go_to_the_ranks_by_reference() -> None:
     assert sum(each.itemsize == 32 for each in arrays) == 2
     assert len(pickle.dumps(rest)) < 100_000, "12 bytes a token, of its numbers and log-probs"
     arrived = put_back(rest, [ray.put(each) for each in arrays])
-    assert all(isinstance(each, Stored) for turn in arrived for each in turn.routed_experts)
+    assert all(isinstance(each, StoredArray) for turn in arrived for each in turn.routed_experts)
     assert arrived == turns
     group = PromptGroup(Prompt(0, "any", prompt, "", {}), 0, [Trajectory((turn,), "stop") for turn in arrived])
     batch = to_batch([group], AlgorithmConfig(router_replay="rollout"))
@@ -97,7 +112,7 @@ def test_what_is_gone_from_the_object_store_says_so(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(ValuesGone, match="00ff"):
-        joined([(Stored("00ff", "<f4", 5000, is_finite=True),)])
+        joined([(StoredArray("00ff", "<f4", 5000, is_finite=True),)])
 
 
 def whole() -> RaggedBatch:

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.cluster.workers.long_arrays import put_back, taken_out
 from megarl.data import Turn
-from megarl.data.stretches import Stored, here
+from megarl.data.stretches import StoredArray, here
 
 
 def turn(tokens: int) -> Turn:
@@ -44,8 +44,8 @@ def test_a_long_text_is_among_the_arrays_that_are_not_copied(text: str) -> None:
 def test_long_arrays_are_referred_to() -> None:
     rest, arrays = taken_out(turn(25_600))
     arrived = put_back(rest, ["a", "b"])
-    assert arrived.token_ids == Stored("a", "<i4", 25_600, is_finite=True)
-    assert arrived.log_probs == Stored("b", "<f4", 25_600, is_finite=True)
+    assert arrived.token_ids == StoredArray("a", "<i4", 25_600, is_finite=True)
+    assert arrived.log_probs == StoredArray("b", "<f4", 25_600, is_finite=True)
     assert [each.tolist() for each in arrays] == [
         here(turn(25_600).token_ids).tolist(),
         turn(25_600).log_probs.tolist(),

@@ -7,7 +7,7 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.cluster.trainer.batch import Batch
 from megarl.cluster.trainer.prefixes import prefixes_of
 from megarl.cluster.trainer.trainer_group import cut_batch
-from megarl.data.stretches import Stored
+from megarl.data.stretches import StoredArray
 from megatron_ext.options.options import MegatronOptions
 from megatron_ext.packing.balance import computed
 from megatron_ext.packing.packing import RaggedBatch, pack
@@ -19,8 +19,8 @@ def array(*tokens: int) -> np.ndarray:
 
 
 def test_what_is_away_is_the_same_where_it_is_of_the_same_array() -> None:
-    def away(array_name: str, length: int, start: int = 0) -> Stored:
-        return Stored(array_name, "<i4", length, is_finite=True, start=start)
+    def away(array_name: str, length: int, start: int = 0) -> StoredArray:
+        return StoredArray(array_name, "<i4", length, is_finite=True, start=start)
 
     sequences = [
         (array(5, 6), away("a", 40), array(7, 8)),

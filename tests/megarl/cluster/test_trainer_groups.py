@@ -30,7 +30,7 @@ from megarl.cluster.trainer.trainer_group import TrainerGroup, share_of
 from megarl.cluster.workers import calls
 from megarl.cluster.workers.worker import WorkerGone
 from megarl.data import stretches
-from megarl.data.stretches import Stored, joined
+from megarl.data.stretches import StoredArray, joined
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.run.throughput import Throughput
 from megarl.schema import ClusterConfig
@@ -122,10 +122,12 @@ def a_rank_answers_only_if_it_is_asked(policy: TrainerGroup) -> None:
 def what_is_stored_is_computed_with_as_what_is_sent(policy: TrainerGroup) -> None:
     sent = batch()
     parts = [joined([values]) for values in sent.tokens]
-    away = replace(sent, tokens=[(Stored(ray.put(part), part.dtype.str, len(part), is_finite=True),) for part in parts])
+    away = replace(
+        sent, tokens=[(StoredArray(ray.put(part), part.dtype.str, len(part), is_finite=True),) for part in parts]
+    )
     with patch.object(stretches, "_STORED_BYTES", 1):
         placed = policy.place(sent)
-    assert {type(stretch) for values in placed.tokens for stretch in values} == {Stored}
+    assert {type(stretch) for values in placed.tokens for stretch in values} == {StoredArray}
     assert len({stretch.reference for values in placed.tokens for stretch in values}) == 1
     assert torch.equal(opened_values(placed.tokens), opened_values(sent.tokens))
     expected, *found = (opened_values(policy.log_probs(each, temperature=1.0)) for each in (sent, away, placed))

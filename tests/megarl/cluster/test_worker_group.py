@@ -34,7 +34,7 @@ from megarl.cluster.workers.idle_ranks import IdleRanks
 from megarl.cluster.workers.streams import End, Stream, next_of, next_part, results_of
 from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
 from megarl.cluster.workers.worker_group import WorkerGroup, in_order_of_gpus
-from megarl.data.stretches import Stored, ValuesGone, here
+from megarl.data.stretches import StoredArray, ValuesGone, here
 from megarl.process.errors import MachinesUnfit
 from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig
 
@@ -213,7 +213,7 @@ def test_long_arrays_of_a_stream_stay_with_the_worker_until_they_are_read(make_g
         found = [result for _, result in results_of([Stream.begin(first, "give", 3), Stream.begin(second, "give", 2)])]
         assert sorted(number for number, _, _ in found) == [0, 0, 1, 1, 2]
         for number, (many, few, again, floats), text in found:
-            assert (type(many), type(floats), few.tolist(), text) == (Stored, Stored, [0, 1, 2], "text")
+            assert (type(many), type(floats), few.tolist(), text) == (StoredArray, StoredArray, [0, 1, 2], "text")
             assert again == many
             assert get_object_locations([many.reference])[many.reference]["node_ids"], "in the store, not here"
             assert (len(many), many.dtype, floats.dtype, floats.is_finite) == (30_000, "<i4", "<f8", True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
-from megarl.data.stretches import Runs, joined
+from megarl.data.stretches import RunLengthArray, joined
 from megarl.rewards import Score
 
 ASKED = Turn.of([9, 8], [1, 2], [-0.5, -0.25], [3, 4], "stop")
@@ -45,7 +45,7 @@ def test_short_turns_are_no_more_than_their_bytes_between_processes() -> None:
 def test_many_versions_are_said_once() -> None:
     length = 30_000
     turn = Turn.of([9, 8], range(length), [-0.5] * length, [3] * 29_000 + [4] * 1000, "stop")
-    assert isinstance(turn.versions, Runs)
+    assert isinstance(turn.versions, RunLengthArray)
     talk = Trajectory((turn, ANSWERED), "stop")
     assert (talk.length, talk.sampled_tokens) == (30_005, 30_001)
     assert joined([talk.versions]).tolist() == [3] * 29_000 + [4] * 1001

@@ -15,7 +15,7 @@ from converters.errors import UserError
 from megarl.algorithms import PolicyObjective
 from megarl.cluster.trainer.batch import Batch, sequences_of
 from megarl.data import PromptGroup, Trajectory, Turn
-from megarl.data.stretches import Runs
+from megarl.data.stretches import RunLengthArray
 from megarl.rewards import OVERLONG, Score
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig
 from megarl.stages.advantage import kl_in_reward, kl_to_teachers, with_advantages
@@ -289,7 +289,7 @@ ALIKE = st.lists(st.tuples(st.integers(1, 3), st.lists(st.sampled_from([0.0, -0.
 def test_values_lie_at_their_tokens_and_are_read_again(sequences):
     prompts, values = zip(*sequences, strict=True)
     trained = [
-        (Runs(np.array([False, True]), np.array([prompt, len(own)], dtype=np.int32)),)
+        (RunLengthArray(np.array([False, True]), np.array([prompt, len(own)], dtype=np.int32)),)
         for prompt, own in zip(prompts, values, strict=True)
     ]
     lengths = np.array([prompt + len(own) for prompt, own in zip(prompts, values, strict=True)])

@@ -12,7 +12,7 @@ import torch
 from megarl.algorithms.advantages.estimator import Input
 from megarl.cluster.trainer.batch import Batch
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
-from megarl.data.stretches import Runs, Stored
+from megarl.data.stretches import RunLengthArray, StoredArray
 from megarl.rewards import Score
 from megarl.rollout.protocol import Request
 from megarl.stages.fields import Field
@@ -20,7 +20,7 @@ from megatron_ext.packing.packing import RaggedBatch
 
 CARRIERS = (
     *(Prompt, Request, Turn, Trajectory, PromptGroup, Score, RaggedBatch, Field),
-    *(Batch, Runs, Stored, Input),
+    *(Batch, RunLengthArray, StoredArray, Input),
 )
 
 
