@@ -1,4 +1,4 @@
-"""An engine in the process that asks it, owned and stepped by one thread: requests, pauses and updates of any kind."""
+"""An engine in the process that asks it, owned by one thread: requests, pauses and updates of any kind."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -8,13 +8,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
-from torch.profiler import record_function
-
 from converters.errors import UserError
 from megarl.data import Turn
 from megarl.process.profiler import TimelineEvent
 from megarl.resharding.loader.buckets import Bucket
-from megarl.rollout.load import Loads
 from megarl.rollout.progress_reporter import ProgressReporter
 from megarl.rollout.protocol import (
     EngineDiedError,
@@ -63,8 +60,8 @@ def by_owner(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, 
 class OwnedEngine(ABC):
     """The part of `megarl.rollout.protocol.Engine` that is the same whatever computes.
 
-    One thread owns what computes: every call from outside and every step is a task in its queue, so they never overlap
-    and no lock is needed. A step puts the next one at the end of the queue, behind the calls that wait.
+    One thread owns what computes: every call from outside is a task in its queue, so they never overlap and no lock is
+    needed.
     """
 
     title: ClassVar[str]
@@ -79,11 +76,9 @@ class OwnedEngine(ABC):
         self._update: WeightUpdate | None = None
         self._away: frozenset[EngineMemory] = frozenset()
         self._paused = False
-        self._step_queued = False
         self._death: BaseException | None = None
         self._outbox = SimpleQueue[tuple[int, Request, Future[list[Turn]]] | Progress | None]()
         self._reporter = ProgressReporter()
-        self._loads = Loads()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
         """See `Sampler.generate`."""
@@ -129,9 +124,8 @@ class OwnedEngine(ABC):
 
     @by_owner
     def load(self) -> Load | None:
-        """See `Sampler.load`."""
-        loads, self._loads = self._loads, Loads()
-        return loads.together()
+        """See `Sampler.load`. None: most see their steps, and say more."""
+        return None
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """See `Sampler.generate_stream`."""
@@ -242,18 +236,6 @@ class OwnedEngine(ABC):
     def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
         """Take requests in; each future gets the samples of one. A `listener` gets new tokens as they come."""
 
-    @abstractmethod
-    def _can_step(self) -> bool:
-        """Whether there is something to compute, and nothing holds it up."""
-
-    @abstractmethod
-    def _compute(self) -> None:
-        """Compute the next token of what is served."""
-
-    def _load_after_step(self) -> Load | None:
-        """The load as it is; None where this engine does not know."""
-        return None
-
     def _samples(self) -> Iterable[SampleInFlight]:
         """The samples in flight; none, if the engine cannot continue what another has begun."""
         return ()
@@ -292,16 +274,17 @@ class OwnedEngine(ABC):
     def _close(self) -> None:
         """Give everything back, as far as it was started; the requests in flight end with an error."""
 
-    def _pause_stepping(self) -> None:  # noqa: B027 - an engine that looks before each step has nothing to do
+    @abstractmethod
+    def _pause_stepping(self) -> None:
         """Let no step begin."""
 
     def _fence(self) -> None:
         """Let no step begin, and weights be written."""
         self._pause_stepping()
 
+    @abstractmethod
     def _resume_stepping(self) -> None:
         """Let steps begin again, unless something else is in the way."""
-        self._queue_step()
 
     def _abandon_update(self) -> None:  # noqa: B027 - most keep nothing of it
         """Forget an update that did not end."""
@@ -342,31 +325,13 @@ class OwnedEngine(ABC):
         if self._version < 0 and self._update is None:
             raise UpdateError("the engine has dummy weights: commit a weight update before the first generation")
         require(self._away, "weights", "kv_cache")
-        added = self._accept(requests, listener)
-        self._queue_step()
-        return added
+        return self._accept(requests, listener)
 
-    def _queue_step(self) -> None:
-        if self._can_step() and not self._step_queued:
-            self._step_queued = True
-            self._owner.submit(self._step).add_done_callback(self._die_of)
-
-    def _step(self) -> None:
-        self._step_queued = False
-        # A call that came first may hold it up.
-        if self._can_step():
-            with record_function("engine step"):
-                self._compute()
-            if (load := self._load_after_step()) is not None:
-                self._loads.note(load)
-            if self._reporter.is_due():
-                for progress in self._reporter.of(self._samples()):
-                    self._outbox.put(progress)
-            self._queue_step()
-
-    def _die_of(self, step: Future[None]) -> None:
-        if (error := step.exception()) is not None:
-            self._die(error)
+    def _report_progress(self) -> None:
+        """Tell of new tokens, if it is time; in whichever thread has them."""
+        if self._reporter.is_due():
+            for progress in self._reporter.of(self._samples()):
+                self._outbox.put(progress)
 
     def _die(self, error: BaseException) -> None:
         self._death = error

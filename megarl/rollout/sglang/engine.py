@@ -80,7 +80,7 @@ class SglangEngine(OwnedEngine):
         vocabulary = json.loads((self._model_path / "config.json").read_text())["vocab_size"]
         returned = ReturnedExperts.of(self._model_path) if self._engine_args.get(_RETURNS_EXPERTS) else None
         limits = Limits(about["max_req_input_len"], vocabulary, returned, self._has_slot)
-        self._in_flight = InFlight(self._server.client, limits, self._fails, self._hears)
+        self._in_flight = InFlight(self._server.client, limits, self._fails, self._report_progress)
         self._version = self._server.first_version
         threading.Thread(target=self._watch, args=(self._server,), name="SGLang server", daemon=True).start()
 
@@ -173,19 +173,13 @@ class SglangEngine(OwnedEngine):
 
         return by_worker(self._workers(worker.stop_profiler))
 
-    # The methods below, too, run in the owner thread, but for `_watch`, `_fails` and `_hears`.
+    # The methods below, too, run in the owner thread, but for `_watch` and `_fails`.
 
     def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
         return self._in_flight.add(requests, listener)
 
-    def _can_step(self) -> bool:
-        return False
-
     def _samples(self) -> Iterable[SampleInFlight]:
         return self._in_flight.samples()
-
-    def _compute(self) -> None:
-        raise AssertionError("the server steps by itself")
 
     def _pause_stepping(self) -> None:
         if self._held is None:
@@ -368,12 +362,6 @@ class SglangEngine(OwnedEngine):
         """Let the engine die of an error that is seen outside of the owner thread."""
         if not self._is_ending:
             self._owner.submit(self._die, error)
-
-    def _hears(self) -> None:
-        """Tell of new tokens, in the thread that hears of them."""
-        if self._reporter.is_due():
-            for progress in self._reporter.of(self._samples()):
-                self._outbox.put(progress)
 
     def _end_server(self) -> None:
         if self._server is not None:

@@ -14,9 +14,10 @@ from megarl.data import Turn
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.resharding.loader.buckets import Bucket, views
 from megarl.resharding.shared_memory import map_segment
-from megarl.rollout.owned_engine import OwnedEngine, by_owner
+from megarl.rollout.owned_engine import by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load, Request
 from megarl.rollout.request_in_flight import Listener, SampleInFlight
+from megarl.rollout.stepping_engine import SteppingEngine
 from megarl.rollout.transformers.arguments import read_arguments
 from megarl.rollout.worker_memory import WorkerMemory, require
 from megatron_ext import device
@@ -30,7 +31,7 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 
-class TransformersEngine(OwnedEngine):
+class TransformersEngine(SteppingEngine):
     """See `megarl.rollout.protocol.Engine`. `engine_args` are fields of `TransformersArguments`."""
 
     title = "transformers"
@@ -103,7 +104,7 @@ class TransformersEngine(OwnedEngine):
 
     # The methods below, too, run in the owner thread.
 
-    def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+    def _add_samples(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
         return self._batches.add(requests, listener)
 
     def _can_step(self) -> bool:

@@ -15,10 +15,11 @@ from megarl.process.loading import load
 from megarl.process.profiler import TimelineEvent, by_worker
 from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
-from megarl.rollout.owned_engine import OwnedEngine, by_owner
+from megarl.rollout.owned_engine import by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load, Request
 from megarl.rollout.request_in_flight import Listener, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
+from megarl.rollout.stepping_engine import SteppingEngine
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.core import Core, InProcessCore
 from megarl.rollout.vllm.cpu_routed_experts import ARGUMENT, RecordingCore
@@ -33,7 +34,7 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 
-class VllmEngine(OwnedEngine):
+class VllmEngine(SteppingEngine):
     """See `megarl.rollout.protocol.Engine`. `engine_args` are fields of vLLM's EngineArgs by their own names."""
 
     title = "vLLM"
@@ -130,7 +131,7 @@ class VllmEngine(OwnedEngine):
             raise RuntimeError("the vLLM engine was not started")
         return self._core
 
-    def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+    def _add_samples(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
         return self._sequences.add(requests, self._version, listener)
 
     def _can_step(self) -> bool:

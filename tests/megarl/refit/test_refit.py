@@ -210,10 +210,10 @@ def sampled_numbers(job) -> list[Sampled]:
 def die_after_steps(count):
     """In this process: after so many steps or more, in the midst of a response; the controller knows all its tokens."""
     from megarl.rollout import progress_reporter
-    from megarl.rollout.owned_engine import OwnedEngine
+    from megarl.rollout.stepping_engine import SteppingEngine
 
     progress_reporter.SECONDS = 0
-    step, left = OwnedEngine._step, iter(range(count))
+    step, left = SteppingEngine._step, iter(range(count))
 
     def step_or_die(self):
         if next(left, None) is None and any(each.told for each in self._samples()):
@@ -222,7 +222,7 @@ def die_after_steps(count):
             os.kill(os.getpid(), signal.SIGKILL)
         step(self)
 
-    OwnedEngine._step = step_or_die
+    SteppingEngine._step = step_or_die
 
 
 def check_the_route(job):
