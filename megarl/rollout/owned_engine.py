@@ -124,7 +124,7 @@ class OwnedEngine(ABC):
 
     @by_owner
     def load(self) -> Load | None:
-        """See `Sampler.load`. None: most see their steps, and say more."""
+        """See `Sampler.load`. None where something else steps."""
         return None
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:

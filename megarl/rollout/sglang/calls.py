@@ -9,7 +9,7 @@ folder is this user's alone: what is called never comes over the network.
 import os
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,20 @@ class CallFolder:
         """The folder of the server whose worker this process is."""
         return cls(Path(os.environ[FOLDER_VARIABLE]))
 
-    def put_call(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
-        """Write the call that the workers carry out next."""
+    def put_call(self, method: str, arguments: Sequence[Any]) -> None:
+        """Write the call of a method that the workers carry out next."""
         for answer in self._folder.glob("answer.*"):
             answer.unlink()
-        self._put("call", pickle.dumps((function, tuple(arguments))))
+        self._put("call", pickle.dumps((method, tuple(arguments))))
 
-    def answer(self, worker: int, *first: Any) -> None:
-        """Carry the call out, with `first` before its arguments, and write what came of it."""
-        function, arguments = pickle.loads((self._folder / "call").read_bytes())
+    def answer(self, number: int, worker: Any) -> None:
+        """Carry the call out in a worker, which has this number, and write what came of it."""
+        method, arguments = pickle.loads((self._folder / "call").read_bytes())
         try:
-            came = (True, function(*first, *arguments))
+            came = (True, getattr(worker, method)(*arguments))
         except Exception as error:  # noqa: BLE001 - raised again where the call comes from
             came = (False, error)
-        self._put(f"answer.{worker}", _pickled(*came))
+        self._put(f"answer.{number}", _pickled(*came))
 
     def take_answers(self, workers: int) -> list[Any]:
         """The results of all workers. Raises what the first that failed raised; WorkerCallError for no answer."""

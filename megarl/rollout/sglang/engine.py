@@ -5,21 +5,16 @@ import json
 import pickle
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar, TypeVarTuple, get_args
+from typing import Any, Literal, get_args
 
-import torch
-
-from converters.layout import Shape
-from converters.layouts.traced_layout import PackedTrace
 from megarl.data import Turn
-from megarl.process.profiler import TimelineEvent, by_worker
-from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
-from megarl.rollout.owned_engine import OwnedEngine, by_owner
+from megarl.rollout.engine_of_workers import EngineOfWorkers
+from megarl.rollout.owned_engine import by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request, UpdateError
 from megarl.rollout.request_in_flight import Listener, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
@@ -30,12 +25,8 @@ from megarl.rollout.sglang.in_flight import InFlight
 from megarl.rollout.sglang.kind import ADAPTER_SLOT, SGLANG
 from megarl.rollout.sglang.process import Server
 from megarl.rollout.sglang.samples import ADAPTER, Limits
-from megarl.rollout.worker_memory import require
 from megatron_ext import device
-from megatron_ext.memory.device_memory import CountedMemory
 
-R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 _NOTHING = base64.b64encode(pickle.dumps([])).decode()
 """An update without tensors, as the server reads it."""
 _NO_ADAPTER = base64.b64encode(pickle.dumps({})).decode()
@@ -46,7 +37,7 @@ _ABORT_S = 10.0
 _TAGS: Mapping[str, str] = {"weights": "weights", "kv_cache": "kv_cache"}
 
 
-class SglangEngine(OwnedEngine):
+class SglangEngine(EngineOfWorkers):
     """See `megarl.rollout.protocol.Engine`. `engine_args` are fields of SGLang's ServerArgs by their own names.
 
     The server steps by itself. It is held in one of two ways: `in_place`, where it goes on as it was, or `retract`,
@@ -97,14 +88,6 @@ class SglangEngine(OwnedEngine):
         return version
 
     @by_owner
-    def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:
-        """See `LayoutSource.trace_layout` and `tracing.trace_model`."""
-        from megarl.rollout.sglang import worker
-
-        require(self._away, "weights")
-        return self._workers(worker.trace_layout, dict(hf_shapes), dict(hf_dtypes))
-
-    @by_owner
     def worker_parts(self) -> list[int]:
         """See `LayoutSource.worker_parts`."""
         return [0] * self._worker_count()
@@ -112,12 +95,10 @@ class SglangEngine(OwnedEngine):
     @by_owner
     def sleep(self) -> None:
         """See `Sleeper.sleep`."""
-        from megarl.rollout.sglang import worker
-
         self._pause_stepping()
         self._abort()
         if device.backend() == "gloo":
-            self._workers(worker.sleep)
+            self._workers("sleep")
         # A server on GPUs that is to release what it has released already ends.
         elif held := [part for part in get_args(EngineMemory) if part not in self._away]:
             if "kv_cache" in held:
@@ -129,49 +110,14 @@ class SglangEngine(OwnedEngine):
     @by_owner
     def wake_up(self, parts: Sequence[EngineMemory]) -> None:
         """See `Sleeper.wake_up`."""
-        from megarl.rollout.sglang import worker
-
         if wanted := sorted(self._away.intersection(parts)):
             if device.backend() == "gloo":
-                self._workers(worker.wake_up, wanted)
+                self._workers("wake_up", wanted)
             else:
                 self._post("/resume_memory_occupation", tags=[_TAGS[part] for part in wanted])
             self._away -= frozenset(wanted)
             if "kv_cache" in wanted:
                 self._reset_kv_cache()
-
-    @by_owner
-    def count_memory(self, memory: CountedMemory) -> None:
-        """See `Sleeper.count_memory`."""
-        from megarl.rollout.sglang import worker
-
-        self._workers(worker.count_memory, memory)
-
-    @by_owner
-    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
-        """See `WeightTarget.map_segments`."""
-        from megarl.rollout.sglang import worker
-
-        self._workers(worker.map_segments, list(segments), segment_bytes)
-
-    @by_owner
-    def call_receivers(self, method: Callable[[WeightReceiver, *Ts], R], *arguments: *Ts) -> list[R]:
-        """See `WeightTarget.call_receivers`."""
-        return self._receivers(method, *arguments)
-
-    @by_owner
-    def start_profiler(self) -> None:
-        """See `Profiled.start_profiler`."""
-        from megarl.rollout.sglang import worker
-
-        self._workers(worker.start_profiler)
-
-    @by_owner
-    def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
-        """See `Profiled.stop_profiler`."""
-        from megarl.rollout.sglang import worker
-
-        return by_worker(self._workers(worker.stop_profiler))
 
     # The methods below, too, run in the owner thread, but for `_watch` and `_fails`.
 
@@ -231,28 +177,19 @@ class SglangEngine(OwnedEngine):
         self._end_session()
 
     def _begin_loading(self) -> None:
-        from megarl.rollout.sglang import worker
-
-        self._workers(worker.forget_adapter if self._has_slot else worker.begin_loading)
+        self._workers("forget_adapter" if self._has_slot else "begin_loading")
 
     def _load_weights(self, bucket: Bucket) -> None:
-        from megarl.rollout.sglang import worker
-
         if self._has_slot:
-            self._workers(worker.keep_bucket, bucket)
+            self._workers("keep_bucket", bucket)
             return
         # A worker keeps nothing of other workers' experts.
-        skipped = [set(names) for names in self._workers(worker.load_bucket, bucket)]
+        skipped = [set(names) for names in self._workers("load_bucket", bucket)]
         if nowhere := set.intersection(*skipped):
             raise UpdateError(f"SGLang's loader skips {min(nowhere)}: give the engine the config.json of the policy")
 
     def _finish_loading(self) -> None:
-        from megarl.rollout.sglang import worker
-
-        self._workers(worker.fill_slot if self._has_slot else worker.finish_loading)
-
-    def _receive(self, version: int) -> None:
-        self._receivers(WeightReceiver.receive, version)
+        self._workers("fill_slot" if self._has_slot else "finish_loading")
 
     def _finish_update(self, version: int) -> None:
         self._end_session()
@@ -333,11 +270,10 @@ class SglangEngine(OwnedEngine):
             if was_held is None:
                 self._resume_stepping()
 
-    def _workers(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Call a function of `worker` in every worker."""
+    def _workers(self, method: str, *arguments: Any) -> list[Any]:
         server, count = self._running(), self._worker_count()
         with self._session():
-            server.calls.put_call(function, arguments)
+            server.calls.put_call(method, arguments)
             self._post(
                 "/update_weights_from_tensor",
                 serialized_named_tensors=[_NOTHING] * count,
@@ -345,12 +281,6 @@ class SglangEngine(OwnedEngine):
                 flush_cache=False,
             )
             return server.calls.take_answers(count)
-
-    def _receivers(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        from megarl.rollout.sglang import worker
-
-        require(self._away, "weights")
-        return results(self._workers(worker.call_receiver, method, *arguments))
 
     def _watch(self, server: Server) -> None:
         """Wait, in a thread of its own, for a server that ends before it was asked to."""

@@ -1,10 +1,9 @@
 """vLLM as an engine: its core behind the protocols of an engine."""
 
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple, get_args
+from typing import Any, get_args
 
 import torch
 
@@ -12,9 +11,8 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import PackedTrace
 from megarl.data import Turn
 from megarl.process.loading import load
-from megarl.process.profiler import TimelineEvent, by_worker
-from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.resharding.loader.buckets import Bucket
+from megarl.rollout.engine_of_workers import EngineOfWorkers
 from megarl.rollout.owned_engine import by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load, Request
 from megarl.rollout.request_in_flight import Listener, SampleInFlight
@@ -26,15 +24,10 @@ from megarl.rollout.vllm.cpu_routed_experts import ARGUMENT, RecordingCore
 from megarl.rollout.vllm.data_parallel import DataParallelCore
 from megarl.rollout.vllm.kind import ADAPTER_SLOT
 from megarl.rollout.vllm.sequences import SequencesInFlight
-from megarl.rollout.worker_memory import require
 from megatron_ext import device
-from megatron_ext.memory.device_memory import CountedMemory
-
-R = TypeVar("R")
-Ts = TypeVarTuple("Ts")
 
 
-class VllmEngine(SteppingEngine):
+class VllmEngine(SteppingEngine, EngineOfWorkers):
     """See `megarl.rollout.protocol.Engine`. `engine_args` are fields of vLLM's EngineArgs by their own names."""
 
     title = "vLLM"
@@ -68,15 +61,13 @@ class VllmEngine(SteppingEngine):
         if self._version == 0:
             self._workers("bound_keys_and_values")
 
-    @by_owner
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:
-        """See `LayoutSource.trace_layout` and `tracing.trace_model`."""
+        """See `LayoutSource.trace_layout`."""
         from megarl.rollout.vllm.tracing import check_version
 
-        require(self._away, "weights")
         # Here too: what a worker of another process raises arrives as another exception.
         check_version()
-        return self._workers("trace_layout", hf_shapes, hf_dtypes)
+        return super().trace_layout(hf_shapes, hf_dtypes)
 
     @by_owner
     def worker_parts(self) -> list[int]:
@@ -98,31 +89,6 @@ class VllmEngine(SteppingEngine):
         if wanted := sorted(self._away.intersection(parts)):
             self._running().wake_up(wanted)
             self._away -= frozenset(wanted)
-
-    @by_owner
-    def count_memory(self, memory: CountedMemory) -> None:
-        """See `Sleeper.count_memory`."""
-        self._workers("count_memory", memory)
-
-    @by_owner
-    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
-        """See `WeightTarget.map_segments`."""
-        self._workers("init_weight_transfer_engine", {"paths": list(segments), "segment_bytes": segment_bytes})
-
-    @by_owner
-    def call_receivers(self, method: Callable[[WeightReceiver, *Ts], R], *arguments: *Ts) -> list[R]:
-        """See `WeightTarget.call_receivers`."""
-        return self._receivers(method, *arguments)
-
-    @by_owner
-    def start_profiler(self) -> None:
-        """See `Profiled.start_profiler`."""
-        self._workers("start_profiler", os.getpid())
-
-    @by_owner
-    def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
-        """See `Profiled.stop_profiler`."""
-        return by_worker(self._workers("stop_profiler"))
 
     # The methods below, too, run in the owner thread.
 
@@ -187,18 +153,11 @@ class VllmEngine(SteppingEngine):
     def _load_weights(self, bucket: Bucket) -> None:
         self._workers("update_weights", {"bucket": bucket})
 
-    def _receive(self, version: int) -> None:
-        self._receivers(WeightReceiver.receive, version)
-
     def _finish_loading(self) -> None:
         self._workers("complete_weight_update")
 
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
         return self._running().call_workers(method, *arguments)
-
-    def _receivers(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        require(self._away, "weights")
-        return results(self._workers("call_receiver", method, *arguments))
 
     def _close(self) -> None:
         if self._core is not None:

@@ -4,9 +4,8 @@ vLLM imports the module of its argument `worker_extension_cls` in every worker b
 is the only hook at that moment, so here, and nowhere else, importing has effects.
 """
 
-import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,8 @@ from vllm.platforms import current_platform
 
 from converters.layout import Shape
 from converters.layouts.traced_layout import PackedTrace
-from megarl.process.profiler import Profiler, TimelineEvent
 from megarl.resharding.direct.weight_receiver import WeightReceiver, outcome
+from megarl.rollout.profiled_worker import ProfiledWorker
 from megarl.rollout.vllm import (
     adapter_slot,
     cpu,
@@ -66,12 +65,16 @@ class VllmModel:
         self._derive()
 
 
-class WorkerExtension:
+class WorkerExtension(ProfiledWorker):
     """Methods that vLLM adds to its worker class."""
 
     _receiver: WeightReceiver | None = None
     _recorder: cpu_routed_experts.Recorder
-    _profiler: Profiler | None = None
+
+    def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
+        """Map the shared-memory segments that buckets will lie in."""
+        info = {"paths": segments, "segment_bytes": segment_bytes}
+        self.init_weight_transfer_engine(info)  # type: ignore[attr-defined]
 
     def begin_weight_update(self) -> None:
         """Begin an update of all that is loaded."""
@@ -111,7 +114,7 @@ class WorkerExtension:
         return PackedTrace.of(trace)
 
     def part(self) -> int:
-        """The number of the machine that this worker is on, among those that the engine spans."""
+        """See `ProfiledWorker.part`."""
         return self.parallel_config.node_rank  # type: ignore[attr-defined]
 
     def call_pickled(self, call: bytes) -> bytes:
@@ -122,17 +125,6 @@ class WorkerExtension:
     def count_memory(self, memory: CountedMemory) -> None:
         """Count what this worker holds, where there is no GPU to do it."""
         cpu.memory_of(self).count_in(memory)
-
-    def start_profiler(self, engine_process: int) -> None:
-        """Begin to record what this process does, unless it is the engine's own, of which all is recorded."""
-        if self.part() or os.getpid() != engine_process:
-            self._profiler = Profiler()
-            self._profiler.start()
-
-    def stop_profiler(self) -> list[TimelineEvent] | None:
-        """End that: the events; None where it was not begun."""
-        profiler, self._profiler = self._profiler, None
-        return None if profiler is None else profiler.stop()
 
     def record_routed_experts(self) -> None:
         """Take down which experts tokens go to, where vLLM does not."""

@@ -14,7 +14,7 @@ import torch
 
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout.protocol import UpdateError
-from megarl.rollout.sglang import cpu, hooks, worker
+from megarl.rollout.sglang import cpu, hooks
 from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT, CallFolder
 
 cpu.install()
@@ -32,15 +32,15 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 WRITES = {
-    "begin_loading": (worker.begin_loading,),
-    "load_bucket": (worker.load_bucket, None),
-    "open": (worker.call_receiver, WeightReceiver.open, None, 0),
-    "receive": (worker.call_receiver, WeightReceiver.receive, 1),
+    "begin_loading": ("begin_loading",),
+    "load_bucket": ("load_bucket", None),
+    "open": ("call_receiver", WeightReceiver.open, None, 0),
+    "receive": ("call_receiver", WeightReceiver.receive, 1),
 }
 READS = {
-    "stop_profiler": (worker.stop_profiler,),
-    "close": (worker.call_receiver, WeightReceiver.close),
-    "connect": (worker.call_receiver, WeightReceiver.connect, None),
+    "stop_profiler": ("stop_profiler",),
+    "close": ("call_receiver", WeightReceiver.close),
+    "connect": ("call_receiver", WeightReceiver.connect, None),
 }
 
 
@@ -78,8 +78,8 @@ def updater_of(model):
     return runner.weight_updater
 
 
-def asked(folder, updater, function, *arguments):
-    folder.put_call(function, arguments)
+def asked(folder, updater, method, *arguments):
+    folder.put_call(method, arguments)
     original = weight_updater.WeightUpdater.update_weights_from_tensor
     assert hooks.answer_calls(original, updater, [], LOAD_FORMAT) == (True, "Success")
     try:
