@@ -34,7 +34,6 @@ _NO_ADAPTER = base64.b64encode(pickle.dumps({})).decode()
 _RETURNS_EXPERTS = "enable_return_routed_experts"
 _POLL_S = 0.1
 _ABORT_S = 10.0
-_TAGS: Mapping[str, str] = {"weights": "weights", "kv_cache": "kv_cache"}
 
 
 class SglangEngine(EngineOfWorkers):
@@ -103,7 +102,7 @@ class SglangEngine(EngineOfWorkers):
         elif held := [part for part in get_args(EngineMemory) if part not in self._away]:
             if "kv_cache" in held:
                 self._reset_kv_cache()
-            self._post("/release_memory_occupation", tags=[_TAGS[part] for part in held])
+            self._post("/release_memory_occupation", tags=held)
         self._away = frozenset(get_args(EngineMemory))
         self._resume_stepping()
 
@@ -114,7 +113,7 @@ class SglangEngine(EngineOfWorkers):
             if device.backend() == "gloo":
                 self._workers("wake_up", wanted)
             else:
-                self._post("/resume_memory_occupation", tags=[_TAGS[part] for part in wanted])
+                self._post("/resume_memory_occupation", tags=wanted)
             self._away -= frozenset(wanted)
             if "kv_cache" in wanted:
                 self._reset_kv_cache()
