@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_colocation import STEPS, exported, small, without_times
 
-from megarl.cluster.engines.router import Router
+from megarl.cluster.engines.request_queue import RequestQueue
 from megarl.cluster.workers.streams import Stream
 from megarl.data import PromptGroup, Turn
 from megarl.rollout.protocol import Progress, RequestEnded
@@ -79,7 +79,7 @@ def run(
     batches, lines, asked_at_once = list[list[PromptGroup]](), list[dict[str, Any]](), list[list[Turn]]()
     with open_job(RunSetup.read(config, "train")) as job:
         if order is not None:
-            reorder(job.engines._router, order)
+            reorder(job.engines._queue, order)
         job.refit(0)
         take = job.rollouts.take
 
@@ -109,22 +109,22 @@ def ask_at_once(job: Job) -> list[Turn]:
     return [turn for turns in answers for turn in turns]
 
 
-def reorder(router: Router, order: random.Random) -> None:
+def reorder(queue: RequestQueue, order: random.Random) -> None:
     """Let the controller hear of answers when all engines have given theirs, in another order."""
-    hear, held = router._hear, list[tuple[Stream, RequestEnded]]()
+    hear, held = queue.hear, list[tuple[Stream, RequestEnded]]()
 
     def hold(stream: Stream, events: Sequence[RequestEnded | Progress]) -> None:
         hear(stream, [each for each in events if isinstance(each, Progress)])
         held.extend((stream, each) for each in events if isinstance(each, RequestEnded))
         numbers = {each.number for _, each in held}
-        if all(each.handle is None or each.number in numbers for each in list(router._pending.values())):
+        if all(each.handle is None or each.number in numbers for each in list(queue._pending.values())):
             answers = held.copy()
             held.clear()
             order.shuffle(answers)
             for own, answer in answers:
                 hear(own, [answer])
 
-    router._hear = hold  # type: ignore[method-assign,assignment]
+    queue.hear = hold  # type: ignore[method-assign,assignment]
 
 
 def turns_of(groups: Sequence[PromptGroup]) -> list[Turn]:

@@ -154,6 +154,6 @@ class EngineGroup(Engines):
         return {
             **self._restarts.end_step(),
             **load_metrics(self.handles),
-            **work_metrics(self._router.take_idle_s(), self._shared.recomputed.take(), seconds),
-            "engines/tokens_moved": float(self._router.take_moved()),
+            **work_metrics(self._queue.take_idle_s(), self._shared.recomputed.take(), seconds),
+            "engines/tokens_moved": float(self._queue.take_moved()),
         }

@@ -50,11 +50,12 @@ class SharedByEngines:
 
 
 class Engines:
-    """Engines that are alike. A request goes to one of them (`Router`), weights to all."""
+    """Engines that are alike. A request goes to one of them (`RequestQueue`), weights to all."""
 
     def __init__(self, handles: Sequence[EngineHandle], shared: SharedByEngines) -> None:
         self.handles = list(handles)
-        self._shared, self._restarts, self._router = shared, shared.restarts, shared.router
+        self._shared, self._restarts = shared, shared.restarts
+        self._router, self._queue = shared.router, shared.router.queue
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -150,7 +151,7 @@ class Engines:
                 place, answer = self._first(ended)
                 yield place, answer.result()
         finally:
-            self._router.abandon(pending)
+            self._queue.abandon(pending)
 
     def begin_generate(
         self, requests: Sequence[Request], partial_turns: Sequence[PartialTurns] = ()
@@ -171,7 +172,7 @@ class Engines:
 
     def partial_turns(self, pending: Sequence[PendingRequest]) -> list[PartialTurns]:
         """The turns sampled so far for each request, answered or not."""
-        return self._router.partial_turns(pending)
+        return self._queue.partial_turns(pending)
 
     def bring_back(self) -> None:
         """Give weights to engines that were restarted and are up: the trainer's ranks have those of the others."""
@@ -179,7 +180,7 @@ class Engines:
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled."""
-        with self._router.asking(request, self.handles) as handle:
+        with self._queue.asking(request, self.handles) as handle:
             for _, token_ids in results_of([handle.stream(Engine.generate_stream, request)]):
                 yield token_ids
 
@@ -201,7 +202,7 @@ class Engines:
         One that was about to start is waited for, and sleeps, too; one that has died leaves nothing.
         """
         self._restarts.hold_off()
-        self._router.sleep(self.handles)
+        self._queue.sleep(self.handles)
         self._tell(Engine.sleep)
         self.restart_dead()
         self._restarts.hold_off()
@@ -210,7 +211,7 @@ class Engines:
         """Let the engines have these parts back. When all is awake, those that died may start."""
         self._tell(Engine.wake_up, sorted(parts))
         if "kv_cache" in parts:
-            self._router.wake_up(self.handles)
+            self._queue.wake_up(self.handles)
             self._restarts.let_in()
 
     def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
@@ -232,7 +233,7 @@ class Engines:
             else:
                 handle.note_committed(version)
                 self._restarts.note_serving(handle)
-        self._router.go_on()
+        self._queue.go_on()
         if failures:
             raise failures[0]
         return recomputed

@@ -175,7 +175,7 @@ def check_that_engines_are_asked_for_what_they_have_room_for(engines):
     assert [load for _, _, load in states(engines)] == [2, 2]
     # The lowest go first, and wait for nobody.
     assert [each.request.priority for each in asked if each.handle is not None] == [4, 3, 2, 1]
-    engines._router.abandon(asked[-1:])
+    engines._queue.abandon(asked[-1:])
     assert asked[4].handle is not None
     assert asked[3].handle is None
     engines.commit_update(4, timeout_s=60)

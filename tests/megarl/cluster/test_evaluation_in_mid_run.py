@@ -48,12 +48,12 @@ def test_an_evaluation_is_of_one_version_and_loses_nothing_that_is_in_flight(tmp
             rollouts.release()
             in_flight = those_of(range((version + 1) * PROMPTS, min(version + 1 + STALENESS, STEPS) * PROMPTS))
             assert eventually(lambda due=in_flight: heard(rollouts) == due), heard(rollouts)
-            asked = set(engines._router._pending)
+            asked = set(engines._queue._pending)
             assert len(asked) == len(in_flight)
             evaluate(engines, HELD_OUT, scorer, make_tokenizer(), EvalSettings(32, ()))
             assert {each for turn in evaluated for each in here(turn.versions).tolist()} == {version}
             assert len(evaluated) == len(HELD_OUT)
-            assert (set(engines._router._pending), heard(rollouts)) == (asked, in_flight)
+            assert (set(engines._queue._pending), heard(rollouts)) == (asked, in_flight)
             assert engines.end_step()["engines/tokens_recomputed"] == 2 * FORGOTTEN
             assert engines.end_step()["engines/tokens_recomputed"] == 0
             evaluated.clear()

@@ -56,7 +56,7 @@ def check_that_requests_fail_of_an_engine_that_could_not_end_others(engines, scr
     script("abort")
     one = engines.excluding([engines.handles[1].worker])
     abandoned, waiting = one.begin_generate([ask(SLOW), ask(SLOW)])
-    engines._router.abandon([abandoned])
+    engines._queue.abandon([abandoned])
     with pytest.raises(WorkerFailed, match="the echo goes on"):
         waiting.answer.result(60)
     assert [turn.token_ids[:-1] for (turn,) in engines.generate([ask(2), ask(3)])] == [[2, 102, 0], [3, 103, 0]]

@@ -19,7 +19,7 @@ class Broken(Restarts):
 def test_what_is_asked_of_a_router_that_failed_while_nothing_was_asked_fails_too():
     router = Router([], Broken(1, StartStages(lambda _: iter(()), lambda _: iter(())), up_within_s=1, start_within_s=1))
     # As between two rollouts: the stream of an engine is open, and nobody waits for anything.
-    router._streams[object()] = None
+    router.queue._streams[object()] = None
     router.begin([], [])
     deadline = time.monotonic() + 20
     while router._listener.is_alive() and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The router's queue over scripted engines: who is asked first, for how much, and that everybody is served.
+"""The queue of requests over scripted engines: who is asked first, for how much, and that everybody is served.
 
 Engines compute, tell, cut, die and come back as a script says; nothing waits, and no process is started.
 """
@@ -6,15 +6,13 @@ Engines compute, tell, cut, die and come back as a script says; nothing waits, a
 import threading
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.cluster.engines import engine_handle, router
 from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.request_queue import RequestQueue
 from megarl.cluster.engines.router import Router
 from megarl.cluster.workers.worker import Call, WorkerGone
 from megarl.data import Turn
@@ -35,10 +33,13 @@ def whole(draw, sample):
 class Process:
     """The process of an engine, which serves the oldest draws first, as many samples as it computes at once."""
 
+    silence_s = 60.0
+
     def __init__(self, number):
         self.log = Path(f"engine_{number}.log")
         self.failure = None
         self.asked, self.told = {}, Counter()
+        self.streams = 0
 
     def begin(self, method, *arguments):
         if method == "submit":
@@ -46,7 +47,8 @@ class Process:
         return Call(self, None)
 
     def begin_stream(self, method):
-        return f"{method} of {id(self)}"
+        self.streams += 1
+        return f"{method} of {id(self)}, call {self.streams}"
 
     def running(self):
         """The numbers of the requests of which it computes samples."""
@@ -89,38 +91,16 @@ class Process:
         return tokens[len(begun) + self.told[number, sample] :]
 
 
-class Restarting:
-    """Restarts that come to their end when the script says so."""
-
-    def __init__(self):
-        self.lock = threading.RLock()
-        self.calls, self.under_way = [], set()
-
-    def awaits(self, handle):
-        return handle in self.under_way
-
-    def begin(self, handle):
-        self.under_way.add(handle)
-        handle.renew([Process(9)])
-
-    def go_on(self):
-        pass
-
-    def end(self, handle):
-        self.under_way.discard(handle)
-        handle.note_committed(1)
-
-
 class Played:
-    """A router over engines that serve, and all that was asked of it."""
+    """A queue over engines that serve, and all that was asked of it. Restarts end when the script says so."""
 
-    def __init__(self):
-        self.restarts = Restarting()
-        self.handles = [EngineHandle([Process(number)], AT_ONCE) for number in range(ENGINES)]
-        for handle in self.handles:
-            handle.note_committed(1)
-        self.router = Router(self.handles, self.restarts)
-        self.router._heartbeat = SimpleNamespace(note_deaths=lambda: None)
+    def __init__(self, handle_class=EngineHandle, starting=()):
+        self.handles = [handle_class([Process(number)], AT_ONCE) for number in range(ENGINES)]
+        for number, handle in enumerate(self.handles):
+            if number not in starting:
+                handle.note_committed(1)
+        self.restarting = set()
+        self.queue = RequestQueue(self.handles, self.restarting.__contains__)
         self.asked = []
         self.told = Counter()
         """Tokens that engines told of, by draw and sample."""
@@ -133,7 +113,7 @@ class Played:
 
     def ask(self, _, samples):
         request = Request([5, 9], SamplingParameters(samples=1 + samples % 3), priority=len(self.asked))
-        self.asked += self.router.begin([request], self.handles)
+        self.asked += self.queue.begin([request], self.handles)
 
     def tell(self, handle, number):
         if handle.state == "serving" and (running := handle.worker.running()):
@@ -153,26 +133,27 @@ class Played:
         if not handle.is_up:
             return
         handle.worker.failure = WorkerGone("it was killed", "nothing", handle.worker.log)
-        dead = [stream for stream in self.router._streams if stream.worker is handle.worker]
-        for stream in dead:
-            self.router._lose(stream, handle.worker.failure)
-        if not dead:
-            self.router._check_engines()
+        for stream in self._streams_of(handle):
+            assert self.queue.lose(stream, handle.worker.failure)
+        self.restarting.add(handle)
+        handle.renew([Process(9)])
+        self.queue.go_on()
 
     def come_back(self, handle, _):
-        if self.restarts.awaits(handle):
-            self.restarts.end(handle)
-            self.router._check_engines()
+        if handle in self.restarting:
+            self.restarting.discard(handle)
+            handle.note_committed(1)
+            self.queue.go_on()
 
     def update(self, handle, _):
         if handle.state == "serving":
             handle.begin_update(handle.version + 1, [])
-            self.router._check_engines()
+            self.queue.go_on()
 
     def commit(self, handle, _):
         if handle.state == "updating":
             handle.note_committed(handle.version + 1)
-            self.router._check_engines()
+            self.queue.go_on()
 
     def check(self, before):
         """Nobody has too much, nothing that waits is older than what is asked for, and what was told is not lost."""
@@ -195,8 +176,11 @@ class Played:
             assert not sizes or sum(sizes) - max(sizes) < ROOM
 
     def _hear(self, handle, *events):
-        for stream in [each for each in self.router._streams if each.worker is handle.worker]:
-            self.router._hear(stream, events)
+        for stream in self._streams_of(handle):
+            self.queue.hear(stream, events)
+
+    def _streams_of(self, handle):
+        return [each for each in self.queue.streams if each.worker is handle.worker]
 
 
 ACTIONS = st.sampled_from(
@@ -207,43 +191,57 @@ ACTIONS = st.sampled_from(
 @settings(max_examples=600)
 @given(st.lists(st.tuples(ACTIONS, st.integers(0, ENGINES - 1), st.integers(0, 9)), max_size=60))
 def test_the_oldest_go_first_in_bounded_numbers_and_all_any_serving_whoever_dies(script) -> None:
-    with (
-        mock.patch.object(router.threading, "Thread"),
-        mock.patch.object(router, "answered", return_value=[]),
-        mock.patch.object(router, "say"),
-    ):
-        played = Played()
-        for action in script:
-            played.play(*action)
-        for place in range(ENGINES):
-            played.play("come_back", place, 0)
-            played.play("commit", place, 0)
-        # The oldest that there is ends next: none starves behind others.
-        for _ in range(sum(not each.answer.done() for each in played.asked)):
-            left = [each for each in played.asked if not each.answer.done()]
-            oldest = min(left, key=lambda each: each.request.priority)
-            assert oldest.handle is not None
-            place = played.handles.index(oldest.handle)
-            assert oldest.handle.worker.running()[0] == oldest.number
-            played.play("answer", place, 0)
+    played = Played()
+    for action in script:
+        played.play(*action)
+    for place in range(ENGINES):
+        played.play("come_back", place, 0)
+        played.play("commit", place, 0)
+    # The oldest that there is ends next: none starves behind others.
+    for _ in range(sum(not each.answer.done() for each in played.asked)):
+        left = [each for each in played.asked if not each.answer.done()]
+        oldest = min(left, key=lambda each: each.request.priority)
+        assert oldest.handle is not None
+        place = played.handles.index(oldest.handle)
+        assert oldest.handle.worker.running()[0] == oldest.number
+        played.play("answer", place, 0)
     for draw, each in enumerate(played.asked):
         found = [here(turn.token_ids).tolist() for turn in each.answer.result(0)]
         assert found == [whole(draw, sample) for sample in range(each.request.sampling.samples)]
         assert all(turn.finish_reason == "stop" for turn in each.answer.result(0))
 
 
+class Restarting:
+    """Restarts that come to no end."""
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self.under_way = set()
+
+    def awaits(self, handle):
+        return handle in self.under_way
+
+    def begin(self, handle):
+        self.under_way.add(handle)
+        handle.renew([Process(9)])
+
+    def go_on(self):
+        pass
+
+
 def test_others_are_asked_while_a_refit_has_to_do_with_restarts() -> None:
-    with mock.patch.object(router.threading, "Thread"), mock.patch.object(router, "say"):
-        played = Played()
+    played, restarts = Played(), Restarting()
+    router = Router(played.handles, restarts)
+    played.queue = router.queue
     played.ask(None, 0)
     refitting, is_over = threading.Event(), threading.Event()
 
     def refit() -> None:
-        with played.restarts.lock:
+        with restarts.lock:
             refitting.set()
             is_over.wait(30)
 
-    holder, looking = threading.Thread(target=refit), threading.Thread(target=played.router._check_engines)
+    holder, looking = threading.Thread(target=refit), threading.Thread(target=router.check_engines)
     holder.start()
     assert refitting.wait(30)
     # One dies meanwhile, and is restarted by whoever has the lock, or when it is free.
@@ -252,55 +250,72 @@ def test_others_are_asked_while_a_refit_has_to_do_with_restarts() -> None:
     looking.start()
     looking.join(20)
     was_stuck = looking.is_alive()
+    played.ask(None, 0)
     is_over.set()
     holder.join()
     looking.join()
     assert not was_stuck
     assert dead.state == "down"
-    played.router._check_engines()
-    assert played.restarts.awaits(dead)
+    assert played.asked[1].handle.state == "serving"
+    router.check_engines()
+    assert restarts.awaits(dead)
+
+
+class Counted(EngineHandle):
+    """An engine that counts how often it is looked at."""
+
+    looks = 0
+
+    @property
+    def state(self):
+        self.looks += 1
+        return super().state
+
+
+def looks_at(played, action):
+    """How often engines were looked at meanwhile."""
+    before = sum(handle.looks for handle in played.handles)
+    action()
+    return sum(handle.looks for handle in played.handles) - before
 
 
 def test_an_engine_that_waits_for_weights_does_not_let_all_that_waits_be_looked_through() -> None:
-    with mock.patch.object(router.threading, "Thread"), mock.patch.object(router, "say"):
-        played = Played()
-        played.die(played.handles[0], 0)
-        played.handles[0]._state = "starting"
-        for _ in range(200):
-            played.ask(None, 0)
+    played = Played(Counted, starting=[0])
+    for _ in range(200):
+        played.ask(None, 0)
     assert sum(each.handle is None for each in played.asked) > 150
-    with mock.patch.object(played.router, "_able", wraps=played.router._able) as able:
-        played.router._send()
-    assert able.call_count < 5
+    assert looks_at(played, played.queue.go_on) < 5 * ENGINES
 
 
 def test_news_of_samples_that_go_on_let_no_engine_be_looked_at() -> None:
-    with mock.patch.object(router.threading, "Thread"):
-        played = Played()
-        for _ in range(200):
-            played.ask(None, 0)
-        with mock.patch.object(played.router, "_able", wraps=played.router._able) as able:
-            played.tell(played.handles[0], 0)
-            assert able.call_count == 0
-            played.answer(played.handles[0], 0)
-    assert able.call_count > 0
-    assert played.told
+    played = Played(Counted)
+    for _ in range(200):
+        played.ask(None, 0)
+    process = played.handles[0].worker
+    (stream,) = (each for each in played.queue.streams if each.worker is process)
+    number = process.running()[0]
+    told = process.tell(number)
+    assert len(told.samples)
+    assert looks_at(played, lambda: played.queue.hear(stream, [told])) == 0
+    answer = process.answer(number, is_cut=False)
+    assert looks_at(played, lambda: played.queue.hear(stream, [answer])) > 0
 
 
 def test_an_engine_whose_call_has_ended_is_asked_to_tell_on_and_keeps_its_requests() -> None:
-    with mock.patch.object(router.threading, "Thread"), mock.patch.object(router, "say"):
-        played = Played()
-        played.ask(None, 0)
-        (asked,) = played.asked
-        handle = asked.handle
-        played.tell(handle, 0)
-        (stream,) = played.router._streams
-        partials = played.router._progress[stream]
-        with mock.patch.object(Process, "begin_stream", return_value="a second call") as begun:
-            played.router._lose(stream, None)
-    assert begun.call_count == 1
-    assert [each.references for each in played.router._streams] == ["a second call"]
-    assert list(played.router._progress.values()) == [partials]
+    played = Played()
+    played.ask(None, 0)
+    (asked,) = played.asked
+    handle = asked.handle
+    played.tell(handle, 0)
+    (stream,) = played.queue.streams
+    (told,) = played.queue.partial_turns([asked])
+    assert here(told[0].token_ids).tolist() == whole(0, 0)[:1]
+    assert not played.queue.lose(stream, None)
+    (again,) = played.queue.streams
+    assert again.worker is stream.worker
+    assert again.references != stream.references
+    (kept,) = played.queue.partial_turns([asked])
+    assert here(kept[0].token_ids).tolist() == whole(0, 0)[:1]
     assert (asked.handle, handle.load) == (handle, 1)
     assert asked.number in handle.worker.asked
     played.answer(handle, 0)
@@ -308,18 +323,21 @@ def test_an_engine_whose_call_has_ended_is_asked_to_tell_on_and_keeps_its_reques
 
 
 def test_nobody_is_asked_for_anything_while_it_is_counted_how_long_engines_were_idle() -> None:
-    with mock.patch.object(router.threading, "Thread"):
-        played = Played()
-        played.ask(None, 0)
     could_ask = []
 
-    def now() -> float:
-        asking = threading.Thread(target=lambda: could_ask.append(played.router._lock.acquire(blocking=False)))
-        asking.start()
-        asking.join()
-        return 0.0
+    class Counting(EngineHandle):
+        def take_idle_s(self):
+            asking = threading.Thread(target=played.ask, args=(None, 0))
+            asking.start()
+            asking.join(0.1)
+            could_ask.append(not asking.is_alive())
+            threads.append(asking)
+            return super().take_idle_s()
 
-    with mock.patch.object(engine_handle, "time", SimpleNamespace(monotonic=now)):
-        idle_s = played.router.take_idle_s()
+    played, threads = Played(Counting), []
+    idle_s = played.queue.take_idle_s()
+    for each in threads:
+        each.join()
     assert len(idle_s) == ENGINES
     assert could_ask == [False] * ENGINES
+    assert all(each.handle is not None for each in played.asked)

@@ -1,0 +1,340 @@
+"""Requests over engines: each to one that serves and has room, and on to another if that one dies."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+from converters.errors import UserError
+from megarl.cluster.engines.engine_handle import EngineHandle, is_death, wait_for_living
+from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
+from megarl.cluster.engines.progress_log import ProgressLog
+from megarl.cluster.workers.calls import answered
+from megarl.cluster.workers.streams import Stream
+from megarl.cluster.workers.worker import Call, Failed, WorkerFailed
+from megarl.data import Turn
+from megarl.process.logs import say
+from megarl.rollout.conversations import Conversations
+from megarl.rollout.protocol import Engine, Progress, Request, RequestEnded
+
+
+class _Submitted(NamedTuple):
+    """A call by which an engine takes requests in, by their numbers; without, one that ends what nobody waits for.
+
+    Calls may overtake each other there.
+    """
+
+    handle: EngineHandle
+    call: Call[None]
+    numbers: Sequence[int]
+
+
+class RequestQueue:
+    """The requests that have no answer yet, of any thread.
+
+    An engine gets what it has room for, and the rest waits here for whichever has room first.
+
+    Requests that an engine leaves unanswered when it dies are asked again, from where it told of them: their seeds are
+    the same, and so are the tokens. Requests of the lowest priority go first.
+    """
+
+    def __init__(self, handles: Sequence[EngineHandle], awaits: Callable[[EngineHandle], bool]) -> None:
+        """`awaits` says whether an engine is restarted and has no weights yet."""
+        self._handles, self._awaits = handles, awaits
+        # Never held while the lock of restarts is waited for: who holds that one may wait for answers.
+        self._lock = threading.RLock()
+        self._numbers = count()
+        self._pending: dict[int, PendingRequest] = {}
+        self._waiting: list[tuple[int, int, PendingRequest]] = []
+        """Requests that no engine was asked for, by priority and number: a heap."""
+        self._conversations = Conversations[EngineHandle]()
+        self._streams: dict[Stream, EngineHandle] = {}
+        self._progress: dict[Stream, ProgressLog] = {}
+        self._submitted: list[_Submitted] = []
+        self._moved = 0
+        self._failure: Exception | None = None
+        """Why nothing is heard any more."""
+
+    @property
+    def streams(self) -> list[Stream]:
+        """Where engines tell of what they were asked for."""
+        return list(self._streams)
+
+    @property
+    def unanswered(self) -> int:
+        """How many requests have no answer."""
+        return len(self._pending)
+
+    def begin(
+        self, requests: Sequence[Request], among: Sequence[EngineHandle], partial_turns: Sequence[PartialTurns] = ()
+    ) -> list[PendingRequest]:
+        """Send requests, together. Their answers may fail with what an engine failed of, or refused them for.
+
+        Where it is known what there is of each, `partial_turns`, they go on behind that.
+        """
+        begun = [PendingRequest(next(self._numbers), request, among) for request in requests]
+        for each, turns in zip(begun, partial_turns, strict=False):
+            each.keep_turns(turns)
+        left = [each for each in begun if each.left]
+        with self._lock:
+            self._pending |= {each.number: each for each in left}
+            self._moved += sum(each.tokens for each in left if each.begun)
+            self._queue(left)
+            self._send()
+            failure = self._failure
+        if failure is not None:
+            self._fail(left, failure)
+        for each in begun:
+            if not each.left:
+                each.answer.set_result(each.whole())
+        return begun
+
+    def partial_turns(self, pending: Sequence[PendingRequest]) -> list[PartialTurns]:
+        """The turns that there are of each of these requests, at one moment: all but their last 50 ms."""
+        with self._lock:
+            copies = [each.copy() for each in pending]
+            partials = [each.copy() for each in self._progress.values()]
+        numbers = [each.number for each in copies]
+        told = {number: begun for each in partials for number, begun in each.of(numbers).items()}
+        for each in copies:
+            each.keep(told.get(each.number, {}))
+        return [each.partial_turns() for each in copies]
+
+    def abandon(self, pending: Iterable[PendingRequest]) -> None:
+        """Wait no more for what is not answered: the engines end it."""
+        ended: dict[EngineHandle, list[int]] = {}
+        with self._lock:
+            for each in pending:
+                if self._pending.pop(each.number, None) is not None and each.handle is not None:
+                    ended.setdefault(each.handle, []).append(each.number)
+                    self._take_back(each)
+            self._send()
+            for handle in (each for each in ended if each.is_up):
+                self._submitted.append(_Submitted(handle, handle.begin(Engine.abort, ended[handle]), ()))
+
+    @contextmanager
+    def asking(self, request: Request, among: Sequence[EngineHandle]) -> Iterator[EngineHandle]:
+        """The engine that is asked for a request, by the caller; it has the load of it until the end."""
+        with self._lock:
+            pending = PendingRequest(next(self._numbers), request, among)
+            able = self._able(among) or among
+            handle = self._give(pending, self._roomy(able) or able)
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                self._take_back(pending)
+
+    def sleep(self, handles: Sequence[EngineHandle]) -> None:
+        """Ask these for nothing more until `wake_up`; returns when they have taken in all that they were asked for."""
+        with self._lock:
+            for handle in handles:
+                handle.is_asleep = True
+            # An abort may come later, or fail.
+            submitted = [each.call for each in self._submitted if each.handle in handles and each.numbers]
+        # The requests of a dead one go elsewhere.
+        wait_for_living(submitted)
+
+    def wake_up(self, handles: Sequence[EngineHandle]) -> None:
+        """Ask these again."""
+        with self._lock:
+            for handle in handles:
+                handle.is_asleep = False
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Ask engines that serve again for what waits."""
+        with self._lock:
+            self._send()
+
+    def take_moved(self) -> int:
+        """Tokens that an engine had computed and lost, to be computed again, since they were taken last."""
+        with self._lock:
+            moved, self._moved = self._moved, 0
+            return moved
+
+    def take_idle_s(self) -> list[float]:
+        """Seconds that each engine had nothing to sample, since they were taken last."""
+        with self._lock:
+            return [handle.take_idle_s() for handle in self._handles]
+
+    def hear(self, stream: Stream, events: Sequence[RequestEnded | Progress]) -> None:
+        """Take what an engine told of the requests that it was asked for."""
+        ended = []
+        for event in events:
+            if isinstance(event, Progress):
+                self._keep(self._progress[stream], event)
+            elif (pending := self._end(event)) is not None:
+                ended.append((pending, event.answer))
+        # News of samples that go on make no room, and come from every engine many times a second.
+        if any(isinstance(event, RequestEnded) for event in events):
+            self.go_on()
+        # Whoever hears of an answer has work with it: engines have theirs by now.
+        for pending, answer in ended:
+            if isinstance(answer, UserError):
+                pending.answer.set_exception(answer)
+            else:
+                pending.answer.set_result(pending.whole())
+
+    def lose(self, stream: Stream, failure: Exception | None) -> bool:
+        """Nothing more comes from an engine; its requests go elsewhere if it has died, and fail if it has not.
+
+        Returns whether it has died.
+        """
+        with self._lock:
+            handle, partials = self._streams.pop(stream), self._progress.pop(stream)
+            left = [each for each in self._pending.values() if each.worker is stream.worker]
+            # Its process is another one already if this death was heard of before.
+            is_dead = handle.state == "down" or stream.worker is not handle.worker
+            if failure is None and not is_dead:
+                self._hear_on(handle, partials)
+                return False
+            told = partials.of([each.number for each in left])
+            kept = sum(each.keep(told.get(each.number, {})) for each in left)
+            self._moved += sum(each.tokens for each in left)
+            for each in left:
+                self._take_back(each)
+            self._queue(left)
+        if failure is not None and not is_dead:
+            self._fail(left, failure)
+            return False
+        if left:
+            say(f"{handle.name} had not answered {len(left)} requests: they go on behind the {kept} tokens there are")
+        return True
+
+    def hear_of_submitted(self) -> None:
+        """Fail the requests that engines did not take in, by the calls that have ended."""
+        # Where an engine has died its stream says so, and its requests go on elsewhere.
+        with self._lock:
+            heard = dict(answered([each.call for each in self._submitted]))
+            ended = [each for each in self._submitted if each.call in heard]
+            self._submitted = [each for each in self._submitted if each.call not in heard]
+        for each in ended:
+            answer = heard[each.call]
+            if isinstance(answer, Failed) and not (
+                isinstance(answer.failure, WorkerFailed) and is_death(answer.failure)
+            ):
+                self._refuse(each, answer.failure)
+
+    def fail_waiting(self, failure: Exception) -> None:
+        """Fail the requests that no engine was asked for."""
+        with self._lock:
+            waiting = [each for each in self._pending.values() if each.handle is None]
+        self._fail(waiting, failure)
+
+    def fail_all(self, failure: Exception) -> None:
+        """Fail all requests, also those that begin later: nobody would hear of their answers."""
+        with self._lock:
+            self._failure = failure
+            pending = list(self._pending.values())
+        self._fail(pending, failure)
+
+    def _able(self, among: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
+        """The engines that may be asked."""
+        among = [handle for handle in among if not handle.is_asleep]
+        if serving := [handle for handle in among if handle.state == "serving"]:
+            return serving
+        # Where none serves, requests wait for the end of an update, or else for an engine that is restarted.
+        restarting = [handle for handle in among if self._awaits(handle)]
+        if (up := [handle for handle in among if handle.is_up and handle not in restarting]) or restarting:
+            return up
+        # A failure says what it was.
+        return among
+
+    def _roomy(self, handles: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
+        return [handle for handle in handles if not handle.is_full]
+
+    def _give(self, pending: PendingRequest, among: Sequence[EngineHandle]) -> EngineHandle:
+        """Choose who is asked for a request, and count it there from now on."""
+        handle = self._conversations.choose(pending.request.conversation, among)
+        self._conversations.begin(pending.request.conversation, handle)
+        handle.load += pending.samples
+        pending.handle, pending.worker = handle, handle.worker
+        return handle
+
+    def _take_back(self, pending: PendingRequest) -> None:
+        """Count a request no more where it was asked, if it was."""
+        if pending.handle is not None:
+            self._conversations.end(pending.request.conversation, pending.handle)
+            pending.handle.load -= pending.samples
+        pending.handle = pending.worker = None
+
+    def _queue(self, pending: Iterable[PendingRequest]) -> None:
+        for each in pending:
+            heappush(self._waiting, (each.request.priority, each.number, each))
+
+    def _send(self) -> None:
+        """Ask whoever can be asked and has room."""
+        shares: dict[EngineHandle, dict[int, Request]] = {}
+        left = []
+        # One that is up but may not be asked yet has room for nobody: else all that waits would be looked through.
+        while self._waiting and any(handle.has_room for handle in self._able(self._handles)):
+            entry = heappop(self._waiting)
+            each = entry[-1]
+            if each.number not in self._pending:
+                continue  # nobody waits for it any more
+            if roomy := self._roomy(self._able(each.among)):
+                shares.setdefault(self._give(each, roomy), {})[each.number] = each.rest()
+            else:
+                left.append(entry)
+        for entry in left:
+            heappush(self._waiting, entry)
+        for handle, requests in shares.items():
+            if not any(stream.worker is handle.worker for stream in self._streams):
+                self._hear_on(handle, ProgressLog())
+            self._submitted.append(_Submitted(handle, handle.begin(Engine.submit, requests), list(requests)))
+
+    def _hear_on(self, handle: EngineHandle, partials: ProgressLog) -> None:
+        stream = handle.stream(Engine.events)
+        self._streams[stream], self._progress[stream] = handle, partials
+
+    def _refuse(self, submitted: _Submitted, failure: Exception) -> None:
+        """Fail the requests that an engine did not take in, or all that it has where it could not end others."""
+        with self._lock:
+            numbers = submitted.numbers or list(self._pending)
+            found = [self._pending[number] for number in numbers if number in self._pending]
+            # One that has died since may have left them to another.
+            refused = [each for each in found if each.worker is submitted.call.worker]
+            for each in refused:
+                self._take_back(each)
+        if not submitted.numbers:
+            say(f"{submitted.handle.name} could not end requests that nobody waits for: {failure}")
+        self._fail(refused, failure)
+
+    def _end(self, event: RequestEnded) -> PendingRequest | None:
+        """Count a request no more. Returns it; None if nobody waits for it, or it goes on as it was cut."""
+        answer = event.answer
+        with self._lock:
+            pending = self._pending.pop(event.number, None)
+            if pending is None or pending.handle is None:
+                return None
+            self._take_back(pending)
+            if not isinstance(answer, UserError):
+                pending.keep_answer(answer)
+                if pending.left:
+                    self._ask_on(pending, answer)
+                    return None
+        return pending
+
+    def _ask_on(self, pending: PendingRequest, turns: Sequence[Turn]) -> None:
+        """Ask for the rest of what an engine has cut; under another number, since it told of tokens under this one."""
+        if any(len(turn.token_ids) for turn in turns):
+            self._moved += pending.tokens
+        pending.number = next(self._numbers)
+        self._pending[pending.number] = pending
+        self._queue([pending])
+
+    def _keep(self, partials: ProgressLog, told: Progress) -> None:
+        partials.add(told)
+        if partials.are_many:
+            with self._lock:
+                unanswered = list(self._pending)
+            partials.keep(unanswered)
+
+    def _fail(self, pending: Sequence[PendingRequest], failure: Exception) -> None:
+        with self._lock:
+            failed = [each for each in pending if self._pending.pop(each.number, None) is not None]
+        for each in failed:
+            each.answer.set_exception(failure)
