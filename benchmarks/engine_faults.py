@@ -21,8 +21,8 @@ import ray
 from machine import at_least_one, describe, give_out
 
 from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.engine_heartbeats import INTERVAL_S
 from megarl.cluster.engines.engines import Engines
-from megarl.cluster.engines.heartbeat import INTERVAL_S
 from megarl.cluster.engines.pending_request import PendingRequest
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algorithms import ADVANTAGES, Source
 from megarl.cluster.colocation import GpuSharing
 from megarl.cluster.engines.engine_group import EngineGroup
-from megarl.cluster.engines.heartbeat import INTERVAL_S
+from megarl.cluster.engines.engine_heartbeats import INTERVAL_S
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.idle_ranks import IdleRanks
 from megarl.data import Prompt, PromptGroup, PromptSampler

@@ -16,8 +16,8 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import PackedTrace
 from converters.number_formats import NumberFormat
 from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.engine_heartbeats import INTERVAL_S
 from megarl.cluster.engines.engine_load import Tally
-from megarl.cluster.engines.heartbeat import INTERVAL_S
 from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
 from megarl.cluster.engines.restarts import Restarts
 from megarl.cluster.engines.router import Router

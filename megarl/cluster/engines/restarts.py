@@ -12,7 +12,7 @@ import ray
 from converters.errors import UserError
 from megarl.cluster.engines.engine_handle import EngineHandle
 from megarl.cluster.workers.calls import LOOK_S, end_silent, wait
-from megarl.cluster.workers.signs_of_life import SignsOfLife
+from megarl.cluster.workers.heartbeats import Heartbeats
 from megarl.cluster.workers.worker import Call, Worker, WorkerFailed, WorkerGone
 from megarl.process.logs import say
 
@@ -50,7 +50,7 @@ class _Restart:
     is_up: bool = False
     """Whether the first step has ended: its processes are up, and of the dead ones nothing is left."""
     stage: Literal["prepare", "prepared", "load", "loaded"] = "prepare"
-    signs: SignsOfLife[Worker, Call[Any]] = field(default_factory=lambda: SignsOfLife(LOOK_S))
+    heartbeats: Heartbeats[Worker, Call[Any]] = field(default_factory=lambda: Heartbeats(LOOK_S))
 
 
 class Restarts:
@@ -211,10 +211,10 @@ class Restarts:
         if left:
             # A call that has ended is not waited for again: the others would be asked for without a pause.
             restart.calls = [call for call in restart.calls if call.reference in left]
-        if left and restart.is_up and restart.signs.is_due:
-            end_silent([call.worker for call in restart.calls], restart.signs)
+        if left and restart.is_up and restart.heartbeats.is_due:
+            end_silent([call.worker for call in restart.calls], restart.heartbeats)
         if left and time.monotonic() > restart.until_s:
-            # A process answers beside a start that hangs: its signs of life say nothing of that.
+            # A process answers beside a start that hangs: its heartbeats say nothing of that.
             raise self._too_late(handle, restart)
         return not left
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 
 from megarl.cluster.engines.engine_handle import EngineHandle
-from megarl.cluster.engines.heartbeat import INTERVAL_S, Heartbeat
+from megarl.cluster.engines.engine_heartbeats import INTERVAL_S, EngineHeartbeats
 from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
 from megarl.cluster.engines.request_queue import RequestQueue
 from megarl.cluster.engines.restarts import Restarts
@@ -26,7 +26,7 @@ class Router:
         self.queue = RequestQueue(handles, restarts.awaits)
         """The requests that have no answer yet."""
         self._handles, self._restarts = handles, restarts
-        self._heartbeat = Heartbeat(handles)
+        self._heartbeats = EngineHeartbeats(handles)
         self._is_told = threading.Event()
         self._is_closed = False
         self._is_kept_out = False
@@ -102,7 +102,7 @@ class Router:
                 next_look_s = time.monotonic() + INTERVAL_S
 
     def _bring_back(self) -> None:
-        self._heartbeat.note_deaths()
+        self._heartbeats.note_deaths()
         for handle in self._handles:
             if handle.state == "down":
                 self._restarts.begin(handle)

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
 
 from converters.errors import UserError
-from megarl.cluster.workers.signs_of_life import SignsOfLife
+from megarl.cluster.workers.heartbeats import Heartbeats
 from megarl.cluster.workers.worker import GOES_ON, Call, Failed, Worker, WorkerFailed, WorkerGone
 from megarl.process.errors import RunFailed
 
@@ -24,7 +24,7 @@ _LONGEST_S = 24 * 3600.0
 _IN_VAIN = re.compile(r"Timed out waiting \d+ms for|[Ww]ait timeout after \d+ms")
 """In the error of a collective that waited for somebody in vain, or of its store."""
 LOOK_S = 5.0
-"""How often workers that are waited for are asked for a sign of life: there may be thousands."""
+"""How often workers that are waited for are asked for a heartbeat: there may be thousands."""
 
 
 def wait(calls: Sequence[Call[R]], timeout_s: float = _LONGEST_S, key: str = "") -> list[R]:
@@ -36,13 +36,13 @@ def wait(calls: Sequence[Call[R]], timeout_s: float = _LONGEST_S, key: str = "")
     WorkerFailed with the reason and the end of its log.
     """
     deadline = time.monotonic() + timeout_s
-    pending, results, signs = list(calls), dict[ray.ObjectRef, R](), SignsOfLife[Worker, Call[Any]](LOOK_S)
+    pending, results, heartbeats = list(calls), dict[ray.ObjectRef, R](), Heartbeats[Worker, Call[Any]](LOOK_S)
     while pending:
         left = max(0.0, deadline - time.monotonic())
         all_done = _done(pending, min(left, LOOK_S))
         if not all_done:
             if left > LOOK_S:
-                end_silent([call.worker for call in pending], signs)
+                end_silent([call.worker for call in pending], heartbeats)
                 continue
             raise _unanswering(pending[0].worker, timeout_s, key)
         for done in all_done:
@@ -70,7 +70,7 @@ def wait_together(
     of a process, then any error but a consequence. When only calls of `last` remain, which need nobody any more, these
     have `timeout_s`.
     """
-    pending, signs = list(calls), SignsOfLife[Worker, Call[Any]](LOOK_S)
+    pending, heartbeats = list(calls), Heartbeats[Worker, Call[Any]](LOOK_S)
     failures: list[Exception] = []
     need_others = {call.reference for call in calls} - {call.reference for call in last}
     deadline = inf
@@ -84,7 +84,7 @@ def wait_together(
                 break
             if left <= LOOK_S:
                 raise _unanswering(pending[0].worker, timeout_s, key)
-            end_silent([call.worker for call in pending], signs)
+            end_silent([call.worker for call in pending], heartbeats)
             continue
         pending.remove(done)
         need_others.discard(done.reference)
@@ -96,9 +96,9 @@ def wait_together(
         raise min(failures, key=lambda failure: _depth(failure, consequence))
 
 
-def end_silent(workers: Collection[Worker], signs: SignsOfLife[Worker, Call[Any]]) -> None:
-    """Look for signs of life of workers that are waited for; those that were silent too long end, and so do calls."""
-    for worker in signs.look({worker: worker.begin_node for worker in workers}).silent:
+def end_silent(workers: Collection[Worker], heartbeats: Heartbeats[Worker, Call[Any]]) -> None:
+    """Look for heartbeats of workers that are waited for; those that were silent too long end, and so do calls."""
+    for worker in heartbeats.look({worker: worker.begin_node for worker in workers}).silent:
         worker.end_silent()
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.cluster.workers.calls import LOOK_S, wait
-from megarl.cluster.workers.signs_of_life import SignsOfLife
+from megarl.cluster.workers.heartbeats import Heartbeats
 from megarl.cluster.workers.worker import Call, Worker
 from megarl.cluster.workers.worker_group import WorkerGroup
 
@@ -14,12 +14,12 @@ class IdleRanks:
 
     def __init__(self, groups: Sequence[WorkerGroup] = ()) -> None:
         self._workers = [worker for group in groups for worker in group.workers]
-        self._signs = SignsOfLife[Worker, Call[Any]](LOOK_S)
+        self._heartbeats = Heartbeats[Worker, Call[Any]](LOOK_S)
 
     def raise_if_dead(self) -> None:
         """Raise WorkerGone for one that was found dead, or was silent for as long as it may be."""
-        if self._signs.is_due:
-            ended, silent = self._signs.look({worker: worker.begin_node for worker in self._workers})
+        if self._heartbeats.is_due:
+            ended, silent = self._heartbeats.look({worker: worker.begin_node for worker in self._workers})
             if silent:
                 raise silent[0].end_silent()
             wait(ended)

@@ -1,4 +1,4 @@
-"""Processes that are waited for, asked now and then for a sign of life."""
+"""Processes that are waited for, asked now and then for a heartbeat."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -39,7 +39,7 @@ class _Open(NamedTuple, Generic[Q]):
     silent_s: float
 
 
-class SignsOfLife(Generic[W, Q]):
+class Heartbeats(Generic[W, Q]):
     """Asks one thing of each at a time, every `interval_s`, and counts for how long they do not answer."""
 
     def __init__(self, interval_s: float) -> None:

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megarl.cluster.workers import signs_of_life
-from megarl.cluster.workers.signs_of_life import SignsOfLife
+from megarl.cluster.workers import heartbeats as module
+from megarl.cluster.workers.heartbeats import Heartbeats
 
 
 class PendingRequest:
@@ -25,55 +25,55 @@ class PendingRequest:
 def world(monkeypatch):
     """The time, and the references of calls that have ended."""
     world = SimpleNamespace(now_s=0.0, ended=[])
-    monkeypatch.setattr(signs_of_life.time, "monotonic", lambda: world.now_s)
+    monkeypatch.setattr(module.time, "monotonic", lambda: world.now_s)
 
     def wait(references, num_returns, timeout):
         assert (num_returns, timeout) == (len(references), 0)
         return [each for each in references if each in world.ended], None
 
-    monkeypatch.setattr(signs_of_life.ray, "wait", wait)
+    monkeypatch.setattr(module.ray, "wait", wait)
     return world
 
 
-def looks(signs, world, times_s, workers):
+def looks(heartbeats, world, times_s, workers):
     """The silent ones that are found at each of these times."""
     found = []
     for world.now_s in times_s:
-        found.append(signs.look({worker: worker.begin for worker in workers}).silent)
+        found.append(heartbeats.look({worker: worker.begin for worker in workers}).silent)
     return found
 
 
 def test_one_that_does_not_answer_is_told_when_its_time_is_over_and_asked_once(world):
-    signs, lively, silent = SignsOfLife(1.0), PendingRequest(), PendingRequest()
+    heartbeats, lively, silent = Heartbeats(1.0), PendingRequest(), PendingRequest()
     for now_s in range(1, 11):
         world.now_s = now_s
-        looked = signs.look({lively: lively.begin, silent: silent.begin})
+        looked = heartbeats.look({lively: lively.begin, silent: silent.begin})
         assert looked.silent == []
         assert [call.worker for call in looked.ended] == [lively] * (now_s > 1)
         world.ended = [lively.calls[-1].reference]
-    assert looks(signs, world, [11], [lively, silent]) == [[silent]]
+    assert looks(heartbeats, world, [11], [lively, silent]) == [[silent]]
     assert len(silent.calls) == 1
 
 
 def test_time_in_which_nobody_listened_is_no_silence(world):
-    signs, worker = SignsOfLife(1.0), PendingRequest()
-    assert looks(signs, world, [1, 500, 1000, 1500, 2000], [worker]) == [[]] * 5
-    assert looks(signs, world, [3000], [worker]) == [[worker]]
+    heartbeats, worker = Heartbeats(1.0), PendingRequest()
+    assert looks(heartbeats, world, [1, 500, 1000, 1500, 2000], [worker]) == [[]] * 5
+    assert looks(heartbeats, world, [3000], [worker]) == [[worker]]
 
 
 def test_the_silence_of_one_that_need_not_answer_is_forgotten(world):
-    signs, worker = SignsOfLife(1.0), PendingRequest()
-    looks(signs, world, range(1, 9), [worker])
-    looks(signs, world, [9], [])
-    assert looks(signs, world, range(10, 20), [worker]) == [[]] * 10
-    assert looks(signs, world, [20], [worker]) == [[worker]]
+    heartbeats, worker = Heartbeats(1.0), PendingRequest()
+    looks(heartbeats, world, range(1, 9), [worker])
+    looks(heartbeats, world, [9], [])
+    assert looks(heartbeats, world, range(10, 20), [worker]) == [[]] * 10
+    assert looks(heartbeats, world, [20], [worker]) == [[worker]]
 
 
 def test_it_is_due_after_its_interval(world):
-    signs = SignsOfLife(5.0)
+    heartbeats = Heartbeats(5.0)
     world.now_s = 4.9
-    assert not signs.is_due
+    assert not heartbeats.is_due
     world.now_s = 5.0
-    assert signs.is_due
-    signs.look({})
-    assert not signs.is_due
+    assert heartbeats.is_due
+    heartbeats.look({})
+    assert not heartbeats.is_due
