@@ -135,7 +135,7 @@ class EngineKind:
     them; UserError where it drafts otherwise."""
     context_argument: str
     """The argument that limits how many tokens a prompt and its response may have."""
-    at_once: Callable[[Arguments], int | None] = lambda _arguments: None
+    max_concurrent_samples: Callable[[Arguments], int | None] = lambda _arguments: None
     """How many samples an engine with these arguments computes at the same time; None where that is not known."""
     tiny: Callable[[Arguments], Arguments] = lambda _arguments: {}
     """Arguments with which an engine has two workers, on one machine, for each kind of parallelism of which it has

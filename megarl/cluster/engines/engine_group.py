@@ -48,8 +48,8 @@ class EngineGroup(Engines):
         nodes = kind.nodes(config.engine_args)
         self.processes = WorkerGroup(seats, logs, calls_at_once=_CALLS_AT_ONCE)
         workers = self.processes.workers
-        at_once = kind.at_once(config.engine_args)
-        handles = [EngineHandle(workers[start : start + nodes], at_once) for start in range(0, len(workers), nodes)]
+        most = kind.max_concurrent_samples(config.engine_args)
+        handles = [EngineHandle(workers[start : start + nodes], most) for start in range(0, len(workers), nodes)]
         self._starter = EngineStarter(config, kind, self.processes)
         self._start_within_s = start_within_s
         stages = StartStages(self._starter.prepare, self._starter.load)

@@ -29,9 +29,10 @@ class EngineHandle:
     from when new processes take the seats of the old ones until they are up; then it is "starting" again.
     """
 
-    def __init__(self, processes: Sequence[Worker], at_once: int | None = None) -> None:
-        """`at_once` is how many samples it computes at the same time, where that is known."""
-        self._room = None if at_once is None else at_once + max(1, at_once // _AT_HAND)
+    def __init__(self, processes: Sequence[Worker], max_concurrent_samples: int | None = None) -> None:
+        """`max_concurrent_samples` is how many samples it computes at the same time, where that is known."""
+        most = max_concurrent_samples
+        self._room = None if most is None else most + max(1, most // _AT_HAND)
         self.worker, *self.parts = processes
         self._state: EngineState = "starting"
         self.version = -1

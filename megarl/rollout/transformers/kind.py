@@ -32,7 +32,7 @@ TRANSFORMERS = EngineKind(
     values={"max_model_len": SIZE.or_null, "max_num_seqs": SIZE},
     workers=lambda _arguments: 1,
     sizes=lambda _arguments: EngineSizes(tensor=1, expert=None, dtype="bf16"),
-    at_once=lambda arguments: arguments.get("max_num_seqs") or MAX_NUM_SEQS,
+    max_concurrent_samples=lambda arguments: arguments.get("max_num_seqs") or MAX_NUM_SEQS,
     context_argument="max_model_len",
     without_weights={"load_format": "dummy"},
     float32_logits={"float32_logits": True},

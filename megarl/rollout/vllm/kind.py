@@ -299,7 +299,7 @@ VLLM = EngineKind(
     cuts=_cuts,
     drafts=_drafts,
     context_argument="max_model_len",
-    at_once=lambda arguments: (
+    max_concurrent_samples=lambda arguments: (
         (arguments.get("max_num_seqs") or MAX_NUM_SEQS) * (arguments.get("data_parallel_size") or 1)
     ),
     tiny=_tiny,

@@ -144,7 +144,7 @@ def test_what_an_engine_on_a_gpu_is_asked_for_has_a_bound_that_its_server_has_to
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for given in ({}, {"max_running_requests": 2048}):
         started = server_arguments(folders[0], given, 1, "key")
-        assert started["max_running_requests"] == SGLANG.at_once(given) is not None
+        assert started["max_running_requests"] == SGLANG.max_concurrent_samples(given) is not None
 
 
 @pytest.mark.parametrize(("field", "value"), [("mlp_only_layers", [0]), ("decoder_sparse_step", 2)])
