@@ -20,7 +20,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class EngineOfWorkers(OwnedEngine):
-    """What such an engine asks of its workers alike: each has these methods, beside those that its engine needs."""
+    """The calls that such engines have in common: each of their workers has methods of these names, and more."""
 
     @by_owner
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:
