@@ -32,6 +32,7 @@ _LAYOUT = (
 )
 _DROPS = "the trainer would drop tokens that the engine, which samples them, sends to their experts"
 _RANDOM = "the trainer would route at random, and the engine, which samples, does not"
+_EIGHT_BIT_ATTENTION = "no kernel of cuDNN or FlashAttention trains with packed sequences in FP8"
 _INFERENCE = "it belongs to Megatron's own inference; the engines sample here"
 
 REFUSED_IN_SOME_VERSIONS: Mapping[str, Refusal] = {
@@ -116,6 +117,28 @@ REFUSED: Mapping[str, Refusal] = {
     "data_parallel_sharding_strategy": Refusal(_OTHER_WRAPPER, (None, "no_shard")),
     "outer_dp_sharding_strategy": Refusal(_OTHER_WRAPPER, (None, "no_shard")),
     "optimizer": Refusal("only adam and sgd are made here", (None, "adam", "sgd")),
+    "fp8_dot_product_attention": Refusal(_EIGHT_BIT_ATTENTION),
+    "fp8_multi_head_attention": Refusal(_EIGHT_BIT_ATTENTION),
+    "fused_single_qkv_rope": Refusal("its kernel takes no packed sequences"),
+    "fp32_residual_connection": Refusal(
+        "hidden states would be in fp32, and neither layers in bf16 nor the next pipeline stage take them"
+    ),
+    "num_microbatches_with_partial_activation_checkpoints": Refusal(
+        "a forward pass would be told by micro-batch how much to compute again, and this loop's takes no such word",
+        (None,),
+    ),
+    "batch_invariant_mode": Refusal(
+        "Megatron's training script puts the kernels for it in place, which this loop does not"
+    ),
+    "main_grads_dtype": Refusal(
+        "it changes nothing: gradients have the type that grad_reduce_in_fp32 says", (None, "fp32")
+    ),
+    "use_torch_optimizer_for_cpu_offload": Refusal("megatron-core makes the same optimizers with it as without"),
+    "pipeline_model_parallel_comm_backend": Refusal(
+        "pipeline stages send by the backend of all other groups", (None, "nccl")
+    ),
+    "log_max_attention_logit": Refusal("it is for qk_clip, keeps FlashAttention out, and nothing here logs it"),
+    "log_num_zeros_in_grad": Refusal("zeros would be counted in each step, and nothing here logs their number"),
     "flash_decode": Refusal(_INFERENCE),
     "cache_mla_latents": Refusal(_INFERENCE),
     "use_inference_optimized_layers": Refusal(_INFERENCE),
@@ -211,6 +234,7 @@ def check_supported(options: Mapping[str, Any]) -> None:
     if options.get("optimizer") == "sgd" and options.get("use_distributed_optimizer", not is_fully_sharded):
         raise UserError("megatron.optimizer=sgd works only with megatron.use_distributed_optimizer=false: set it too")
     _check_recompute(options)
+    _check_attention_backend(options)
     group, stages = options.get(_GROUP), options.get(_STAGES, 1)
     if group is not None and group < stages:
         raise UserError(
@@ -230,4 +254,18 @@ def _check_recompute(options: Mapping[str, Any]) -> None:
     if layers is not None and (granularity == "selective" or layers < 1):
         raise UserError(
             f"megatron.recompute_num_layers={layers} is for megatron.{_GRANULARITY}=full, and at least 1: leave it out"
+        )
+
+
+def _check_attention_backend(options: Mapping[str, Any]) -> None:
+    """Raise UserError for an attention that is Megatron's own in layers that may be of Transformer Engine's modules.
+
+    Transformer Engine would be left without a kernel, and say so in the first pass.
+    """
+    backend = options.get("attention_backend")
+    # A configuration names the member of an enum that megatron-core takes.
+    if getattr(backend, "name", backend) == "local" and options.get("transformer_impl") != "local":
+        raise UserError(
+            "megatron.attention_backend=local works only with megatron.transformer_impl=local: set it too, or leave"
+            " both out for the kernels of Transformer Engine"
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from converters.architectures import read_architecture
@@ -27,7 +28,7 @@ def megatrons_default(name: str) -> Any:
     for module, class_name in CLASSES.values():
         for field in dataclasses.fields(getattr(importlib.import_module(module), class_name)):
             if field.name == name and field.default is not dataclasses.MISSING:
-                return field.default
+                return "fp32" if field.default is torch.float32 else field.default
     return None
 
 
@@ -80,6 +81,28 @@ def test_a_tested_option_is_in_its_test(name: str) -> None:
             {"recompute_granularity": "selective", "recompute_num_layers": 2},
             "recompute_num_layers=2 is for megatron.recompute_granularity=full, .*: leave it out",
         ),
+        ({"fp8": "hybrid", "fp8_dot_product_attention": True}, "fp8_dot_product_attention=True .*; leave it out"),
+        ({"fp8": "hybrid", "fp8_multi_head_attention": True}, "fp8_multi_head_attention=True .*; leave it out"),
+        ({"fused_single_qkv_rope": True}, "fused_single_qkv_rope=True .* packed sequences; leave it out"),
+        ({"fp32_residual_connection": True}, "fp32_residual_connection=True .*; leave it out"),
+        (
+            {"pipeline_model_parallel_size": 2, "num_microbatches_with_partial_activation_checkpoints": 1},
+            "num_microbatches_with_partial_activation_checkpoints=1 .*; leave it out",
+        ),
+        ({"attention_backend": "flash", "batch_invariant_mode": True}, "batch_invariant_mode=True .*; leave it out"),
+        (
+            {"use_precision_aware_optimizer": True, "main_grads_dtype": "bf16"},
+            "main_grads_dtype=bf16 .* grad_reduce_in_fp32 says; use fp32",
+        ),
+        (
+            {"optimizer_cpu_offload": True, "use_torch_optimizer_for_cpu_offload": True},
+            "use_torch_optimizer_for_cpu_offload=True .* the same optimizers .*; leave it out",
+        ),
+        ({"pipeline_model_parallel_comm_backend": "ucc"}, "pipeline_model_parallel_comm_backend=ucc .*; use nccl"),
+        ({"log_max_attention_logit": True}, "log_max_attention_logit=True .*; leave it out"),
+        ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad=True .*; leave it out"),
+        ({"attention_backend": "local"}, "attention_backend=local .* megatron.transformer_impl=local: set it too"),
+        ({"attention_backend": AttnBackend.local}, "attention_backend=local .* megatron.transformer_impl=local"),
     ],
 )
 def test_refused(options: dict[str, Any], says: str) -> None:
@@ -94,6 +117,8 @@ def test_switched_off_is_not_refused() -> None:
     check_supported({"tp_comm_overlap": False, "moe_aux_loss_coeff": [0.0, 0.0], "fp8_param": None})
     check_supported({"optimizer": "sgd", "use_distributed_optimizer": False, "optimizer_cpu_offload": False})
     check_supported({"overlap_param_gather": True, "overlap_grad_reduce": True, "align_param_gather": True})
+    check_supported({"attention_backend": "local", "transformer_impl": "local"})
+    check_supported({"attention_backend": "flash", "fp8": "hybrid", "fp8_dot_product_attention": False})
 
 
 def test_what_config_json_says_may_be_repeated_and_not_changed(tiny_models: Mapping[str, Path]) -> None:
