@@ -48,6 +48,11 @@ def _megatron() -> list[str]:
         f"| `{name}` | Not with `{FULLY_SHARDED}`: {each.reason} | {each.others} |"
         for name, each in supported_options.BESIDE_FSDP2.items()
     ]
+    lines += [
+        f"| `{name}` | Not with an `fp8_recipe` but `delayed`, unless `main_params_dtype` is fp16 or"
+        f" `optimizer_cpu_offload` is on: {each.reason} | {each.others} |"
+        for name, each in supported_options.BESIDE_RECIPE.items()
+    ]
     model = sorted({*model_fields.MODEL_FIELDS, *model_fields.LATENT_ATTENTION_FIELDS})
     lines += ["", "## Megatron: follows from the model", "", f"{_names(model)}; and whatever else", ""]
     lines[-2] += " the architecture sets (`transformer_config` in `converters/architectures/`), such as `num_layers`,"

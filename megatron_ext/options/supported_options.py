@@ -14,6 +14,7 @@ _PREFIX = "megatron."
 FULLY_SHARDED = "use_torch_fsdp2"
 """Megatron-LM's name of the switch for torch's FSDP2, which wraps the model in place of Megatron's buffers."""
 _GRANULARITY = "recompute_granularity"
+_RECIPE, _DELAYED = "fp8_recipe", "delayed"
 _GROUP, _STAGES = "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"
 
 _CONTEXT = "all sequences are cut over the same context_parallel_size ranks"
@@ -168,6 +169,14 @@ BESIDE_FSDP2: Mapping[str, Refusal] = {
 }
 """Options that work, but not with use_torch_fsdp2."""
 
+_SCALED = Refusal(
+    "Transformer Engine keeps such moments scaled, and megatron-core would leave their scales out of checkpoints",
+    (None, "fp32", "bf16"),
+)
+
+BESIDE_RECIPE: Mapping[str, Refusal] = {"exp_avg_dtype": _SCALED, "exp_avg_sq_dtype": _SCALED}
+"""Options that work, but not with an fp8_recipe other than delayed beside main parameters in fp32 on the GPU."""
+
 ADAPTER_IN_ROWS = (
     f"megatron.{FULLY_SHARDED}=true cuts weights into rows, and an adapter (lora.rank) is merged into whole ones: leave"
     " one of the two out"
@@ -227,6 +236,8 @@ def check_supported(options: Mapping[str, Any]) -> None:
     is_fully_sharded = options.get(FULLY_SHARDED, False)
     if is_fully_sharded:
         refuse(options, BESIDE_FSDP2, _PREFIX, f" with megatron.{FULLY_SHARDED}=true")
+    if (recipe := options.get(_RECIPE)) not in (None, _DELAYED) and _has_own_main_parameters(options):
+        refuse(options, BESIDE_RECIPE, _PREFIX, f" with megatron.{_RECIPE}={recipe}")
     for name in (name for name in options if options[name]):
         for needed, default in NEEDS.get(name, {}).items():
             if not options.get(needed, default):
@@ -240,6 +251,11 @@ def check_supported(options: Mapping[str, Any]) -> None:
         raise UserError(
             f"megatron.{_GROUP}={group} must be at least megatron.{_STAGES}={stages}; leave it out for that"
         )
+
+
+def _has_own_main_parameters(options: Mapping[str, Any]) -> bool:
+    """Whether megatron-core itself keeps main parameters beside Adam with an fp8_recipe other than delayed."""
+    return options.get("main_params_dtype") in (None, "fp32") and not options.get("optimizer_cpu_offload")
 
 
 def _check_recompute(options: Mapping[str, Any]) -> None:

@@ -101,6 +101,14 @@ def test_a_tested_option_is_in_its_test(name: str) -> None:
         ({"pipeline_model_parallel_comm_backend": "ucc"}, "pipeline_model_parallel_comm_backend=ucc .*; use nccl"),
         ({"log_max_attention_logit": True}, "log_max_attention_logit=True .*; leave it out"),
         ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad=True .*; leave it out"),
+        (
+            {"fp8": "hybrid", "fp8_recipe": "tensorwise", "exp_avg_dtype": "fp16"},
+            "exp_avg_dtype=fp16 is not supported with megatron.fp8_recipe=tensorwise: .* use fp32 or bf16",
+        ),
+        (
+            {"fp8_recipe": "mxfp8", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "main_params_dtype": "fp32"},
+            "exp_avg_sq_dtype=fp8 is not supported with megatron.fp8_recipe=mxfp8",
+        ),
         ({"attention_backend": "local"}, "attention_backend=local .* megatron.transformer_impl=local: set it too"),
         ({"attention_backend": AttnBackend.local}, "attention_backend=local .* megatron.transformer_impl=local"),
     ],
@@ -117,6 +125,14 @@ def test_switched_off_is_not_refused() -> None:
     check_supported({"tp_comm_overlap": False, "moe_aux_loss_coeff": [0.0, 0.0], "fp8_param": None})
     check_supported({"optimizer": "sgd", "use_distributed_optimizer": False, "optimizer_cpu_offload": False})
     check_supported({"overlap_param_gather": True, "overlap_grad_reduce": True, "align_param_gather": True})
+    for working in (
+        {"fp8_recipe": "delayed"},
+        {"fp8_recipe": None},
+        {"fp8_recipe": "blockwise", "main_params_dtype": "fp16"},
+        {"fp8_recipe": "blockwise", "optimizer_cpu_offload": True},
+    ):
+        check_supported({"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "uint8", **working})
+    check_supported({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp32", "fp8_recipe": "blockwise"})
     check_supported({"attention_backend": "local", "transformer_impl": "local"})
     check_supported({"attention_backend": "flash", "fp8": "hybrid", "fp8_dot_product_attention": False})
 
