@@ -26,6 +26,7 @@ NAMES_OF_OTHERS = {"geo_mean", "return_sampling_mask", "terminationGracePeriodSe
 """Names of verl, of vLLM and of Kubernetes."""
 OF_OTHERS = {"pretrain_gpt.py", "rewards.py"}
 """Files of other programs, and of a reader."""
+OF_VERSIONS = re.compile(r"megatron-bridge \S+|mbridge \S+|verl \d\S+|TRL \d\S+")
 CHOSEN = re.compile(r"/[A-Z]+/")
 """A part of a path that stands for one which a reader chooses."""
 
@@ -167,16 +168,53 @@ def figures(text: str) -> Iterator[str]:
         yield number.replace(",", "")
 
 
-def unmeasured_figures(root: Path) -> Iterator[str]:
-    """Figures of the page of benchmarks, and of README's lines with a benchmark, that no result rounds to."""
+def results_in(text: str) -> set[str]:
+    """Pages of results that a text links."""
+    return {f"benchmarks/results/{name}" for name in re.findall(r"\]\([\w./]*benchmarks/results/(\w+\.md)", text)}
+
+
+def figures_with_sources(root: Path) -> Iterator[tuple[str, str, set[str]]]:
+    """Texts that tell of benchmarks, by their names: each with the pages of results that its figures may be from.
+
+    A section of the page of benchmarks has those that it links, and that its row in the first table does; a row or a
+    sentence of README has those of the row with the same command, or of the section that it links.
+    """
     texts = pages(root)
-    results = {figure for page, text in texts.items() if page.startswith("benchmarks/") for figure in figures(text)}
-    lines = [line for line in texts.get("README.md", "").splitlines() if "`make benchmark" in line]
-    measured = re.sub(r"megatron-bridge \S+|mbridge \S+|verl \d\S+|TRL \d\S+", "", texts.get("docs/benchmarks.md", ""))
-    for figure in figures("\n".join([*lines, measured])):
-        places = len(figure.partition(".")[2])
-        if float(figure) not in {round(float(each), places) for each in results}:
-            yield figure
+    beginning, *parts = re.split(r"^## +(.+)$", texts.get("docs/benchmarks.md", ""), flags=re.MULTILINE)
+    rows = re.findall(r"^\|.*$", beginning, re.MULTILINE)
+    sections = {
+        f"#{anchor}": text
+        for name, text in zip(parts[::2], parts[1::2], strict=True)
+        for anchor in anchors(f"# {name}")
+    }
+    of_sections = {
+        anchor: results_in("\n".join([text, *(row for row in rows if f"({anchor})" in row)]))
+        for anchor, text in sections.items()
+    }
+    of_commands = {name: results_in(row) for row in rows for name in re.findall(r"`(make benchmark[\w-]*)`", row)}
+    yield from ((anchor, text, of_sections[anchor]) for anchor, text in sections.items())
+    readme = texts.get("README.md", "")
+    prose = re.sub(r"^\|.*$", "", readme, flags=re.MULTILINE)
+    for text in (*re.findall(r"^\|.*$", readme, re.MULTILINE), *sentences(prose)):
+        told = [of_commands.get(name, set()) for name in re.findall(r"make benchmark[\w-]*", text)]
+        told += [of_sections.get(anchor, set()) for anchor in re.findall(r"docs/benchmarks\.md(#[\w-]+)", text)]
+        if told:
+            yield text, text, set().union(*told)
+
+
+def unmeasured_figures(root: Path) -> Iterator[str]:
+    """Figures of the page of benchmarks, and of README, to which none rounds in the results that are named there."""
+    texts = pages(root)
+    for where, text, sources in figures_with_sources(root):
+        if not sources:
+            yield f"{where} names no results"
+            continue
+        results = {float(figure) for source in sources for figure in figures(texts.get(source, ""))}
+        measured = re.sub(r"^ {4}.*$", "", OF_VERSIONS.sub("", text), flags=re.MULTILINE)
+        for figure in figures(measured):
+            places = len(figure.partition(".")[2])
+            if float(figure) not in {round(each, places) for each in results}:
+                yield f"{where}: {figure}"
 
 
 def long_readme(root: Path) -> Iterator[str]:
@@ -199,6 +237,15 @@ CHECKS: dict[str, Callable[[Path], Iterator[str]]] = {
     "sentences begin with the thing": inverted_sentences,
     "the README is short": long_readme,
 }
+RESULTS = {"benchmarks/results/a.md": "| 0.26 | 1,024 |", "benchmarks/results/b.md": "0.77, 10.25, 4,095"}
+MEASURED = """
+| | command | every figure |
+|---|---|---|
+| [a](#a) | `make benchmark-a` | [a.md](../benchmarks/results/a.md) |
+| [b](#b) | `make benchmark-b` | [b.md](../benchmarks/results/b.md) |
+
+"""
+"""The first table of a page of benchmarks."""
 BROKEN = [
     ("links lead somewhere", {"README.md": "[a](docs/a.md)"}),
     ("links lead somewhere", {"README.md": "[a](docs/a.md#b)", "docs/a.md": "# A\n\n```\n# B\n```\n"}),
@@ -219,8 +266,25 @@ BROKEN = [
     ("named commands and recipes exist", {"README.md": "`make haste`", "Makefile": "test: setup\n"}),
     ("named keys exist", {"docs/a.md": "`loop.gone=1`"}),
     ("named keys exist", {"docs/a.md": "```\nmegarl train model.gone=a\n```"}),
-    ("every figure is measured", {"docs/benchmarks.md": "It takes 0.25 s.", "benchmarks/a.md": "0.26, 10.25"}),
-    ("every figure is measured", {"README.md": "| 4,096 | `make benchmark-a` |", "benchmarks/a.md": "4,095"}),
+    ("every figure is measured", {"docs/benchmarks.md": "## A\nIt takes 0.25 s.", "benchmarks/results/a.md": "0.25"}),
+    *(
+        ("every figure is measured", {"docs/benchmarks.md": text, **RESULTS})
+        for text in (
+            f"{MEASURED}## A\nIt takes 0.25 s.",
+            f"{MEASURED}## B\nIt takes 0.26 s.",
+            f"{MEASURED}## C\n0.26 and 0.77 are [from there](../benchmarks/results/a.md).",
+        )
+    ),
+    *(
+        ("every figure is measured", {"README.md": text, "docs/benchmarks.md": f"{MEASURED}## A\n", **RESULTS})
+        for text in (
+            "| 4,096 | `make benchmark-b` |",
+            "| 0.25 | `make benchmark-a` |",
+            "It takes 4,096 s\n(`make benchmark-b`).",
+            "| 0.26 | `make benchmark-c` |",
+            "[It](docs/benchmarks.md#a) takes 0.77 s.",
+        )
+    ),
     ("the map has every room", {"megarl/attic/__init__.py": "", "docs/concepts.md": "| `megarl/cellar/` | |"}),
     *(
         ("sentences begin with the thing", {"docs/a.md": text})
@@ -236,7 +300,10 @@ BROKEN = [
     ("the README is short", {"README.md": "a\n" * (README_LINES + 1)}),
 ]
 SOUND = {
-    "README.md": "# T\n[a](docs/a.md#b-c), [t](#t)\n    make quick-start\n`megarl dpo --config-name r +algorithm=p`\n",
+    "README.md": (
+        "# T\n[a](docs/a.md#b-c), [t](#t), 0.77 s (`make benchmark-b`)\n    make quick-start\n"
+        "`megarl dpo --config-name r +algorithm=p`\n"
+    ),
     "docs/d.md": "`SomeClass.some_function(a)`, `plain`, `test_a.py`",
     "megarl/a.py": "class SomeClass:\n    def some_function(self): ...",
     "docs/c.md": "It is of those.\n\n    What is code\n\nWhat? Ask of\nThose that know.",
@@ -244,12 +311,15 @@ SOUND = {
     "docs/a.md": "# `B`: C?\n# B c\n`tests/test_a.py::test_b`, `megarl/gone`, `megarl/NAME/a.py`, `test_a.py`, https://x.y\n",
     "docs/guarantees.md": "| claim | proof |\n|---|---|\n| it works | `tests/test_a.py` |\n",
     "tests/test_a.py": "def test_b(): ...",
-    "docs/benchmarks.md": "On 2 cores, .3 s and 1,024 MB, beside verl 0.9.1.",
-    "benchmarks/a.md": "| 0.26 | 1,024 |",
+    "docs/benchmarks.md": (
+        f"{MEASURED}## A\nOn 2 cores, .3 s and 1,024 MB, beside verl 0.9.1.\n\n    python b.py 512\n\n"
+        "## B\nIt takes 0.8 s."
+    ),
+    **RESULTS,
     "megarl/gone": "",
     "configs/r.yaml": "",
     "configs/algorithm/p.yaml": "",
-    "Makefile": "quick-start: setup\n",
+    "Makefile": "quick-start benchmark-a benchmark-b: setup\n",
 }
 
 
