@@ -62,7 +62,9 @@ _AT_LEAST: Mapping[str, float] = {
     "algorithm.kl_horizon": 1,
     "algorithm.refresh_reference_every": 0,
     "algorithm.max_refills": 0,
+    "critic.ranks": 1,
     "critic.warmup_steps": 0,
+    "reward_model.ranks": 1,
     "algorithm.entropy_coefficient": 0,
     "algorithm.updates_per_step": 1,
     "data.max_prompt_tokens": 1,
@@ -100,6 +102,7 @@ _ABOVE_ZERO = (
     "lora.alpha",
     "rollout.top_p",
     "reward.timeout_s",
+    "critic.value_clip",
     "implicit_reward_model.beta",
     "cluster.trainer_cpus",
     "cluster.engine_cpus",
@@ -110,6 +113,7 @@ _ABOVE_ZERO = (
     "cluster.collective_timeout_s",
     "refit.timeout_s",
     "refit.log_prob_tolerance",
+    "tracking.peak_tflops",
 )
 _AT_MOST: Mapping[str, int] = {
     "rollout.top_p": 1,
@@ -163,11 +167,14 @@ def check_single_values(config: MegarlConfig) -> None:
         if (value := _value(config, key)) is not None and value < minimum:
             raise UserError(f"{key}={value} is too small: it must be at least {minimum}")
     for key in _ABOVE_ZERO:
-        if _value(config, key) <= 0:
-            raise UserError(f"{key}={_value(config, key)} is too small: it must be above 0")
+        if (value := _value(config, key)) is not None and value <= 0:
+            raise UserError(f"{key}={value} is too small: it must be above 0")
     for key, maximum in _AT_MOST.items():
         if (value := _value(config, key)) is not None and value > maximum:
             raise UserError(f"{key}={value} is too large: it must be at most {maximum}")
+    for name, teacher in config.teachers.items():
+        if teacher.ranks is not None and teacher.ranks < 1:
+            raise UserError(f"teachers.{name}.ranks={teacher.ranks} is too small: it must be at least 1")
     if negative := [token for token in config.rollout.stop_token_ids if token < 0]:
         raise UserError(f"rollout.stop_token_ids has {negative[0]}, and no token has a number below 0")
     check_each_part(config.algorithm)
