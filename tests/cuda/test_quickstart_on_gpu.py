@@ -19,7 +19,7 @@ def quickstart(folder, *options):
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3"])
-def test_the_quickstart_trains_and_its_export_is_the_trained_model(model, tmp_path):
+def test_the_quickstart_runs_to_its_end_and_its_export_is_the_trained_model(model, tmp_path):
     summary = quickstart(tmp_path / model, "--model", model, "--steps", "20")
     assert summary["export_confirmed"]
     assert summary["accuracy_last"] > summary["accuracy_first"] - 0.05
