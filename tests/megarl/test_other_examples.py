@@ -1,6 +1,5 @@
 """Training on examples goes on with the same ones alone, although a file of others may be as long."""
 
-from collections.abc import Callable
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -9,15 +8,18 @@ import pytest
 
 from converters.errors import UserError
 from megarl.config.compose import compose
+from megarl.data import PromptSampler, load_conversations, load_pairs
+from megarl.data.sampler import digest_of
 from megarl.dpo import dpo
 from megarl.quickstart.arithmetic import write_arithmetic
-from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.quickstart.tiny_models import make_tokenizer, write_tiny_model
 from megarl.reward_model import train_reward_model
-from megarl.run import opening
-from megarl.run.checkpoints import Checkpoint
+from megarl.run.checkpoints import checkpoints_folder
+from megarl.run.preferences import digest_of_pairs
 from megarl.schema import MegarlConfig
 from megarl.sft import sft
-from megarl.spin import spin
+from megarl.spin import last_exchange, spin
+from megatron_ext.checkpoint import checkpoint_folder
 
 COMMANDS = {"sft": sft, "dpo": dpo, "reward_model": train_reward_model, "spin": spin}
 
@@ -51,15 +53,27 @@ def configuration(command: str, model: Path, folder: Path, seed: int) -> MegarlC
     )
 
 
-def saved_by(run: Callable[[MegarlConfig], None], config: MegarlConfig, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
-    """The checkpoint of a run before its first step."""
-    samplers, make = [], opening.PromptSampler
-    with monkeypatch.context() as patch:
-        patch.setattr(opening, "PromptSampler", lambda *args: samplers.append(make(*args)) or samplers[-1])
-        with pytest.raises(BegunError):
-            run(config)
-    (sampler,) = samplers
-    return Checkpoint(Path("saved"), {"step": 1, "batches": {"sampler": sampler.state_dict()}})
+def drawn_from(command: str, config: MegarlConfig) -> PromptSampler:
+    """A sampler of the examples of a configuration."""
+    tokenizer, limit, preference = make_tokenizer(), config.loop.max_tokens_per_micro_batch, config.preference
+    if command in ("dpo", "reward_model"):
+        pairs = load_pairs(preference.train_files, tokenizer, preference, limit)
+        size, digest = len(pairs), digest_of_pairs(pairs)
+    else:
+        files = config.sft.train_files if command == "sft" else preference.train_files
+        conversations = load_conversations(files, tokenizer, "messages", limit)
+        exchanges = [last_exchange(each) if command == "spin" else (each.token_ids,) for each in conversations]
+        size, digest = len(conversations), digest_of(part for each in exchanges for part in each)
+    return PromptSampler(size, config.data.shuffle, config.loop.seed, digest)
+
+
+def save(command: str, config: MegarlConfig) -> None:
+    """Write what the controller has in a checkpoint of the first step."""
+    state = {"step": 1, "command": command.replace("_", "-")}
+    batches = {"sampler": drawn_from(command, config).state_dict(), "waiting": []}
+    root = checkpoints_folder(config)
+    checkpoint_folder.begin(root, 1)
+    checkpoint_folder.commit(root, 1, {**state, "batches": batches}, keep=1)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -68,11 +82,8 @@ def test_other_examples_are_refused_before_anything_starts(
 ) -> None:
     run = COMMANDS[command]
     monkeypatch.setattr(import_module(run.__module__), "open_training", beginning)
-    checkpoint = saved_by(run, configuration(command, model, tmp_path, seed=0), monkeypatch)
-    monkeypatch.setattr(opening, "latest_checkpoint", lambda *_: checkpoint)
-    monkeypatch.setattr(opening, "check_trained_alike", lambda *_: None)
-    monkeypatch.setattr(opening, "read_waiting", lambda *_: [])
+    save(command, config := configuration(command, model, tmp_path, seed=0))
     with pytest.raises(BegunError):
-        run(configuration(command, model, tmp_path, seed=0))
+        run(config)
     with pytest.raises(UserError, match="are not those of this run, although there are as many"):
         run(configuration(command, model, tmp_path, seed=1))
