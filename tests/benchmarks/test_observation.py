@@ -26,7 +26,8 @@ def test_only_the_steps_of_the_window_are_measured(tmp_path: Path) -> None:
     output = tmp_path / "run"
     command = [sys.executable, "-c", _PROGRAM, str(output), str(window.run_steps)]
     seen = observe(command, dict(os.environ), output, window)
-    assert seen.cpu_seconds_per_step == pytest.approx(0.2, abs=0.05)
+    # With the first or the last step they would be 0.36 or more.
+    assert 0.15 < seen.cpu_seconds_per_step < 0.3
     assert seen.reward_mean == 4.0
     assert seen.stage_seconds == {"rollout": 4.0, "step": 2.0}
     assert seen.tokens_per_step == 100.0

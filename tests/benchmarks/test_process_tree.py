@@ -1,9 +1,9 @@
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from eventually import eventually
 from process_tree import PeakMemory, ProcessTree
 
 _BURN = "import time\nwhile time.process_time() < {seconds}: pass\n"
@@ -55,8 +55,7 @@ def test_memory_counts_what_a_descendant_holds(start: Start) -> None:
     assert parent.stdout is not None
     with PeakMemory(tree, every_s=0.05) as peak:
         assert parent.stdout.readline() == b"held\n"
-        while peak.bytes < 200_000_000:
-            time.sleep(0.05)
+        assert eventually(lambda: peak.bytes >= 200_000_000)
         assert parent.stdin is not None
         parent.stdin.write(b"\n")
         parent.stdin.flush()

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+import threading
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -61,11 +63,19 @@ def test_a_region_may_be_there_twice():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_a_rank_between_two_refits_computes_nothing(ends):
-    began, before = time.monotonic(), time.process_time()
+def seconds_of_other_threads():
+    """What each thread but this one has computed, those of libraries among them."""
+    threads = psutil.Process().threads()
+    return {each.id: each.user_time + each.system_time for each in threads if each.id != threading.get_native_id()}
+
+
+@pytest.mark.usefixtures("ends")
+def test_a_rank_between_two_refits_computes_nothing():
+    began, before = time.monotonic(), seconds_of_other_threads()
     time.sleep(0.5)
+    after, passed = seconds_of_other_threads(), time.monotonic() - began
     # The thread of an agent that NIXL's own class makes would take all that this process gets.
-    assert time.process_time() - before < 0.1 * (time.monotonic() - began)
+    assert max(seconds - before.get(thread, 0.0) for thread, seconds in after.items()) < 0.1 * passed
 
 
 def test_without_the_package_it_is_said_what_to_install(monkeypatch):

@@ -9,6 +9,7 @@ import aiohttp
 import psutil
 import pytest
 import torch
+from eventually import eventually
 from sglang_stand_in import SCHEDULER
 
 from converters.formats.safetensors import CONFIG, read_json
@@ -335,8 +336,7 @@ def a_stream_tells_of_what_is_new_with_log_probs_and_versions(client):
 def a_stream_that_is_aborted_as_it_waits_repeats_its_last_token(client):
     heard = []
     asked = stream(client, tokens=400, interval=1, seeds=(1,), heard=heard)
-    while len(heard) < 3:
-        time.sleep(0.02)
+    assert eventually(lambda: len(heard) >= 3)
     with paused(client, "retract"):
         time.sleep(0.3)
         count, told = len(heard), sum(len(answer["output_ids"]) for answer in heard)
