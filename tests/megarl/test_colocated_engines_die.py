@@ -103,6 +103,7 @@ def steps(job: Job, disturbance: Undisturbed) -> list[dict[str, Any]]:
         disturbance.asleep(job)
         return job.refit(version)
 
+    refit.mark_outdated = job.refit.mark_outdated  # type: ignore[attr-defined]
     disturbed, clock = replace(job, refit=refit), Clock()
     job.refit(0)
     metrics = []
