@@ -39,6 +39,7 @@ from converters.errors import UserError
 from converters.formats.torch_dist import load_metadata
 from megatron_ext import device, versions
 from megatron_ext.attention.rotary import PackedSequences
+from megatron_ext.checkpoint import fp8_statistics
 from megatron_ext.optimizer import hybrid_optimizer
 from megatron_ext.optimizer.hybrid_optimizer import offload_beside_a_cpu
 from megatron_ext.routing.token_dispatch import RaggedAllGather
@@ -161,19 +162,22 @@ def load_checkpoints_without_running_their_code() -> None:
     """Loading unpickles `.metadata` with `pickle.load` and objects with `torch.load(weights_only=False)`.
 
     Either calls whatever the file names. Read the one with classes of a list only, and try the other first with those
-    that torch and megatron-core call safe: what passes can be loaded in any way.
+    that torch and megatron-core call safe: what passes can be loaded in any way. Statistics of FP8 are pickles within.
     """
     if torch_dist._get_filesystem_reader is _table_of_contents:
         return
     original = torch_dist.MCoreLoadPlanner.load_bytes
 
     def load_bytes(self: torch_dist.MCoreLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.storage_index.fqn
         try:
-            torch.load(value, weights_only=True)
+            loaded = torch.load(value, weights_only=True)
+            if fp8_statistics.EXTRA_STATE in name:
+                fp8_statistics.require_readable(loaded)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
             raise UserError(
-                f"the checkpoint's object {read_item.storage_index.fqn} is damaged or no plain values, and is not"
-                " loaded; copy the checkpoint again"
+                f"the checkpoint's object {name} is damaged or no plain values, and is not loaded; copy the checkpoint"
+                " again"
             ) from error
         value.seek(0)
         original(self, read_item, value)

@@ -28,6 +28,7 @@ from converters.errors import UserError
 from converters.formats.torch_dist import COMMON, StoredObject, TorchDistCheckpoint, unwrapped
 from converters.gc_pause import gc_paused
 from megatron_ext import compat, device, versions
+from megatron_ext.checkpoint import fp8_statistics
 from megatron_ext.checkpoint.checkpoint_fit import require_fit
 from megatron_ext.checkpoint.checkpoint_state import (
     REFERENCE,
@@ -131,6 +132,8 @@ def load(model: MegatronModel, folder: Path) -> None:
     stored = TorchDistCheckpoint(folder)
     compat.prime_optimizer_state(model.optimizer)
     weights, states = sharded_model(model), main_states(model.optimizer)
+    if not fp8_statistics.are_kept(model.chunks[0].config):
+        weights = {name: fp8_statistics.without_statistics(parts) for name, parts in weights.items()}
     wanted: dict[str, Any] = {**weights, _TENSORS: _numbered(sharded_states(states, weight_parts(model, weights)))}
     if _load_common(stored).get(_LAYOUT) == layout(model.options.parallel):
         wanted[_RNG] = sharded_rng_state()
@@ -158,9 +161,12 @@ def _take_weights(chunk: GPTModel, loaded: Mapping[str, Any], *, is_partial: boo
     """Let `chunk` have what was loaded, but for rows of parameters, which were read to where they are."""
     cut = any(map(is_cut, chunk.parameters()))
     values = {name: loaded[name] for name, _ in chunk.named_buffers() if name in loaded} if cut else loaded
-    unexpected = chunk.load_state_dict(values, strict=not cut and not is_partial).unexpected_keys
-    if unexpected:
-        raise ValueError(f"the model has no {unexpected[0]}")
+    different = chunk.load_state_dict(fp8_statistics.repickled(values, chunk.config), strict=False)
+    if different.unexpected_keys:
+        raise ValueError(f"the model has no {different.unexpected_keys[0]}")
+    missing = [key for key in different.missing_keys if fp8_statistics.EXTRA_STATE not in key]
+    if missing and not cut and not is_partial:
+        raise ValueError(f"megatron-core loads no {missing[0]}, one of {len(missing)} tensors")
 
 
 def _load_common(stored: TorchDistCheckpoint) -> dict[str, Any]:

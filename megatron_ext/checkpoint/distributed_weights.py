@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt import GPTModel
 
 from converters.architectures import Architecture, Part
@@ -15,6 +15,7 @@ from converters.formats.torch_dist import TorchDistCheckpoint
 from converters.layouts.chunk_names import chunk_names
 from converters.layouts.torch_dist.keys import cells
 from megatron_ext import versions
+from megatron_ext.checkpoint.fp8_statistics import EXTRA_STATE, without_statistics
 from megatron_ext.checkpoint.intact import require_intact
 from megatron_ext.model.model import local_tensors
 from megatron_ext.weights import check_finite
@@ -47,7 +48,7 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
     loaded = versions.load_checkpoint(wanted, checkpoint.folder, _nothing_in_common)
     for chunk, name in zip(chunks, wanted, strict=True):
         different = chunk.load_state_dict(loaded[name], strict=False)
-        if missing := [key for key in different.missing_keys if not key.endswith("_extra_state")]:
+        if missing := [key for key in different.missing_keys if EXTRA_STATE not in key]:
             raise ValueError(f"megatron-core loads no {missing[0]}, one of {len(missing)} tensors")
     check_finite(local_tensors(chunks), checkpoint.folder)
 
@@ -68,11 +69,7 @@ def sharded(chunks: Sequence[GPTModel], *, uniform: bool) -> dict[str, ShardedSt
             )
     # A fresh table for each chunk: megatron-core adds to it.
     states = [chunk.sharded_state_dict(metadata={"non_homogeneous_layers": not uniform}) for chunk in chunks]
-    # Transformer Engine's FP8 statistics are no weights.
-    return {
-        name: {key: part for key, part in state.items() if not isinstance(part, ShardedObject)}
-        for name, state in zip(chunk_names(len(chunks)), states, strict=True)
-    }
+    return dict(zip(chunk_names(len(chunks)), map(without_statistics, states), strict=True))
 
 
 def transformer_engine_keys(chunk: GPTModel, architecture: Architecture, *, uniform: bool) -> dict[str, str]:
