@@ -8,10 +8,12 @@ is made before the model is.
 import logging
 from collections.abc import Sequence
 from copy import copy
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,8 +38,12 @@ def needs_preflight(config: TransformerConfig) -> bool:
 def core_attention(fused: type[nn.Module], config: TransformerConfig) -> type[nn.Module]:
     """`fused`, or with values padded to the width of the keys, or plain torch: the first that is right on this device.
 
+    Transformer Engine may use the kernels that the configuration chooses, here and afterwards.
+
     Raises UserError if none is.
     """
+    # megatron-core says it in the environment, and not before it makes the model: too late for a pass without one.
+    LanguageModule._set_attention_backend(SimpleNamespace(config=config))
     return _first_that_works((fused, with_padded_values(fused), PackedAttention), config)
 
 

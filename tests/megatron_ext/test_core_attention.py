@@ -1,12 +1,14 @@
 """The attention that a model gets where a kernel may be missing: on a CPU, with attentions that lack something."""
 
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from launch import run_ranks
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from parity import VOCABULARY, logits, sequences
 from small_configs import make_config
@@ -22,6 +24,8 @@ from megatron_ext.model import specs
 from megatron_ext.model.model import transformer_config
 
 ONE = ParallelSizes()
+KERNELS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+"""Variables by which Transformer Engine is told of kernels that it may use."""
 
 
 def config(family: str, dtype: torch.dtype = torch.bfloat16):
@@ -69,6 +73,30 @@ class EvaluationOnly(PackedAttention):
         if self.training:
             raise ValueError("No dot product attention backend is available for the provided inputs")
         return super().forward(*arguments, **options)
+
+
+class OfFlashAttention(PackedAttention):
+    """As where FlashAttention is all that may be used, which takes no values narrower than keys."""
+
+    def forward(self, query, key, value, *arguments, **options):
+        kernels = [os.environ.get(name) for name in KERNELS]
+        if kernels == ["1", "0", "0"] and value.shape[-1] != key.shape[-1]:
+            raise ValueError("No dot product attention backend is available for the provided inputs")
+        return super().forward(query, key, value, *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "chosen"),
+    [("flash", "PaddedValuesOfFlashAttention"), ("fused", "OfFlashAttention"), ("auto", "OfFlashAttention")],
+)
+def test_the_pass_is_made_with_the_kernels_that_the_configuration_chooses(backend, chosen, monkeypatch):
+    for name in KERNELS:
+        monkeypatch.setenv(name, "")  # so that it is as it was when the test ends
+        monkeypatch.delenv(name)
+    with_backend = replace(config("deepseek_v3"), attention_backend=AttnBackend[backend])
+    assert core_attention(OfFlashAttention, with_backend).__name__ == chosen
+    expected = {"flash": ["1", "0", "0"], "fused": ["0", "1", "0"], "auto": ["1", "1", "1"]}
+    assert [os.environ[name] for name in KERNELS] == expected[backend]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,4 +1,4 @@
-"""Statistics of Transformer Engine's FP8 are pickles in a checkpoint: runs use their numbers, and run no code of them."""
+"""Statistics of Transformer Engine's FP8 are pickles in a checkpoint: runs use their numbers, and run none of them."""
 
 import os
 import pickle
