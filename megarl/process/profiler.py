@@ -75,15 +75,22 @@ def _events(trace: Mapping[str, Any]) -> Iterator[TimelineEvent]:
     since_1970_us = trace["baseTimeNanoseconds"] / 1000
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and _is_kept(event):
-            category, args = event["cat"], event.get("args", {})
+            category, args = _category(event), event.get("args", {})
             kept = {"name": event["name"], "cat": category, "ph": "X", "tid": event["tid"], "dur": event["dur"]}
             found = {"bytes": nbytes} if (nbytes := _bytes(event["name"], args)) else {}
             yield {**kept, "ts": since_1970_us + event["ts"], "args": found}
 
 
+def _category(event: TimelineEvent) -> str | None:
+    # Torch records what `named` names as an operator, and none of these has a space in its name.
+    is_named = event.get("cat") == "cpu_op" and " " in event["name"]
+    return "user_annotation" if is_named else event.get("cat")
+
+
 def _is_kept(event: TimelineEvent) -> bool:
-    return event.get("cat") in _ALWAYS_KEPT or (
-        event.get("cat") in ("cpu_op", "cuda_runtime") and event["dur"] >= SHORTEST_OPERATION_US
+    category = _category(event)
+    return category in _ALWAYS_KEPT or (
+        category in ("cpu_op", "cuda_runtime") and event["dur"] >= SHORTEST_OPERATION_US
     )
 
 
