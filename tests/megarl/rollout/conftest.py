@@ -3,12 +3,12 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from asked_engine import AskedEngine
 from engine_host import END_ID, Engines, Served, running_engines, vllm_pool, with_vllm
 from trainer_ranks import Trainer
 from transformers import AutoModelForCausalLM
@@ -223,21 +223,18 @@ def endless_prompt(folders, reference_log_probs):
 
 
 @pytest.fixture
-def half_generated(pool, endless_prompt, kind):
+def asked(pool):
+    """An engine as one whose requests are known to have come, or begun: `asked(engine)`."""
+    return functools.cache(lambda engine: AskedEngine(engine, pool))
+
+
+@pytest.fixture
+def half_generated(asked, endless_prompt):
     """Pauses an engine when it has sampled some tokens, and not all, of a greedy answer to `endless_prompt`."""
 
     def generate(engine):
-        engine.pause("keep")
-        sampling = SamplingParameters(temperature=0, max_tokens=400)
-        generating = pool.submit(engine.generate, [Request(endless_prompt, sampling)])
-        time.sleep(0.5)
-        short = Request(endless_prompt, replace(sampling, max_tokens=8))
-        # An engine of this process samples first. To a server the request is on its way, and a short one behind it.
-        behind = [pool.submit(engine.generate, [short])] if kind == "sglang" else []
-        time.sleep(0.1 * len(behind))
         engine.resume()
-        for each in behind:
-            each.result(60)
+        generating = asked(engine).begin(Request(endless_prompt, SamplingParameters(temperature=0, max_tokens=400)))
         engine.pause("keep")
         assert not generating.done()
         return generating

@@ -1,12 +1,12 @@
 """Weights that change while responses in flight keep their keys and values, and what meets these afterwards."""
 
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from asked_engine import AskedEngine
 from engine_host import GREEDY, Served, vllm_pool
 from transformers import AutoModelForCausalLM
 
@@ -78,11 +78,9 @@ def of_a_queueing_engine(folders, prompt):
     generating = []
     with ThreadPoolExecutor() as pool:
         # Begun one after the other, each is in batches of its own, and one of the two is always on its way.
+        asked = AskedEngine(engine, pool)
         for _ in range(2):
-            engine.pause("keep")
-            generating.append(pool.submit(engine.generate, [Request(prompt, replace(GREEDY, max_tokens=400))]))
-            time.sleep(0.5)
-            engine.resume()
+            generating.append(asked.begin(Request(prompt, replace(GREEDY, max_tokens=400))))
         engine.pause("keep")
         served.update(served.second, 1, kv="keep")
         engine.resume()
@@ -99,16 +97,15 @@ def test_a_batch_that_is_on_its_way_is_of_the_weights_that_compute_it(folders, e
 
 
 @every_kind
-def test_a_new_request_meets_no_keys_and_values_of_older_weights(served, pool, half_generated, assert_greedy):
+def test_a_new_request_meets_no_keys_and_values_of_older_weights(served, asked, half_generated, assert_greedy):
     new = served.engine.version() + 1
     served.engine.generate([Request(LONG, GREEDY)])
     generating = half_generated(served.engine)
     # It waits, and has read nothing.
-    waiting = pool.submit(served.greedy, LONG)
-    time.sleep(0.2)
+    waiting = asked(served.engine).ask(Request(LONG, GREEDY))
     served.update(served.second, new, kv="keep")
     served.engine.resume()
-    for turn in (waiting.result(60), served.greedy(LONG)):
+    for turn in (waiting.result(60)[0][0], served.greedy(LONG)):
         assert set(here(turn.versions).tolist()) == {new}
         assert_greedy(served.folders[1], LONG, turn)
     assert len(generating.result(60)[0][0].token_ids) > 0

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_host import END_ID, PROMPTS, Served, Weights, check_that_messages_are_recorded
+from engine_host import END_ID, GREEDY, PROMPTS, Served, Weights, check_that_messages_are_recorded
 from safetensors.torch import load_file
 from sglang_rules import RULES, stopped_scheduler
 
@@ -114,20 +114,19 @@ def long_prompt(served):
 
 
 @pytest.fixture
-def endless(pool, long_prompt):
-    """Begins a request of which some tokens are there, and not all."""
+def endless(asked, long_prompt):
+    """Begins a request of which some tokens of each sample are there, and not all."""
 
     def begin(engine, samples=1):
         sampling = SamplingParameters(samples=samples, temperature=0, max_tokens=450)
-        generating = pool.submit(engine.generate, [Request(long_prompt, sampling)])
-        time.sleep(0.3)
+        generating = asked(engine).begin(Request(long_prompt, sampling))
         assert not generating.done()
         return generating
 
     return begin
 
 
-def test_the_experts_that_the_server_tells_of_are_those_of_the_tokens(start, folders, pool):
+def test_the_experts_that_the_server_tells_of_are_those_of_the_tokens(start, folders, asked):
     engine, returned = start(enable_return_routed_experts=True), ReturnedExperts.of(folders[0])
     sampling = SamplingParameters(samples=3, max_tokens=7, seed=5)
     turns = [turn for of_prompt in engine.generate([Request(each, sampling) for each in PROMPTS]) for turn in of_prompt]
@@ -138,8 +137,7 @@ def test_the_experts_that_the_server_tells_of_are_those_of_the_tokens(start, fol
         assert np.array_equal(joined([turn.routed_experts]), returned.routing.records(rows, len(fed) + 1))
     # A token that never reaches the server goes to no experts.
     engine.pause("keep")
-    waiting = pool.submit(engine.generate, [Request(PROMPTS[0], sampling)])
-    time.sleep(0.3)
+    waiting = asked(engine).ask(Request(PROMPTS[0], sampling))
     engine.pause("abort")
     (turns,) = waiting.result(20)
     for turn in turns:
@@ -165,16 +163,17 @@ def test_samples_go_on_with_the_new_weights(served, endless):
         assert set(versions) == {old, old + 1}
 
 
-def test_an_update_fences_the_engine(served, pool):
+def test_an_update_fences_the_engine(served, asked):
     new = served.engine.version() + 1
     served.engine.begin_update(new, served.second.names)
-    generating = pool.submit(served.greedy, PROMPTS[0])
+    generating = asked(served.engine).ask(Request(PROMPTS[0], GREEDY))
     for bucket in served.second.buckets:
         served.write(served.second, bucket)
     time.sleep(0.2)
     assert not generating.done()
     served.engine.commit_update(new)
-    assert_of(served.second, PROMPTS[0], generating.result(60))
+    ((turn,),) = generating.result(60)
+    assert_of(served.second, PROMPTS[0], turn)
 
 
 def test_an_update_that_failed_is_begun_anew(served):
@@ -199,16 +198,16 @@ def test_a_tensor_that_the_loader_would_skip_is_refused(served):
     served.update(weights, new)
 
 
-def test_an_abort_returns_what_there_is_and_what_was_not_begun(served, pool, endless):
+def test_an_abort_returns_what_there_is_and_what_was_not_begun(served, asked, endless):
     generating = endless(served.engine, samples=2)
     served.engine.pause("keep")
-    waiting = pool.submit(served.greedy, PROMPTS[0])
-    time.sleep(0.1)
+    waiting = asked(served.engine).ask(Request(PROMPTS[0], GREEDY))
     served.engine.pause("abort")
     for turn in generating.result(60)[0]:
         assert turn.finish_reason == "abort"
         assert 0 < len(turn.token_ids) < 450
-    assert len(waiting.result(60).token_ids) == 0
+    ((turn,),) = waiting.result(60)
+    assert len(turn.token_ids) == 0
     served.engine.resume()
     assert_of(served.first, PROMPTS[0], served.greedy(PROMPTS[0]))
 

@@ -13,13 +13,17 @@ KV_CACHE_BYTES = 2**27
 
 
 @pytest.fixture
-def sleeper(kind, request, host, folders):
+def sleeper(kind, request, host, folders, tmp_path):
     """An engine with the weights of the first folder, in memory of its own: transformers maps files that it reads."""
     if kind == "vllm":
-        return request.getfixturevalue("served")
-    served = Served(host.start(folders[0], load_format="dummy"), folders)
-    served.update(served.first, 1)
-    return served
+        served = request.getfixturevalue("served")
+    else:
+        served = Served(host.start(folders[0], load_format="dummy"), folders)
+        served.update(served.first, 1)
+    yield served
+    # The next test has the same engine, also where this one failed.
+    served.engine.count_memory(CountedMemory(tmp_path / "another"))
+    served.engine.wake_up(["weights", "kv_cache"])
 
 
 @contextmanager
@@ -70,7 +74,6 @@ def test_an_engine_sleeps_and_is_updated_before_it_is_awake(sleeper, kind, tmp_p
     served.update(served.second, version)
     engine.wake_up(["kv_cache"])
     assert_greedy(served.folders[1], PROMPTS[1], served.greedy(PROMPTS[1]))
-    engine.count_memory(CountedMemory(tmp_path / "another"))
 
 
 def test_an_engine_does_not_wake_where_there_is_no_room(sleeper, kind, tmp_path):
@@ -87,7 +90,6 @@ def test_an_engine_does_not_wake_where_there_is_no_room(sleeper, kind, tmp_path)
     other.hold("training", 0)
     engine.wake_up(["weights", "kv_cache"])
     served.greedy(PROMPTS[0])
-    engine.count_memory(CountedMemory(tmp_path / "another"))
 
 
 def rss():

@@ -66,7 +66,7 @@ def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
     check_that_both_ranks_sleep(served, CountedMemory(tmp_path / "device"))
     check_that_it_listens_here_alone(engines)
-    check_that_a_dead_worker_is_noticed(served, pool)
+    check_that_a_dead_worker_is_noticed(served, trainer, pool)
     engines.close()
     # Segments of an engine that another test starts at this moment have a name until all its ranks have mapped them.
     assert eventually(lambda: _segments() <= before)
@@ -84,11 +84,11 @@ def check_that_both_ranks_sleep(served, memory):
     assert served.greedy(PROMPTS[0]) == before
 
 
-def check_that_a_dead_worker_is_noticed(served, pool):
+def check_that_a_dead_worker_is_noticed(served, trainer, pool):
     """In the middle of a transfer, when the other worker and the engine wait for it."""
     served.engine.begin_update(3, served.first.names)
     receiving = pool.submit(served.engine.receive, 3)
-    time.sleep(0.3)
+    trainer.stop_sending(3)
     processes = psutil.Process().children(recursive=True)
     next(process for process in processes if "VLLM::Worker_TP1" in " ".join(process.cmdline())).kill()
     assert isinstance(error := receiving.exception(60), EngineDiedError)
@@ -109,7 +109,7 @@ def check_that_it_listens_here_alone(engines):
 
 
 @pytest.mark.long
-def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, assert_greedy, endless_prompt, tmp_path):
+def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, asked, assert_greedy, endless_prompt, tmp_path):
     arguments = {"data_parallel_size": 2, "enable_expert_parallel": True}
     assert VLLM.workers(arguments) == 2
     # A rank's process and its worker's are one.
@@ -126,34 +126,37 @@ def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, assert_gr
     # More requests for one rank than for the other, of different lengths: no step has as many tokens in both.
     requests = [Request(prompt, GREEDY) for prompt in (BLOCK, *PROMPTS)]
     check_greedy(engine, requests, folders[0], 1, assert_greedy)
-    check_an_update_in_the_middle(engine, trainer, folders, pool, endless_prompt, assert_greedy)
+    check_an_update_in_the_middle(engine, trainer, folders, asked(engine), endless_prompt, assert_greedy)
     check_that_both_ranks_sleep(served, CountedMemory(tmp_path / "device"))
-    check_the_fence(served, pool, assert_greedy)
-    check_that_nobody_meets_keys_and_values_that_were_kept(served, pool, assert_greedy)
+    check_the_fence(served, asked(engine), assert_greedy)
+    check_that_nobody_meets_keys_and_values_that_were_kept(served, asked(engine), assert_greedy)
     check_that_a_next_turn_meets_the_keys_and_values_of_the_one_before(engine)
     with pytest.raises(UserError, match="do not fit the engine's"):
         engine.generate([Request(PROMPTS[0], SamplingParameters(max_tokens=1000))])
     check_that_it_listens_here_alone(engines)
-    check_that_the_death_of_a_rank_ends_all(served, engines, pool)
+    check_that_the_death_of_a_rank_ends_all(served, trainer, engines, asked(engine), pool)
 
 
-def check_that_nobody_meets_keys_and_values_that_were_kept(served, pool, assert_greedy):
+def check_that_nobody_meets_keys_and_values_that_were_kept(served, asked, assert_greedy):
     """Not on either rank: of two requests for the same, each has one."""
 
-    def on_both_ranks():
-        turns = [turn for (turn,) in served.engine.generate([Request(BLOCK, GREEDY)] * 2)]
+    def ask_both_ranks():
+        return asked.ask_together([Request(BLOCK, GREEDY)] * 2)
+
+    def of_both_ranks(answers):
+        turns = [turn for answer in answers for ((turn,),) in [answer.result(60)]]
         assert turns[0] == turns[1]
         return turns[0], {turn.cached_tokens for turn in turns}
 
     version = served.engine.version()
     served.update(served.second, version + 1)
-    assert [on_both_ranks()[1] for _ in range(2)] == [{0}, {32}]
+    assert [of_both_ranks(ask_both_ranks())[1] for _ in range(2)] == [{0}, {32}]
     served.engine.pause("keep")
-    waiting = pool.submit(on_both_ranks)
-    time.sleep(0.2)
+    waiting = ask_both_ranks()
     served.update(served.first, version + 2, kv="keep")
     served.engine.resume()
-    for (turn, cached), expected in zip((waiting.result(60), on_both_ranks()), (0, 32), strict=True):
+    for ask, expected in ((lambda: waiting, 0), (ask_both_ranks, 32)):
+        turn, cached = of_both_ranks(ask())
         assert cached == {expected}
         assert_greedy(served.folders[0], BLOCK, turn)
 
@@ -192,13 +195,9 @@ def check_greedy(engine, requests, folder, version, assert_greedy):
     assert [engine.generate([request])[0] for request in requests] == together
 
 
-def check_an_update_in_the_middle(engine, trainer, folders, pool, prompt, assert_greedy):
+def check_an_update_in_the_middle(engine, trainer, folders, asked, prompt, assert_greedy):
     """While a response is in flight on one rank, and at times nothing on the other."""
-    engine.pause("keep")
-    sampling = SamplingParameters(temperature=0, max_tokens=400)
-    generating = pool.submit(engine.generate, [Request(prompt, sampling)])
-    time.sleep(0.1)
-    engine.resume()
+    generating = asked.begin(Request(prompt, SamplingParameters(temperature=0, max_tokens=400)))
     # Each has a token in every step.
     engine.generate([Request(BLOCK, GREEDY)])
     engine.pause("keep")
@@ -218,29 +217,30 @@ def check_an_update_in_the_middle(engine, trainer, folders, pool, prompt, assert
     assert_greedy(folders[1], prompt, turn, start=switch)
 
 
-def check_the_fence(served, pool, assert_greedy):
+def check_the_fence(served, asked, assert_greedy):
     """While the path of the loader fills all ranks, which were asleep when it began."""
     served.engine.sleep()
     served.engine.begin_update(3, served.first.names)
     served.engine.wake_up(["weights"])
     served.engine.wake_up(["kv_cache"])
-    generating = pool.submit(served.greedy, PROMPTS[1])
+    generating = asked.ask(Request(PROMPTS[1], GREEDY))
     for bucket in served.first.buckets:
         served.write(served.first, bucket)
     time.sleep(0.5)
     assert not generating.done()
     served.engine.commit_update(3)
-    turn = generating.result(60)
+    ((turn,),) = generating.result(60)
     assert set(here(turn.versions).tolist()) == {3}
     assert_greedy(served.folders[0], PROMPTS[1], turn)
 
 
-def check_that_the_death_of_a_rank_ends_all(served, engines, pool):
+def check_that_the_death_of_a_rank_ends_all(served, trainer, engines, asked, pool):
     """In the middle of a transfer, when the other rank, the engine and a request wait for it."""
     version = served.engine.version() + 1
     served.engine.begin_update(version, served.first.names)
-    generating, receiving = pool.submit(served.greedy, PROMPTS[0]), pool.submit(served.engine.receive, version)
-    time.sleep(0.3)
+    generating = asked.ask(Request(PROMPTS[0], GREEDY))
+    receiving = pool.submit(served.engine.receive, version)
+    trainer.stop_sending(version)
     processes = {name: each for each in engines.processes() if "VLLM::" in (name := "".join(each.cmdline()))}
     assert len(processes) == 3
     processes["VLLM::EngineCore_DP1"].kill()

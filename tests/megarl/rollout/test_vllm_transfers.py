@@ -3,11 +3,11 @@
 import time
 
 import pytest
-from engine_host import PROMPTS, check_that_changes_any_serving
+from engine_host import GREEDY, PROMPTS, check_that_changes_any_serving
 
 from megarl.data.stretches import here
 from megarl.resharding.direct.connections import TransferError
-from megarl.rollout.protocol import UpdateError
+from megarl.rollout.protocol import Request, UpdateError
 
 both_kinds = pytest.mark.parametrize("kind", ["vllm", "transformers"])
 JOINED = {
@@ -56,7 +56,7 @@ def test_a_comparison_says_whether_a_load_left_what_the_plan_would(served, kind,
     ],
 )
 def test_a_transfer_that_fails_leaves_the_engine_fenced(
-    served, folders, pool, make_trainer, assert_greedy, point, count, action, message
+    served, folders, asked, make_trainer, assert_greedy, point, count, action, message
 ):
     trainer = make_trainer(served.engine, folders[0])
     trainer.connect(timeout_s=1.5)
@@ -65,7 +65,7 @@ def test_a_transfer_that_fails_leaves_the_engine_fenced(
     new = served.engine.version() + 1
     names = list(trainer.spec.architecture.hf_shapes)
     served.engine.begin_update(new, names)
-    generating = pool.submit(served.greedy, PROMPTS[0])
+    generating = asked(served.engine).ask(Request(PROMPTS[0], GREEDY))
     trainer.begin_send(new)
     with pytest.raises(TransferError, match=message):
         served.engine.receive(new)
@@ -83,7 +83,7 @@ def test_a_transfer_that_fails_leaves_the_engine_fenced(
     else:
         served.update(served.first, new)
         weights = folders[0]
-    generation = generating.result(60)
+    ((generation,),) = generating.result(60)
     assert set(here(generation.versions).tolist()) == {new}
     assert_greedy(weights, PROMPTS[0], generation)
 

@@ -40,16 +40,17 @@ def test_abort_returns_what_there_is(served, half_generated, endless_prompt, ass
     assert_greedy(served.folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
 
 
-def test_an_update_fences_the_engine(served, pool):
+def test_an_update_fences_the_engine(served, asked):
     new = served.engine.version() + 1
     served.engine.begin_update(new, served.second.names)
-    generating = pool.submit(served.greedy, PROMPTS[0])
+    generating = asked(served.engine).ask(Request(PROMPTS[0], GREEDY))
     for bucket in served.second.buckets:
         served.write(served.second, bucket)
     time.sleep(0.5)
     assert not generating.done()
     served.engine.commit_update(new)
-    assert set(here(generating.result(60).versions).tolist()) == {new}
+    ((generation,),) = generating.result(60)
+    assert set(here(generation.versions).tolist()) == {new}
 
 
 def test_updates_in_the_wrong_order_are_refused(served):
@@ -88,7 +89,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_broken_update_is_refused_and_can_be_repeated(served, model_folder, pool, assert_greedy, fault):
+def test_a_broken_update_is_refused_and_can_be_repeated(served, model_folder, asked, assert_greedy, fault):
     break_it, error, message = FAULTS[fault]
     # Weights that no other test loads: memory that is not written, but freed by an earlier load, would hold them.
     folder = model_folder("qwen3_moe", 2 + list(FAULTS).index(fault))
@@ -102,37 +103,46 @@ def test_a_broken_update_is_refused_and_can_be_repeated(served, model_folder, po
         break_it(served, new, half)
     with pytest.raises(UpdateError, match=f"after update {new} failed: begin it again"):
         served.engine.commit_update(new)
-    generating = pool.submit(served.greedy, PROMPTS[0])
+    generating = asked(served.engine).ask(Request(PROMPTS[0], GREEDY))
     served.update(weights, new)
-    generation = generating.result(60)
+    ((generation,),) = generating.result(60)
     assert set(here(generation.versions).tolist()) == {new}
     assert_greedy(folder, PROMPTS[0], generation)
 
 
 def test_calls_of_many_threads(served, pool, assert_greedy):
-    stop = threading.Event()
+    old, stop = served.engine.version(), threading.Event()
 
     def disturb():
-        version = served.engine.version()
+        version = old
         while not stop.is_set():
             version += 1
             served.engine.pause("keep")
-            served.update(served.first, version)
+            served.update(served.second if (version - old) % 2 else served.first, version)
             served.engine.resume()
 
     disturbing = pool.submit(disturb)
-    answers = list(pool.map(served.greedy, PROMPTS * 4))
-    stop.set()
+    answers = []
+    try:
+        while served.engine.version() < old + 3 and not disturbing.done():
+            answers += zip(PROMPTS * 4, pool.map(served.greedy, PROMPTS * 4), strict=True)
+    finally:
+        stop.set()
     disturbing.result(60)
-    for prompt, generation in zip(PROMPTS * 4, answers, strict=True):
-        assert_greedy(served.folders[0], prompt, generation)
-        assert here(generation.versions).tolist() == sorted(here(generation.versions).tolist())
+    for prompt, generation in answers:
+        versions = here(generation.versions).tolist()
+        assert versions == sorted(versions)
+        for version in set(versions):
+            start = versions.index(version)
+            folder = served.folders[(version - old) % 2]
+            assert_greedy(folder, prompt, generation, start, start + versions.count(version))
+    assert {(version - old) % 2 for _, each in answers for version in here(each.versions).tolist()} == {0, 1}
 
 
-def test_a_dying_engine_ends_every_call(fresh, half_generated):
+def test_a_dying_engine_ends_every_call(fresh, half_generated, asked):
     weights = fresh.second
     weights.tensors["lm_head.weight"] = torch.full_like(weights.tensors["lm_head.weight"], torch.nan)
-    waiting = [half_generated(fresh.engine) for _ in range(2)]
+    waiting = [half_generated(fresh.engine), asked(fresh.engine).ask(Request(PROMPTS[1], GREEDY))]
     fresh.update(weights, 1)
     fresh.engine.resume()
     for generating in waiting:

@@ -6,7 +6,7 @@ from datetime import timedelta
 from multiprocessing.managers import BaseManager
 
 import torch
-from breaking_points import break_at
+from breaking_points import break_at, wait_until_still
 from transfer_scenes import LOOPBACK
 
 from converters.architectures import read_architecture
@@ -97,6 +97,13 @@ class Trainer:
 
     def begin_send(self, version, delta=False):
         return [self._pool.submit(rank.send, version, delta) for rank in self.ranks]
+
+    def stop_sending(self, version):
+        """Send to an engine that receives, until a rank stands still for good: the engine has taken some messages."""
+        # A rank has two buckets, and packs the first again when it was acknowledged.
+        self.ranks[1].break_at("packed", 3, "stop")
+        self.begin_send(version)
+        wait_until_still(self._processes[1]._process.pid)
 
     def load(self, folder):
         for rank in self.ranks:
