@@ -8,6 +8,9 @@ import pyarrow.parquet as pq
 
 from megarl.quickstart.arithmetic import question, split_pairs
 
+CONVERSATIONS = "dialogue"
+"""Column of the conversations."""
+
 
 class EchoFiles(NamedTuple):
     """Conversations, and pairs whose rejected reply is the right one to another question."""
@@ -26,7 +29,9 @@ def write_echo(folder: Path, held_out: int = 64) -> EchoFiles:
             (question(number), str(number[0] % 10) * 3, str((number[0] + 1 + number[1] % 9) % 10) * 3)
             for number in numbers
         ]
-        write(conversations, [{"messages": [say("user", asked), say("assistant", right)]} for asked, right, _ in rows])
+        write(
+            conversations, [{CONVERSATIONS: [say("user", asked), say("assistant", right)]} for asked, right, _ in rows]
+        )
         write(
             pairs,
             [{"prompt": [say("user", asked)], "chosen": right, "rejected": wrong} for asked, right, wrong in rows],

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from echo_task import EchoFiles, write_echo
+from echo_task import CONVERSATIONS, EchoFiles, write_echo
+from equal_runs import without_timings
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from megarl.cli.main import main
@@ -47,6 +48,7 @@ def run(command: str, output: Path, model: Path, files: EchoFiles, *overrides: s
         *(command, "--config-name", f"quickstart_{command.replace('-', '_')}"),
         *(f"model.path={model}", f"output_dir={output}"),
         *(f"{group}.train_files=[{train}]", f"{group}.eval_files=[{held_out}]"),
+        f"{group}.messages_column={CONVERSATIONS}",
         *("megatron.expert_model_parallel_size=1", "megatron.lr=3e-3", "megatron.lr_decay_style=constant"),
         *("sft.sequences_per_step=64", "preference.pairs_per_step=64", "preference.eval_every=10"),
         *("tracking.loggers=[jsonl]", "checkpoint.every=4", "checkpoint.keep_last=100"),
@@ -64,14 +66,9 @@ def check_that_it_resumes(command: str, folder: Path, step: int, tmp_path: Path,
     before = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (output / "metrics.jsonl").write_text("".join(before[: step + 1]) + '{"step": ')
     again = run(command, output, *rest)
-    assert list(map(numbers, again)) == [numbers(json.loads(line)) for line in before]
+    assert list(map(without_timings, again)) == [without_timings(json.loads(line)) for line in before]
     for name in ("model.safetensors", "config.json"):
         assert (output / "huggingface" / name).read_bytes() == (folder / "huggingface" / name).read_bytes()
-
-
-def numbers(line: dict[str, float]) -> dict[str, float]:
-    """Metrics that two runs have to have in common."""
-    return {name: value for name, value in line.items() if not name.startswith(("seconds/", "throughput/"))}
 
 
 def series(steps: list[dict[str, float]], name: str) -> dict[int, float]:

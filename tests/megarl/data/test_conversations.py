@@ -123,3 +123,10 @@ def test_a_template_that_writes_nothing_before_a_reply_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match=r"row 0 .*nothing to predict its first token from"):
         load(tokenizer, tmp_path, chat("", "1"))
+
+
+def test_conversations_are_those_of_the_column_that_is_named(tokenizer, tmp_path):
+    path = tmp_path / "chats.parquet"
+    pq.write_table(pa.Table.from_pylist([{"messages": chat("1", "2"), "dialogue": chat("3", "4")}]), path)
+    (conversation,) = load_conversations([path], tokenizer, "dialogue", 1000)
+    assert masked_text(tokenizer, conversation) == "4<end>"

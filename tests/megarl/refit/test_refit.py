@@ -1,8 +1,6 @@
 """Refits of a whole job: which path they take, and what becomes of the run when something fails in the middle."""
 
-import os
 import re
-import signal
 import sys
 import time
 from dataclasses import replace
@@ -11,10 +9,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import breaking_points
+import dying_engine
 import pytest
 import ray
 import torch
 from breaking_points import break_at
+from dying_engine import die_after_steps
 
 from converters.architectures import read_architecture
 from converters.cost import formats, traffic
@@ -108,7 +108,7 @@ def weights_of(job):
 
 def run_in(group, worker, function, *arguments):
     """Run a function in the process of a worker, whose program does not know."""
-    for module in (breaking_points, sys.modules[__name__]):
+    for module in (breaking_points, dying_engine, sys.modules[__name__]):
         ray.cloudpickle.register_pickle_by_value(module)
     ray.get(group.workers[worker].actor.__ray_call__.remote(lambda _: function(*arguments)))
 
@@ -136,6 +136,15 @@ def repeat_and_lose_a_rank(open_run, capsys):
         run_in(job.trainer, 1, break_at, "packed", 1, "kill")
         # Heard of, and not given up: refit.timeout_s is longer than a test may take.
         job.refit(job.state.step + 1)
+
+
+def test_what_is_not_to_be_verified_is_taken_as_it_comes(open_run):
+    with open_run("rollout.engine=transformers", "megatron.context_parallel_size=2", "refit.verify=off") as job:
+        job.refit(0)
+        run_in(job.trainer, 1, break_at, "packed", 1, "corrupt")
+        metrics = train_step(job, Clock())
+        assert (metrics["refit/direct"], metrics["refit/repeated"]) == (1, 0)
+        assert "refit/log_prob_difference" not in metrics
 
 
 def check_that_the_last_engine_killed_in_a_rollout_changes_no_token(job, capsys):
@@ -205,24 +214,6 @@ def sampled_numbers(job) -> list[Sampled]:
         for group in groups
         for each in group.trajectories
     ]
-
-
-def die_after_steps(count):
-    """In this process: after so many steps or more, in the midst of a response; the controller knows all its tokens."""
-    from megarl.rollout import progress_reporter
-    from megarl.rollout.stepping_engine import SteppingEngine
-
-    progress_reporter.SECONDS = 0
-    step, left = SteppingEngine._step, iter(range(count))
-
-    def step_or_die(self):
-        if next(left, None) is None and any(each.told for each in self._samples()):
-            # Time for the news to be heard.
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-        step(self)
-
-    SteppingEngine._step = step_or_die
 
 
 def check_the_route(job):

@@ -10,7 +10,7 @@ from megarl.data import Prompt, Turn
 from megarl.diagnostics.pass_at_k import powers_of_two
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
-from megarl.schema import RewardConfig
+from megarl.schema import MegarlConfig, RewardConfig
 from megarl.stages.evaluate import EvalSettings, evaluate
 
 FUNCTIONS = Path(__file__).parents[1] / "reward_functions.py"
@@ -73,6 +73,14 @@ def test_one_response_is_greedy(run):
     assert {(each.samples, each.temperature, each.max_tokens, each.stop_token_ids) for each in sampling} == {
         (1, 0.0, 5, (7,))
     }
+
+
+def test_several_are_sampled_at_the_temperature_of_evaluations(scorer):
+    config = MegarlConfig()
+    config.rollout.temperature, config.loop.eval_temperature, config.loop.eval_samples = 1.3, 0.6, 2
+    engines = Engines(["11", "22", "33"])
+    evaluate(engines, PROMPTS, scorer, TOKENIZER, EvalSettings.of(config, [7]))
+    assert [(each.sampling.samples, each.sampling.temperature) for each in engines.requests] == [(2, 0.6)] * 3
 
 
 def test_one_data_source_is_not_told_twice(run):
