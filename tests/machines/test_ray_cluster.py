@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from equal_runs import without_timings
 from machines import ADDRESSES, PATH, Machines, eventually, missing, network
 
 from megarl.quickstart.arithmetic import write_arithmetic
@@ -18,8 +19,6 @@ ROOT = Path(__file__).parents[2]
 HEAD = f"{ADDRESSES['n1']}:6379"
 STEPS = 4
 RUN_S = 400.0
-# Metrics that may differ between two runs of the same numbers.
-TIMINGS = ("seconds/", "throughput/")
 COUNT = f"import ray; ray.init('{HEAD}'); print(); print(sum(each['Alive'] for each in ray.nodes()))"
 START = ("ray", "start", "--disable-usage-stats", "--num-cpus=3")
 
@@ -79,10 +78,6 @@ def steps_of(folder: Path) -> list[dict]:
     return [line for line in written if line["step"] > 0]
 
 
-def numbers(steps: list[dict]) -> list[dict]:
-    return [{name: value for name, value in each.items() if not name.startswith(TIMINGS)} for each in steps]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(machines, command):
     """The steps of a run that began before the second machine was there, and has nothing in its way then."""
@@ -116,7 +111,7 @@ def test_a_run_whose_machine_is_unplugged_goes_on_when_it_is_back(machines, comm
     join(machines)
     assert run.wait(RUN_S) == 0, log.read_text()[-3000:]
     assert "10.77.0.1   trainer 0, engine 0\n10.77.0.2   trainer 1, engine 1\n" in log.read_text()
-    assert numbers(steps_of(output)) == numbers(undisturbed)
+    assert list(map(without_timings, steps_of(output))) == list(map(without_timings, undisturbed))
 
 
 def test_trainer_and_engine_take_turns_on_both_machines(machines, command, undisturbed):
@@ -127,8 +122,8 @@ def test_trainer_and_engine_take_turns_on_both_machines(machines, command, undis
     steps = steps_of(machines.folder / "turns")
     assert min(line["memory/engines"] for line in steps) > 0
     own = ("memory/", "refit/")
-    apart = [{name: value for name, value in line.items() if not name.startswith(own)} for line in numbers(undisturbed)]
-    in_turns = [{name: value for name, value in line.items() if not name.startswith(own)} for line in numbers(steps)]
+    apart = [without_timings(line, *own) for line in undisturbed]
+    in_turns = [without_timings(line, *own) for line in steps]
     assert in_turns == apart
 
 

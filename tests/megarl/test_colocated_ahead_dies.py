@@ -13,9 +13,10 @@ from typing import NamedTuple
 import pytest
 import ray
 import torch
+from dying_engine import die_after_steps
 from eventually import eventually
 from test_colocated_ahead import Step, check
-from test_colocated_engines_die import die_after_steps, kill, numbers, run_in
+from test_colocated_engines_die import kill, numbers, run_in
 from test_colocation import DEVICE_BYTES, MIB, SHARED, STEPS, exported, small
 
 import megarl.train

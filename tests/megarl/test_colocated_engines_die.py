@@ -1,18 +1,19 @@
 """Engines that take turns with the trainer and die, asleep and awake: others take their place, to the same numbers."""
 
 import os
-import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dying_engine
 import pytest
 import ray
 import torch
-from test_colocation import DEVICE_BYTES, MIB, SHARED, STEPS, exported, small, without_times
+from dying_engine import die_after_steps
+from equal_runs import without_timings
+from test_colocation import DEVICE_BYTES, MIB, OF_SPEED, SHARED, STEPS, exported, small
 
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.refit.engine_start import EngineStart
@@ -115,8 +116,7 @@ def steps(job: Job, disturbance: Undisturbed) -> list[dict[str, Any]]:
 
 def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
     """Metrics that are not of the time, nor of what went into the engines."""
-    left_out = ("memory/", "refit/")
-    return {name: value for name, value in without_times(metrics).items() if not name.startswith(left_out)}
+    return without_timings(metrics, *OF_SPEED, "memory/", "refit/")
 
 
 def kill(engines: EngineGroup, number: int) -> None:
@@ -127,24 +127,7 @@ def kill(engines: EngineGroup, number: int) -> None:
 
 def run_in(engines: EngineGroup, number: int, function: Callable[..., None], *arguments: Any) -> None:
     """Run a function in the process of an engine, whose program does not know."""
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for module in (dying_engine, sys.modules[__name__]):
+        ray.cloudpickle.register_pickle_by_value(module)
     worker = engines.handles[number].worker
     ray.get(worker.actor.__ray_call__.remote(lambda _: function(*arguments)))
-
-
-def die_after_steps(count: int) -> None:
-    """In this process: after so many steps or more, in the midst of a response; the controller knows all its tokens."""
-    from megarl.rollout import progress_reporter
-    from megarl.rollout.stepping_engine import SteppingEngine
-
-    progress_reporter.SECONDS = 0
-    step, left = SteppingEngine._step, iter(range(count))
-
-    def step_or_die(self: SteppingEngine) -> None:
-        if next(left, None) is None and any(each.told for each in self._samples()):
-            # Time for the news to be heard.
-            time.sleep(0.5)
-            os.kill(os.getpid(), signal.SIGKILL)
-        step(self)
-
-    SteppingEngine._step = step_or_die

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from equal_runs import without_timings
 from safetensors.torch import load_file
 from test_main_job import make_config
 
@@ -26,6 +27,8 @@ STEPS = 3
 MIB = 2**20
 # Trainer and engine have more than half of this each.
 DEVICE_BYTES = 14 * MIB
+OF_SPEED = ("schedule/", "engines/")
+"""Further metrics that depend on how fast somebody is, as how far the next batch has come does."""
 SHARED = PoolConfig(["trainer", "engine"], nodes=1, shared=True)
 
 
@@ -60,7 +63,7 @@ def test_taking_turns_changes_no_bit_and_halves_the_memory(
         assert set(peaks) == {"memory/engines", "memory/trainers", "memory/refit"}
         assert max(peaks.values()) < DEVICE_BYTES < peaks["memory/engines"] + peaks["memory/trainers"]
         assert peaks["memory/refit"] < 0.6 * peaks["memory/trainers"]
-        assert without_times(line) == without_times(own)
+        assert without_timings(line, *OF_SPEED) == without_timings(own, *OF_SPEED)
     # The start, in which engines were alone, is none of the first step.
     assert every_peak[0] == every_peak[1]
     for name, tensor in exported(config).items():
@@ -111,12 +114,3 @@ def refuses_both_at_once(job: Job) -> None:
 def exported(config: MegarlConfig) -> dict[str, torch.Tensor]:
     (file,) = Path(config.output_dir, EXPORT).glob("*.safetensors")
     return load_file(file)
-
-
-def without_times(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Metrics that do not depend on how fast somebody is, as how far the next batch has come does."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if not name.startswith(("seconds/", "throughput/", "schedule/", "engines/"))
-    }

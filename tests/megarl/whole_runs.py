@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+from equal_runs import without_timings
 
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -18,8 +19,6 @@ from megarl.quickstart.tiny_models import write_tiny_model
 T = TypeVar("T")
 CHECKPOINT, LAST_STEP = 3, 5
 START_TIMEOUT_S = 240
-# Metrics that may differ between two runs of the same numbers.
-TIMINGS = ("seconds/", "throughput/")
 
 
 def job(folder: Path) -> Callable[[Path], list[str]]:
@@ -99,7 +98,7 @@ def lines(output: Path) -> list[dict]:
 
 
 def numbers(lines: list[dict]) -> list[dict]:
-    return [{name: value for name, value in line.items() if not name.startswith(TIMINGS)} for line in lines]
+    return [without_timings(line) for line in lines]
 
 
 def leftovers(pid: int) -> list[str]:

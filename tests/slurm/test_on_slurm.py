@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from equal_runs import without_timings
 from machines import ADDRESSES, eventually
 from slurm_cluster import KILL_WAIT_S, SlurmCluster, missing, slurm_cluster
 
@@ -24,8 +25,6 @@ REQUEUE_S = 10
 """Seconds that Slurm itself lets pass, at the least, before what was requeued may begin."""
 SLURM_AND_RAY = ("srun", "slurmd", "slurmstepd", "gcs_server", "raylet", "ray", "megarl")
 STRANGER = f"import ray; ray.init('{ADDRESSES['n1']}:6379'); print(ray.nodes())"
-TIMINGS = ("seconds/", "throughput/")
-"""Metrics that may differ between two runs of the same numbers."""
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +120,6 @@ class Job:
         return "\n".join(f"{log.name} ends:\n{log.read_text()[-3000:]}" for log in logs)
 
 
-def numbers(steps):
-    return [{name: value for name, value in each.items() if not name.startswith(TIMINGS)} for each in steps]
-
-
 def check_that_nothing_is_left(slurm, job):
     eventually(lambda: job.state not in ("COMPLETING", "RUNNING"), "the end of the job")
     for node in ADDRESSES:
@@ -205,7 +200,7 @@ def test_a_run_whose_node_dies_goes_on_to_the_same_numbers(slurm, overrides, und
     job.wait_for_restart()
     job.wait("COMPLETED", "FAILED")
     assert job.state == "COMPLETED", job.said()
-    assert numbers(job.steps()) == numbers(undisturbed.steps())
+    assert list(map(without_timings, job.steps())) == list(map(without_timings, undisturbed.steps()))
     check_that_nothing_is_left(slurm, job)
 
 

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.data import load_conversations, load_prompts
+from megarl.quickstart import questions
 from megarl.quickstart.arithmetic import answer, question, split_pairs, write_arithmetic
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.schema import DataConfig
@@ -28,9 +29,10 @@ def test_the_split_has_every_pair_once(seed, held_out):
     assert sorted(train + evaluation) == [(a, b) for a in range(100) for b in range(100)]
 
 
-def test_the_split_follows_the_seed():
-    assert split_pairs(1) == split_pairs(1)
-    assert set(split_pairs(1)[1]) != set(split_pairs(2)[1])
+@pytest.mark.parametrize("split", [split_pairs, questions.split_pairs])
+def test_the_split_follows_the_seed(split):
+    assert split(1) == split(1)
+    assert set(split(1)[1]) != set(split(2)[1])
 
 
 def test_every_prompt_has_its_sum(files):

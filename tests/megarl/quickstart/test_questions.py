@@ -3,7 +3,7 @@ import pytest
 
 from megarl.cli import quickstart
 from megarl.quickstart.models import MODELS, SCHEDULES
-from megarl.quickstart.questions import LARGEST, SMALLEST, WORDINGS, split_pairs, write_questions
+from megarl.quickstart.questions import LARGEST, SMALLEST, WORDINGS, write_questions
 from megarl.rewards.text_match import numeric_match
 
 
@@ -39,11 +39,6 @@ def test_the_wordings_take_turns(rows):
             start = wording.split("{a}")[0]
             count = sum(row["prompt"][0]["content"].startswith(start) for row in some)
             assert count >= len(some) // len(WORDINGS)
-
-
-def test_the_split_follows_the_seed():
-    assert split_pairs(1) == split_pairs(1)
-    assert set(split_pairs(1)[1]) != set(split_pairs(2)[1])
 
 
 def test_the_command_knows_the_models_and_schedules_that_there_are():
