@@ -36,7 +36,7 @@ def test_memory_is_what_no_file_backs_of_all_processes(tmp_path: Path) -> None:
 def test_cpu_seconds_are_those_of_a_run_and_its_children() -> None:
     burn = "import time\nwhile time.process_time() < 0.4: pass\n"
     program = f"import subprocess, sys\n{burn}subprocess.run([sys.executable, '-c', {burn!r}])"
-    # Of one of the two alone they would be half, and with the run before twice as many.
+    # They would be half if one of the two counted alone, and twice as many with the run before.
     for _ in range(2):
         assert 0.75 < observe([sys.executable, "-c", program], dict(os.environ)).cpu_seconds < 1.4
 

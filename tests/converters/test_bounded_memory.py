@@ -24,7 +24,7 @@ def source(tmp_path_factory):
     shapes = architecture_of(WIDE).hf_shapes
     tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
     assert max(each.nbytes for each in tensors.values()) > 1.3 * ROOM_BYTES
-    # What is imported, and made at the first use, is not what a conversion takes.
+    # Modules, and objects made at their first use, are no part of a conversion.
     make(folder / "small", "qwen3_tied", draw=random_numbers)
     return write_model(folder / "wide", WIDE, tensors).parent
 

@@ -64,7 +64,7 @@ def test_a_region_may_be_there_twice():
 
 
 def seconds_of_other_threads():
-    """What each thread but this one has computed, those of libraries among them."""
+    """CPU seconds of each thread but this one, of libraries too, by its number."""
     threads = psutil.Process().threads()
     return {each.id: each.user_time + each.system_time for each in threads if each.id != threading.get_native_id()}
 

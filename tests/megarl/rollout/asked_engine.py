@@ -16,7 +16,7 @@ TIMEOUT_S = 60
 class _Asked:
     request: Request
     samples: set[int]
-    """Those of which nothing was heard yet."""
+    """Samples of which nothing was heard yet."""
     answer: Future[list[list[Turn]]] = field(default_factory=Future)
     has_begun: threading.Event = field(default_factory=threading.Event)
 
