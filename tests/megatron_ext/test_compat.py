@@ -1,11 +1,6 @@
-"""Each workaround for megatron-core, by what goes wrong without it.
+"""Each workaround for megatron-core, by what goes wrong without it: here, or where a whole model shows it."""
 
-Four are tested where the whole model shows them, in test_model.py: experts whose tensor parallelism differs from that
-of the rest, experts that get different numbers of tokens by an all-gather, and latent attention and selective recompute
-without Transformer Engine. Workarounds for checkpoints
-that are damaged or would run code are tested in test_checkpoint_damage.py.
-"""
-
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +11,7 @@ import pytest
 import torch
 from launch import run_ranks
 from megatron.core import optimizer as core_optimizer
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +25,44 @@ from megatron_ext.optimizer.optimizer import build_optimizer, wrap_distributed
 pytestmark = pytest.mark.skipif(device.has_transformer_engine(), reason="needed without Transformer Engine only")
 
 ONE, DP2 = ParallelSizes(), ParallelSizes(world_size=2)
+FAILING_WITHOUT = {
+    "let_output_layer_go_without_apex": (
+        "test_compat::test_the_output_layer_is_not_asked_for_a_kernel_that_it_never_runs"
+    ),
+    "define_router_gemm": "test_compat::test_the_router_computes_without_transformer_engine",
+    "let_latent_attention_go_without_transformer_engine": "test_model::test_logits_equal_those_of_transformers",
+    "let_selective_recompute_go_without_transformer_engine": (
+        "test_recompute::test_recompute_changes_no_gradient_and_keeps_less"
+    ),
+    "gather_different_numbers_of_tokens": "test_model::test_experts_get_different_numbers_of_tokens_by_allgather",
+    "look_positions_up_in_tables_of_few_lengths": (
+        "test_rotary::test_positions_are_looked_up_in_tables_that_several_lengths_share"
+    ),
+    "drop_rotary_tables": "test_compat::test_tables_of_positions_are_forgotten",
+    "config_of_variable_lengths": "test_model::test_experts_get_different_numbers_of_tokens_by_allgather",
+    "shard_on_this_device": "test_fully_sharded::test_an_update_is_that_of_one_rank",
+    "load_checkpoints_without_running_their_code": (
+        "test_checkpoint_damage::test_every_rank_refuses_what_is_damaged_and_nobody_runs_code"
+    ),
+    "user_error_of_any_rank": "test_checkpoint_damage::test_every_rank_refuses_what_is_damaged_and_nobody_runs_code",
+    "prime_optimizer_state": "test_compat::test_priming_gives_all_a_state_and_changes_no_step",
+    "initialise_in_other_types": "test_compat::test_states_of_other_types_are_begun_as_transformer_engine_wants_it",
+    "drop_quantised_weights": "test_offload::test_quantised_copies_go_with_the_weights",
+    "set_steps": "test_checkpoint::test_a_run_goes_on_at_another_layout",
+    "mark_expert_parameters": "test_model::test_experts_without_tensor_parallelism_get_their_whole_gradient",
+    "mark_tensor_parallel_parameters": "test_gradient_norm::test_it_is_that_of_one_rank",
+    "unmark_duplicated_parameters": "test_gradient_norm::test_projections_that_all_ranks_have_count_once",
+}
+"""Workaround -> a test that fails without it."""
+NO_WORKAROUNDS = {"install", "parts"}
+
+
+def test_every_workaround_has_a_test_that_fails_without_it() -> None:
+    own = {name for name, each in inspect.getmembers(compat, inspect.isfunction) if each.__module__ == compat.__name__}
+    assert {name for name in own if not name.startswith("_")} == FAILING_WITHOUT.keys() | NO_WORKAROUNDS
+    for place in FAILING_WITHOUT.values():
+        file, _, test = place.partition("::")
+        assert f"def {test}(" in Path(__file__).with_name(f"{file}.py").read_text(), place
 
 
 def test_the_router_computes_without_transformer_engine() -> None:
@@ -63,6 +97,19 @@ def test_the_output_layer_is_not_asked_for_a_kernel_that_it_never_runs() -> None
     assert errors[1] == ""
 
 
+def tables_of_one_length(_rank: int, _sizes: ParallelSizes) -> tuple[bool, bool]:
+    """Whether a table is the one that was made before; at first, and after these were dropped."""
+    rotary = RotaryEmbedding(kv_channels=4, rotary_percent=1.0, use_cpu_initialization=True)
+    table = rotary(8)
+    is_kept = rotary(8) is table
+    compat.drop_rotary_tables()
+    return is_kept, rotary(8) is table
+
+
+def test_tables_of_positions_are_forgotten() -> None:
+    assert run_ranks(tables_of_one_length, ONE) == [(True, False)]
+
+
 class Training:
     """A model and its optimizer, stepped with made-up gradients."""
 
@@ -81,21 +128,28 @@ class Training:
         return {name: parameter.detach().clone() for name, parameter in self.bare[0].named_parameters()}
 
 
-def primed_and_not(rank: int, sizes: ParallelSizes, folder: Path) -> list[list[dict[str, Tensor]]]:
-    """Weights after one and after two steps, with priming before each and without."""
-    weights = []
+def primed_and_not(rank: int, sizes: ParallelSizes, folder: Path) -> list[tuple[int, list[dict[str, Tensor]]]]:
+    """Parameters that have a state before the first step, and weights after one and after two steps.
+
+    With priming before each step, and without.
+    """
+    found = []
     for prime in (compat.prime_optimizer_state, lambda _optimizer: None):
         training = Training(rank, sizes, folder)
-        weights.append([])
+        prime(training.optimizer)
+        with_state = sum(bool(state) for state in training.optimizer.optimizer.state.values())
+        weights = []
         for number in range(2):
             prime(training.optimizer)
             training.step(number)
-            weights[-1].append(training.weights())
-    return weights
+            weights.append(training.weights())
+        found.append((with_state, weights))
+    return found
 
 
-def test_priming_changes_no_step(tiny_models: Mapping[str, Path]) -> None:
-    primed, not_primed = run_ranks(primed_and_not, ONE, tiny_models["qwen3"])[0]
+def test_priming_gives_all_a_state_and_changes_no_step(tiny_models: Mapping[str, Path]) -> None:
+    (with_state, primed), (without_state, not_primed) = run_ranks(primed_and_not, ONE, tiny_models["qwen3"])[0]
+    assert (with_state, without_state) == (len(primed[0]), 0)
     for with_priming, without in zip(primed, not_primed, strict=True):
         for name, weight in without.items():
             assert torch.equal(with_priming[name], weight), name
