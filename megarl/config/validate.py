@@ -65,6 +65,7 @@ _AT_LEAST: Mapping[str, float] = {
     "critic.ranks": 1,
     "critic.warmup_steps": 0,
     "reward_model.ranks": 1,
+    "implicit_reward_model.ranks": 1,
     "algorithm.entropy_coefficient": 0,
     "algorithm.updates_per_step": 1,
     "data.max_prompt_tokens": 1,

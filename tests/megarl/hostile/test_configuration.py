@@ -51,6 +51,7 @@ REFUSED = {
     "critic.value_clip": "-0.5 0 nan",
     "critic.ranks": "0",
     "reward_model.ranks": "0",
+    "implicit_reward_model.ranks": "0",
     "teachers": "{a:{path:there,ranks:0}}",
     "reward.workers": "0 1000000",
     "reward.timeout_s": "nan 1e400",
