@@ -269,7 +269,7 @@ def test_no_more_logits_than_those_of_a_chunk_exist(dtype: torch.dtype) -> None:
 
 
 def test_the_chunk_follows_from_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ext.log_probs._CHUNK_LOGITS", 3000)
+    monkeypatch.setattr("megatron_ext.log_probs.CHUNK_LOGITS", 3000)
     hidden, weight = torch.randn(100, 2), torch.randn(1000, 2)
     with largest_tensor() as largest:
         linear_log_probs(hidden, weight, torch.zeros(100, dtype=torch.long), None)
