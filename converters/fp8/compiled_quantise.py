@@ -218,7 +218,7 @@ class Quantisation:
             build.mul(build.add(row, below), matrix.weight_stride), build.select(is_past, constant(BITS_64, 0), left)
         )
         start = build.element(matrix.weight, at, self._kind)
-        for offset in range(0, _SIDE_BY_SIDE * BLOCK * self.weight_bytes, LINE_BYTES):
+        for offset in range(0, SIDE_BY_SIDE_COLUMNS * self.weight_bytes, LINE_BYTES):
             build.prefetch(build.element(start, constant(BITS_64, offset), BITS_8))
 
 

@@ -124,4 +124,4 @@ def test_an_answer_is_the_last_of_the_surest_kind(text, answer):
 def test_a_long_text_takes_no_longer_than_its_length(text):
     # The square of its length would be minutes.
     with cpu_time_limit(20):
-        answer_of(text)
+        assert answer_of(text) == ("" if text.startswith("#") else text)
