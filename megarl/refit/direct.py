@@ -104,7 +104,7 @@ class DirectPath:
         topology, within = self._spec.topology, ""
         if self._are_apart and {*topology.source_node} & {*topology.destination_node}:
             within = f"{self._within} on one machine and, between two, "
-        return f"direct, through {within}{self._transport}{self._restriction}"
+        return f"direct, through {within}{self._transport}{self._restriction}{staging_note(self._spec.staged_bytes(0))}"
 
     def connect(self) -> None:
         """Connect all ranks with the workers that they send to; earlier connections are closed."""
@@ -183,6 +183,16 @@ def restriction(of_ranks: Sequence[bool], of_workers: Sequence[bool]) -> str:
     return (
         f", but by way of sockets: no port of InfiniBand, RoCE or EFA is seen by {named} (/dev/infiniband). If"
         " the machines have ports, show them to the containers; else refit.delta=true lets changes alone travel"
+    )
+
+
+def staging_note(size_bytes: int) -> str:
+    """The end of a sentence that says what a worker keeps of blocks that cuts go through; empty where none are cut."""
+    if not size_bytes:
+        return ""
+    return (
+        f"; cuts of the trainer go through blocks, whose values take {size_bytes / 1e9:.2g} GB of an engine's worker."
+        " Cut over fewer ranks to take less; experts are cut over megatron.expert_tensor_parallel_size"
     )
 
 

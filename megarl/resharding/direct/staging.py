@@ -69,11 +69,16 @@ class Staging:
 
     def _quantised(self) -> Iterator[tuple[_Blocks, Tensor, Tensor]]:
         for blocks in self._blocks:
-            # On a GPU, too, these few blocks take the way over the host.
             try:
-                yield blocks, *self._number_format.quantise(blocks.values.cpu())
+                yield blocks, *self._number_format.quantise(blocks.values)
             except ValueError as error:
                 raise ValueError(f"{blocks.codes_name}: {error}") from error
+
+
+def staged_bytes(shard: QuantisedShard, messages: DestinationMessages) -> int:
+    """Bytes of the staging tensors of a worker that gets `messages`."""
+    places = (shard.staged[name].codes_box for name in _values_that_come(shard, messages))
+    return sum(place.size for place in places) * shard.quantisation.values.itemsize
 
 
 def _values_that_come(shard: QuantisedShard, messages: DestinationMessages) -> dict[str, list[Box]]:
@@ -124,4 +129,4 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -19,6 +19,7 @@ from converters.topology import Topology
 from megarl.resharding.alignment import ALIGNMENT_BYTES
 from megarl.resharding.direct.messages_by_peer import DestinationMessages, MessagesByPeer, incoming, outgoing
 from megarl.resharding.direct.quantised_shard import Quantisation, QuantisedShard
+from megarl.resharding.direct.staging import staged_bytes
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,12 @@ class TransferSpec:
     def incoming(self, destination_rank: int) -> DestinationMessages:
         """The messages that a destination rank gets and relays."""
         return incoming(self.plan, destination_rank, self._dtypes, self._message_bytes, self.quantised)
+
+    def staged_bytes(self, destination_rank: int) -> int:
+        """Bytes of values that a destination rank keeps because cuts of the trainer go through blocks."""
+        if not self.quantised:
+            return 0
+        return staged_bytes(self.quantised[destination_rank % len(self.traces)], self.incoming(destination_rank))
 
     def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:
         """Raise UserError, before a byte moves, if the engines are not such that the policy's weights fit into them.

@@ -151,6 +151,8 @@ def test_workers_get_the_codes_of_whole_tensors_wherever_they_were_cut(name):
     # MXFP8 has blocks so small that none is cut.
     cut = spec.quantisation.number_format is not MXFP8
     assert any(each.tensors for each in staging) == cut, "no cut goes through a block"
+    held = [sum(tensor.nbytes for tensor in each.tensors.values()) for each in staging]
+    assert [spec.staged_bytes(rank) for rank in range(ranks)] == held
     for rank, by_destination in enumerate(sent):
         values = values_of(spec, rank)
         for destination, messages in by_destination.items():

@@ -1,6 +1,6 @@
-"""Machines without a port for RDMA are named, on either side, with what to do."""
+"""A direct path says what slows it or takes memory: machines without ports, and cuts that go through blocks."""
 
-from megarl.refit.direct import restriction
+from megarl.refit.direct import restriction, staging_note
 
 
 def test_where_all_have_a_port_nothing_is_said():
@@ -15,3 +15,11 @@ def test_ranks_and_workers_without_a_port_are_named():
     )
     found = restriction([False] * 3, [True] + [False] * 5)
     assert " by trainer rank 0, trainer rank 1, trainer rank 2, engine worker 1 and 4 others (" in found
+
+
+def test_values_of_cut_blocks_are_counted():
+    assert staging_note(0) == ""
+    assert staging_note(27 * 10**9) == (
+        "; cuts of the trainer go through blocks, whose values take 27 GB of an engine's worker. Cut over fewer ranks"
+        " to take less; experts are cut over megatron.expert_tensor_parallel_size"
+    )
