@@ -30,6 +30,7 @@ _SLAB = tl.constexpr(32)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _MAGNITUDES_OF_CODES = tl.constexpr(0x7F7F7F7F)
 _UPPER_HALF = tl.constexpr(-(2**16))
+_MAGNITUDE_OF_UPPER_HALF = tl.constexpr(0x7FFF0000)
 _SIGN = tl.constexpr(-(2**31))
 _SIGNS_OF_CODES = tl.constexpr(0x80808080 - 2**32)
 
@@ -41,61 +42,86 @@ def quantise(row, tile, HAS_E4M3: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
     It is read twice, slab by slab: the second time it lies in the cache, and few registers let many programs run at
     once. Where the GPU `HAS_E4M3`, it rounds to codes itself.
     """
+    columns = tl.multiple_of((tl.load(row + COLUMNS) >> 2).to(tl.int32), 2)
+    rows = tl.load(row + ROWS).to(tl.int32)
+    stride = tl.multiple_of(tl.load(row + ROW_STRIDE) >> 2, 2)
+    across = (columns + _ACROSS - 1) // _ACROSS
+    top = (tile // across) * SQUARE + tl.arange(0, _SLAB)[:, None]
+    y = (tile % across) * _ACROSS + tl.arange(0, _ACROSS)[None, :]
+    local = tl.multiple_of(tl.load(row + LOCAL_PLANE).to(tl.pointer_type(tl.int64)), 16)
+    local += top.to(tl.int64) * stride + y
+    packed = tl.multiple_of(tl.load(row + PACKED).to(tl.pointer_type(tl.int32)), 8) + (top * columns + y)
+
     greatest = tl.full((_SLAB, _ACROSS), 0, tl.int32)
     for slab in range(0, SQUARE, _SLAB):
-        local, _packed, _at, inside = _places(row, tile, slab)
-        first, second, third, fourth = _bits_of_four(tl.load(local, mask=inside, other=0))
-        one = tl.maximum(first & _MAGNITUDE, second & _MAGNITUDE)
-        other = tl.maximum(third & _MAGNITUDE, fourth & _MAGNITUDE)
-        greatest = tl.maximum(greatest, tl.maximum(one, other))
-    largest = tl.max(greatest)
+        inside = (top + slab < rows) & (y < columns)
+        low, high = _halves(tl.load(local + slab * stride, mask=inside, other=0))
+        greatest = _greater(greatest, low, high, HAS_E4M3)
+    largest = tl.max(tl.maximum(greatest & _MAGNITUDE_OF_UPPER_HALF, (greatest << 16) & _MAGNITUDE_OF_UPPER_HALF))
     scale, halved = scale_of(largest, tl.load(row + _POWER_OF_TWO))
     # A power of two is halved in its exponent.
     kept = scale - (halved << 23)
     tl.store(tl.load(row + SCALES).to(tl.pointer_type(tl.int32)) + tile, kept)
+
     divisor = scale.to(tl.float32, bitcast=True)
+    # A bucket has fewer than 2^31 words: the product with a position is one of 32 bits by 32.
+    position = ((tl.load(row + OFFSET_BYTES) >> 2) + 1).to(tl.int32) + top * columns + y
     sums = tl.full((_SLAB, _ACROSS), 0, tl.int64)
     for slab in range(0, SQUARE, _SLAB):
-        local, packed, at, inside = _places(row, tile, slab)
-        first, second, third, fourth = _bits_of_four(tl.load(local, mask=inside, other=0))
-        codes = _codes(first, second, third, fourth, divisor, HAS_E4M3) & _MAGNITUDES_OF_CODES
-        if halved != 0:
-            codes = _doubled(codes)
-        codes |= ((first >> 24) & 0x80) | ((second >> 16) & 0x8000) | ((third >> 8) & 0x800000) | (fourth & _SIGN)
-        tl.store(packed, codes, mask=inside)
-        sums += _parts_of_sum(row, codes, at, WITH_CHECKSUM)
+        inside = (top + slab < rows) & (y < columns)
+        low, high = _halves(tl.load(local + slab * stride, mask=inside, other=0))
+        codes = _codes(low, high, divisor, halved, HAS_E4M3)
+        tl.store(packed + slab * columns, codes, mask=inside)
+        if WITH_CHECKSUM:
+            sums += codes.to(tl.int64) * (position + slab * columns).to(tl.int64)
     total = scale_sum(row, tile, kept, WITH_CHECKSUM) + tl.sum(sums)
     return total, (largest > bits_of(_LARGEST_WEIGHT)).to(tl.int32)
 
 
 @triton.jit
-def _places(row, tile, slab):
-    """Where the fours of some rows' weights and the words of their codes are, the words' numbers, and which exist."""
-    columns = tl.multiple_of((tl.load(row + COLUMNS) >> 2).to(tl.int32), 2)
-    across = (columns + _ACROSS - 1) // _ACROSS
-    x = (tile // across) * SQUARE + slab + tl.arange(0, _SLAB)[:, None]
-    y = (tile % across) * _ACROSS + tl.arange(0, _ACROSS)[None, :]
-    inside = (x < tl.load(row + ROWS).to(tl.int32)) & (y < columns)
-    stride = tl.multiple_of(tl.load(row + ROW_STRIDE) >> 2, 2)
-    local = tl.multiple_of(tl.load(row + LOCAL_PLANE).to(tl.pointer_type(tl.int64)), 16) + (x.to(tl.int64) * stride + y)
-    at = x * columns + y
-    packed = tl.multiple_of(tl.load(row + PACKED).to(tl.pointer_type(tl.int32)), 8) + at
-    return local, packed, at, inside
+def _halves(four):
+    """The two lower and the two upper of four weights."""
+    return four.to(tl.int32), (four >> 32).to(tl.int32)
 
 
 @triton.jit
-def _bits_of_four(four):
+def _bits_of_four(low, high):
     """The bits, as float32, of four weights: those of bfloat16 are the upper half."""
-    low, high = four.to(tl.int32), (four >> 32).to(tl.int32)
     return low << 16, low & _UPPER_HALF, high << 16, high & _UPPER_HALF
 
 
 @triton.jit
-def _codes(first, second, third, fourth, divisor, HAS_E4M3: tl.constexpr):
-    """Words of the codes of four numbers over a divisor."""
+def _greater(greatest, low, high, HAS_E4M3: tl.constexpr):
+    """The greater magnitudes, in either half of a word, of bfloat16; a NaN is greater than any number."""
+    if HAS_E4M3:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 one, other;
+            abs.bf16x2 one, $2;
+            abs.bf16x2 other, $3;
+            max.NaN.bf16x2 one, one, other;
+            max.NaN.bf16x2 $0, $1, one;
+            }""",
+            "=r,r,r,r",
+            [greatest, low, high],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:  # Triton compiles what stands behind a return, too
+        upper = tl.maximum(greatest & _MAGNITUDE, tl.maximum(low & _MAGNITUDE, high & _MAGNITUDE))
+        lower = tl.maximum((low << 16) & _MAGNITUDE, (high << 16) & _MAGNITUDE)
+        lower = tl.maximum((greatest << 16) & _MAGNITUDE, lower)
+        return (upper & _UPPER_HALF) | (lower >> 16)
+
+
+@triton.jit
+def _codes(low, high, divisor, halved, HAS_E4M3: tl.constexpr):
+    """Words of the codes of four weights over a divisor, of twice these where it is `halved`."""
+    first, second, third, fourth = _bits_of_four(low, high)
     if HAS_E4M3:
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), divisor)
-        return tl.inline_asm_elementwise(
+        codes = tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;
             cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
@@ -113,21 +139,30 @@ def _codes(first, second, third, fourth, divisor, HAS_E4M3: tl.constexpr):
             is_pure=True,
             pack=1,
         )
+        # The upper bytes of four weights, in which their signs are.
+        signs = tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:  # Triton compiles what stands behind a return, too
-        one = _code(first, divisor) | (_code(second, divisor) << 8)
-        return one | (_code(third, divisor) << 16) | (_code(fourth, divisor) << 24)
+        codes = _code(first, divisor) | (_code(second, divisor) << 8)
+        codes |= (_code(third, divisor) << 16) | (_code(fourth, divisor) << 24)
+        signs = ((first >> 24) & 0x80) | ((second >> 16) & 0x8000) | ((third >> 8) & 0x800000) | (fourth & _SIGN)
+    codes &= _MAGNITUDES_OF_CODES
+    if halved != 0:
+        codes = _doubled(codes)
+    return codes | (signs & _SIGNS_OF_CODES)
 
 
 @triton.jit
 def _quotient(bits, divisor, inverse):
-    """A number over a divisor, rounded once: two steps of Newton's from a product that is off by two units at most.
+    """A number over a divisor: a product that is off by two units at most, and a step of Newton's.
 
-    Markstein, IA-64 and Elementary Functions, theorem 8.2: the last step rounds rightly, as `inverse` is the nearest.
+    It rounds to the code of the quotient for every bfloat16 and every scale of a block (`test_quotients` tries all);
+    for some, the product alone does not.
     """
     number = bits.to(tl.float32, bitcast=True)
     divisors, inverses = divisor + tl.zeros_like(number), inverse + tl.zeros_like(number)
     estimate = number * inverses
-    estimate = tl.fma(tl.fma(-estimate, divisors, number), inverses, estimate)
     return tl.fma(tl.fma(-estimate, divisors, number), inverses, estimate)
 
 
@@ -144,14 +179,3 @@ def _doubled(codes):
     has_exponent = ((codes & 0x78787878) + 0x78787878) & _SIGNS_OF_CODES
     small = codes & 0x07070707 & ~(has_exponent - ((has_exponent >> 7) & 0x01010101))
     return codes + ((has_exponent >> 4) & 0x08080808) + small
-
-
-@triton.jit
-def _parts_of_sum(row, words, at, WITH_CHECKSUM: tl.constexpr):
-    """The number that each word adds to the checksum."""
-    parts = tl.zeros_like(words).to(tl.int64)
-    if WITH_CHECKSUM:
-        # A bucket has fewer than 2^31 words: the product is one of 32 bits by 32.
-        position = ((tl.load(row + OFFSET_BYTES) >> 2) + 1).to(tl.int32) + at
-        parts = words.to(tl.int64) * position.to(tl.int64)
-    return parts
