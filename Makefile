@@ -17,7 +17,7 @@ help:
 	@echo "make test-long [ARGS=...]   the tests that take longest: runs that are killed and go on, further algorithms, two machines; --sample=3 --offset=2 for a third"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
 	@echo "make test-parallel [ARGS=...]   every parallel layout beside one process; --sample=124 for one of 124, --page for docs/parallelism.md"
-	@echo "make test-sglang [ARGS=...]   the tests that run SGLang's own server"
+	@echo "make test-sglang [TEST_WORKERS=2] [ARGS=...]   the tests that run SGLang's own server"
 	@echo "make test-slurm [ARGS=...]   jobs of slurm/ on a real Slurm of two nodes, which they start; needs root, slurm-wlm and munge"
 	@echo "make test-megatron-next [ARGS=...]   the tests of megatron_ext with the newest megatron-core that works"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
@@ -76,9 +76,11 @@ test-parallel: export OMP_NUM_THREADS ?= 1
 test-parallel: setup
 	$(PYTHON) -m pytest -m parallel $(ARGS) tests/parallel
 
+# Most of their time is the start of a server, of one process: a file at a time each, and not all that share an engine.
+test-sglang: TEST_WORKERS = 2
 test-sglang: export OMP_NUM_THREADS ?= 1
 test-sglang: setup .venv-sglang
-	$(PYTHON) -m pytest -m sglang $(ARGS) tests/megarl/rollout tests/megarl/refit
+	$(PYTHON) -m pytest -m sglang --numprocesses $(TEST_WORKERS) --dist loadscope $(ARGS) tests/megarl/rollout tests/megarl/refit
 
 test-slurm: export OMP_NUM_THREADS ?= 1
 test-slurm: setup

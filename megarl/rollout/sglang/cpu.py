@@ -5,6 +5,7 @@ SGLang's kernels are published for CUDA alone. Its CPU platform computes in plai
 """
 
 import importlib.machinery
+import multiprocessing
 import os
 import sys
 import types
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megarl.rollout.sglang.parent import end_with_parent
 from megarl.rollout.worker_memory import WorkerMemory
 
 
@@ -113,6 +115,7 @@ def register_hooks() -> None:
     for function in ("lora_manager.LoRAManager.init_state", f"{_ADAPTERS_IN_TORCH}.prepare_lora_batch"):
         HookRegistry.register(f"sglang.srt.lora.{function}", pin_nothing, HookType.AROUND)
     HookRegistry.register("sglang.srt.configs.update_config.get_moe_padding_size", pad_no_layer, HookType.AROUND)
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork_one_worker, HookType.AFTER)
 
 
 def pad_no_layer(original: Callable[[Any], int], block: Any) -> int:
@@ -121,6 +124,17 @@ def pad_no_layer(original: Callable[[Any], int], block: Any) -> int:
     Kernels for AMX want such; adapters are cut as if they had these rows, and do not go into their slot.
     """
     return 1 if block is None else original(block)
+
+
+def fork_one_worker(_: Any, server_args: Any) -> None:
+    """Have the processes of a server of one worker forked, with all that is imported.
+
+    Each would import torch, transformers and SGLang again, which is most of what a start takes on a CPU. Several
+    workers are new processes, as on GPUs.
+    """
+    if server_args.tp_size == 1:
+        os.register_at_fork(after_in_child=end_with_parent)
+        multiprocessing.set_start_method("fork", force=True)
 
 
 def leave_memory_unpinned(*_: Any, **__: Any) -> None:

@@ -1,10 +1,16 @@
 """Corrections of SGLang on a CPU, as far as they are seen without it."""
 
+import os
 import struct
+import subprocess
+import sys
+from contextlib import suppress
 
+import psutil
 import torch
 
 from megarl.rollout.sglang import cpu
+from megarl.rollout.sglang.parent import PARENT_VARIABLE
 
 MASK = 0xFFFFFFFF
 
@@ -64,3 +70,39 @@ def pinned() -> list[torch.Tensor]:
 def test_memory_for_adapters_is_not_pinned() -> None:
     # Without a GPU torch would raise.
     assert [(each.item(), each.is_pinned()) for each in cpu.pin_nothing(pinned)] == [(3.0, False)] * 2
+
+
+SERVER = """
+import multiprocessing, sys, time
+from types import SimpleNamespace
+
+from megarl.rollout.sglang.cpu import fork_one_worker
+from megarl.rollout.sglang.parent import end_with_parent
+
+end_with_parent()
+# As SGLang does.
+multiprocessing.set_start_method("spawn", force=True)
+fork_one_worker(None, SimpleNamespace(tp_size=2))
+several = multiprocessing.get_start_method()
+fork_one_worker(None, SimpleNamespace(tp_size=1))
+worker = multiprocessing.Process(target=time.sleep, args=(300,))
+worker.start()
+print(several, multiprocessing.get_start_method(), worker.pid, flush=True)
+worker.join()
+"""
+"""Starts a worker and prints how, and its number."""
+
+
+def test_one_worker_is_forked_and_ends_with_its_server() -> None:
+    environment = {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+    with subprocess.Popen([sys.executable, "-c", SERVER], env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        several, one, number = server.stdout.readline().split()
+        worker = psutil.Process(int(number))
+        server.kill()
+    try:
+        assert (several, one) == ("spawn", "fork")
+        worker.wait(timeout=30)
+    finally:
+        with suppress(psutil.NoSuchProcess):
+            worker.kill()
