@@ -160,7 +160,11 @@ class OwnedEngine(ABC):
     @by_owner
     def reset_prefix_cache(self) -> int:
         """See `Sampler.reset_prefix_cache`."""
-        self._reset_kv_cache()
+        self._pause_stepping()
+        try:
+            self._reset_kv_cache()
+        finally:
+            self._resume_stepping()
         return tokens_of(self._samples())
 
     def close(self) -> None:
@@ -254,7 +258,7 @@ class OwnedEngine(ABC):
 
     @abstractmethod
     def _reset_kv_cache(self) -> None:
-        """Forget keys and values of earlier prompts, and recompute those of what is served."""
+        """Forget keys and values of earlier prompts, and recompute those of what is served; no step is under way."""
 
     def _keep_kv_cache(self, version: int) -> None:
         """Let what is served go on with its keys and values; from now on nothing else meets them."""

@@ -2,6 +2,7 @@
 
 import gc
 import multiprocessing
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.managers import BaseManager, IteratorProxy
@@ -34,6 +35,17 @@ def make_engine(*arguments):
     """An engine that leaves what vLLM has imported out of its searches for garbage; the one before it took it in."""
     gc.freeze()
     return VllmEngine(*arguments)
+
+
+def queueing_engine(folder):
+    """An engine that has begun a batch when it gives the tokens of the one before, as those on GPUs have."""
+    engine = VllmEngine(folder, {"max_model_len": 512, "kv_cache_memory_bytes": 2**27})
+    engine.start()
+    # vLLM turns it on for asynchronous scheduling, which no CPU has, and pipeline stages.
+    core = engine._core._client.engine_core
+    core.batch_queue, core.batch_queue_size = deque(maxlen=2), 2
+    core.step_fn = core.step_with_batch_queue
+    return engine
 
 
 EngineHost.register("stream", proxytype=IteratorProxy, create_method=False)

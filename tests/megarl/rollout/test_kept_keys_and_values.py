@@ -1,18 +1,16 @@
 """Weights that change while responses in flight keep their keys and values, and what meets these afterwards."""
 
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 from asked_engine import AskedEngine
-from engine_host import GREEDY, Served, vllm_pool
+from engine_host import GREEDY, Served, queueing_engine, vllm_pool
 from transformers import AutoModelForCausalLM
 
 from megarl.data.stretches import here
 from megarl.rollout.protocol import Request
-from megarl.rollout.vllm.engine import VllmEngine
 
 every_kind = pytest.mark.parametrize("kind", ["vllm", "transformers"])
 
@@ -67,13 +65,8 @@ def test_what_is_in_flight_goes_on_with_what_the_older_weights_have_read(
 
 
 def of_a_queueing_engine(folders, prompt):
-    """Answers of an engine that has begun a batch when it gives the tokens of the one before, as those on GPUs have."""
-    engine = VllmEngine(folders[0], {"max_model_len": 512, "kv_cache_memory_bytes": 2**27})
-    engine.start()
-    # vLLM turns it on for asynchronous scheduling, which no CPU has, and pipeline stages.
-    core = engine._core._client.engine_core
-    core.batch_queue, core.batch_queue_size = deque(maxlen=2), 2
-    core.step_fn = core.step_with_batch_queue
+    """Answers of an engine that has a batch on its way when the weights change."""
+    engine = queueing_engine(folders[0])
     served = Served(engine, folders)
     generating = []
     with ThreadPoolExecutor() as pool:
