@@ -1,6 +1,7 @@
 """Tokens that vLLM computes again, since it took the room for keys and values of their samples for others."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -20,8 +21,8 @@ class Preemptions:
         @functools.wraps(schedule)
         def schedule_and_count(*arguments: Any, **options: Any) -> Any:
             scheduled = schedule(*arguments, **options)
-            if scheduled.scheduled_cached_reqs.resumed_req_ids:
-                self._count(scheduled.scheduled_cached_reqs)
+            for name, found in self._resumed(scheduled):
+                self._count(name, found)
             return scheduled
 
         scheduler.schedule = schedule_and_count
@@ -35,13 +36,21 @@ class Preemptions:
         tokens, self._tokens = self._tokens, 0
         return tokens
 
-    def _count(self, scheduled: Any) -> None:
-        for name, found in zip(scheduled.req_ids, scheduled.num_computed_tokens, strict=True):
-            if name not in scheduled.resumed_req_ids:
-                continue
-            request = self._scheduler.requests[name]
-            if name in self._forgotten:
-                self._forgotten.discard(name)
-            elif request.num_output_tokens:
-                # Nobody has fed the last one yet.
-                self._tokens += request.num_tokens - 1 - found
+    def _resumed(self, scheduled: Any) -> Iterator[tuple[str, int]]:
+        """The samples that go on, among some that begin, and how many tokens of each the prefix cache has."""
+        # vLLM's second model runner, that of GPUs, is told of the former as of the latter.
+        for new in scheduled.scheduled_new_reqs:
+            yield new.req_id, new.num_computed_tokens
+        cached = scheduled.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            for name, found in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                if name in cached.resumed_req_ids:
+                    yield name, found
+
+    def _count(self, name: str, found: int) -> None:
+        request = self._scheduler.requests[name]
+        if name in self._forgotten:
+            self._forgotten.discard(name)
+        elif request.num_output_tokens:
+            # It goes on; nobody has fed the last one yet.
+            self._tokens += request.num_tokens - 1 - found
