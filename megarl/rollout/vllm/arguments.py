@@ -32,6 +32,9 @@ _DEFAULT_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "HF_HUB_OFFLINE": "1",
+    # Seconds in which ranks of data parallelism start: as long as the run lets an engine take
+    # (`cluster.engine_start_timeout_s`), not vLLM's own ten minutes.
+    "VLLM_ENGINE_READY_TIMEOUT_S": str(7 * 24 * 3600),
 }
 
 _SOCKETS = "VLLM_RPC_BASE_PATH"

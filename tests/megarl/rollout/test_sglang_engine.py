@@ -1,11 +1,13 @@
 """The SGLang engine over a server that has the rules of SGLang's, which are checked against SGLang's own, too."""
 
 import functools
+import itertools
 import os
 import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -354,6 +356,13 @@ def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch, folders, p
     with pytest.raises(UserError, match=message):
         engine.start()
     engine.close()
+
+
+def test_a_server_may_take_as_long_as_the_run_lets_it(start, monkeypatch):
+    """An hour passes each time somebody looks at a clock."""
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=itertools.count(step=3600).__next__)
+    monkeypatch.setattr("megarl.rollout.sglang.process.time", clock)
+    assert start().version() == 0
 
 
 def test_a_response_that_was_cut_goes_on_as_it_would_have(served):

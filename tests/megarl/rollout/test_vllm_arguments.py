@@ -11,6 +11,7 @@ from converters.errors import UserError
 from megarl.rollout.vllm.arguments import make_engine_config
 from megarl.rollout.vllm.kind import VLLM
 from megarl.rollout.vllm.sequences import finish_reason
+from megarl.schema import ClusterConfig
 
 
 def _config(folder, given):
@@ -32,6 +33,16 @@ def test_paths_of_sockets_fit_also_below_a_long_tmpdir(characters, has_own):
         )
         assert list(Path(tmpdir).iterdir()) == []
     assert run.stdout.strip().startswith(tmpdir) == has_own
+
+
+def _ready_timeout_s():
+    from vllm.v1.engine import core_client
+
+    return core_client.VLLM_ENGINE_READY_TIMEOUT_S
+
+
+def test_ranks_may_take_as_long_to_start_as_the_run_lets_them(vllm_process):
+    assert vllm_process(_ready_timeout_s) > 100 * ClusterConfig.engine_start_timeout_s
 
 
 def _reasons():
