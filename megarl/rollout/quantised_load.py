@@ -15,6 +15,7 @@ from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, read_json
 from converters.number_formats import NUMBER_FORMATS
 from megarl.rollout.kind import NUMBER_FORMAT, QUANTISATION
+from megatron_ext import device
 
 
 def in_asked_format(
@@ -22,7 +23,8 @@ def in_asked_format(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `weights` of the checkpoint in `model_path`, in the number format that the engine's `hf_config` asks for.
 
-    The matrices of the format become codes and scales, as a refit of a policy in `dtype` would make them.
+    The matrices of the format become codes and scales, as a refit of a policy in `dtype` would make them, on the
+    device of this worker: beside a GPU it has one thread of the host, which would take 20 minutes for 671B parameters.
     """
     asked: Mapping[str, Any] = getattr(hf_config, QUANTISATION, None) or {}
     if NUMBER_FORMAT not in asked:
@@ -32,6 +34,6 @@ def in_asked_format(
     quantised = number_format.quantised_names(read_architecture(read_json(Path(model_path) / CONFIG)))
     for name, weight in weights:
         if name in quantised:
-            yield from number_format.tensors(name, weight.to(dtype))
+            yield from number_format.tensors(name, weight.to(device.device(), dtype))
         else:
             yield name, weight

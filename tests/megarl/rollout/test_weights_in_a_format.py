@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,11 +20,13 @@ from megarl.config.compose import compose
 from megarl.models.auxiliary import check_auxiliary
 from megarl.models.policy import check_held, read_model
 from megarl.quickstart.tiny_models import IN_BLOCKS, write_tiny_model
+from megarl.rollout import quantised_load
 from megarl.rollout.kind import NUMBER_FORMAT
 from megarl.rollout.number_format import in_number_format
 from megarl.rollout.sglang.arguments import server_arguments
 from megarl.run.opening import RunSetup
 from megarl.schema import ModelConfig, RolloutConfig
+from megatron_ext import device
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,26 @@ def test_compressed_tensors_find_what_is_meant_in_what_the_engine_is_told(folder
     else:
         assert scheme.weights.pytorch_dtype() is number_format.codes
         assert scheme.input_activations.dynamic is True
+
+
+def test_what_is_read_is_quantised_on_the_device_of_the_worker(folder, monkeypatch):
+    seen = []
+
+    def tensors(name, weight):
+        seen.append((weight.device.type, weight.dtype))
+        yield name, weight
+
+    recording = SimpleNamespace(quantised_names=FP8_BLOCK.quantised_names, tensors=tensors)
+    monkeypatch.setattr(quantised_load, "NUMBER_FORMATS", {"recording": recording})
+    # Stands for a GPU.
+    monkeypatch.setattr(device, "device", lambda: torch.device("meta"))
+    hf_config = SimpleNamespace(quantization_config={NUMBER_FORMAT: "recording"})
+    weights = load_file(folder / "model.safetensors")
+    loaded = dict(quantised_load.in_asked_format(weights.items(), folder, hf_config, torch.bfloat16))
+    assert loaded.keys() == weights.keys()
+    on_device = {name for name, tensor in loaded.items() if tensor.is_meta}
+    assert on_device == FP8_BLOCK.quantised_names(read_architecture(read_json(folder / CONFIG)))
+    assert seen == [("meta", torch.bfloat16)] * len(on_device)
 
 
 def test_sglang_is_told_by_an_argument_that_nobody_else_may_give(folder):
