@@ -10,6 +10,8 @@ from megarl.rollout.kind import NUMBER_FORMAT, QUANTISATION
 from megarl.rollout.sglang import cpu, cpu_kv_cache
 from megarl.rollout.sglang.kind import (
     ADAPTER_SLOT,
+    GRAPH_CHOICES,
+    LARGEST_GRAPH,
     LORA_ALPHA,
     MAX_RUNNING_REQUESTS,
     OVERRIDES,
@@ -84,7 +86,7 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
     _check_layers(hf_config)
     _check_fields(hf_config)
     required = {**REQUIRED, "model_path": str(model_path), "port": port, "api_key": key}
-    on_device = cpu.ARGUMENTS if device.backend() == "gloo" else {}
+    on_device = cpu.ARGUMENTS if device.backend() == "gloo" else _graphs(given)
     if device.backend() == "gloo":
         cpu_kv_cache.check(hf_config, given)
         # Lets an engine on a GPU sleep; a worker on a CPU needs none of it (`cpu.memory_of`).
@@ -104,6 +106,17 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
         **required,
         "weight_version": version,
     }
+
+
+def _graphs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Give all that an engine on a GPU computes at once a CUDA graph.
+
+    SGLang's own choice for fewer than four workers is 256 samples on GPUs of 60 to 160 GB, and less on smaller ones:
+    beyond that each kernel of a step is launched by itself.
+    """
+    samples = given.get("max_running_requests", MAX_RUNNING_REQUESTS)
+    is_chosen = any(given.get(name) for name in GRAPH_CHOICES) or given.get("cuda_graph_backend_decode") == "disabled"
+    return {} if is_chosen or samples is None else {LARGEST_GRAPH: samples}
 
 
 def _check_layers(hf_config: Mapping[str, Any]) -> None:

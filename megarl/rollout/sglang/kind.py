@@ -43,6 +43,10 @@ MAX_RUNNING_REQUESTS = 512
 """Samples that an engine on a GPU computes at once, unless `max_running_requests` says otherwise.
 
 SGLang's own choice, 2,048 or more by the memory that it finds, is known to its server alone."""
+LARGEST_GRAPH = "cuda_graph_max_bs_decode"
+"""The argument that says for how many samples at most an engine has CUDA graphs."""
+GRAPH_CHOICES = (LARGEST_GRAPH, "cuda_graph_bs_decode", "disable_cuda_graph", "disable_decode_cuda_graph")
+"""Arguments of which each says for itself which graphs there are; `cuda_graph_config` wins over them by itself."""
 CHUNKED_PREFILL_SIZE = 8192
 """Tokens of prompts that are computed at a time, unless `chunked_prefill_size` says otherwise: SGLang's own choice on
 GPUs of 60 to 160 GB."""

@@ -15,7 +15,7 @@ from megarl.rollout.kind import QUANTISATION, quantisation
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.arguments import check_block_fp8, check_names, check_version, server_arguments
-from megarl.rollout.sglang.kind import OVERRIDES, SGLANG, VERSIONS
+from megarl.rollout.sglang.kind import LARGEST_GRAPH, OVERRIDES, SGLANG, VERSIONS
 from megarl.rollout.sglang.samples import Limits, question
 from megatron_ext import device
 
@@ -125,6 +125,29 @@ def test_a_request_leaves_nothing_of_its_distribution_to_the_defaults_of_a_serve
 def test_another_model_and_what_stays_from_older_weights_is_refused(folders, given, says):
     with pytest.raises(UserError, match=rf"{next(iter(given))}=.* is not supported: .*{says}"):
         server_arguments(folders[0], given, 1, "key")
+
+
+@pytest.mark.parametrize(
+    ("given", "largest"),
+    [
+        ({}, 512),
+        ({"max_running_requests": 96}, 96),
+        ({"disable_cuda_graph": False, "cuda_graph_backend_decode": "full"}, 512),
+        ({"cuda_graph_max_bs_decode": 64}, 64),
+        ({"cuda_graph_bs_decode": [1, 8]}, None),
+        ({"disable_cuda_graph": True}, None),
+        ({"disable_decode_cuda_graph": True}, None),
+        ({"cuda_graph_backend_decode": "disabled"}, None),
+        # SGLang chooses both.
+        ({"max_running_requests": None}, None),
+    ],
+)
+def test_all_that_a_gpu_computes_at_once_has_a_graph(folders, monkeypatch, given, largest):
+    assert LARGEST_GRAPH not in server_arguments(folders[0], {}, 1, "key")
+    monkeypatch.setattr(device, "backend", lambda: "nccl")
+    started = server_arguments(folders[0], given, 1, "key")
+    assert started.get(LARGEST_GRAPH) == largest
+    assert {name: started[name] for name in given} == given
 
 
 def test_readers_of_the_same_files_may_be_chosen(folders):

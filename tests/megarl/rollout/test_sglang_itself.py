@@ -9,7 +9,7 @@ import pytest
 
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.sglang import installation
-from megarl.rollout.sglang.kind import EXPERT_KERNELS, SGLANG
+from megarl.rollout.sglang.kind import EXPERT_KERNELS, GRAPH_CHOICES, SGLANG
 from megarl.rollout.sglang.samples import NEUTRAL, Limits, question
 
 pytestmark = pytest.mark.sglang
@@ -34,6 +34,7 @@ def test_the_tables_name_arguments_that_the_server_has(itself):
     known = {*itself["arguments"]}
     assert {*SGLANG.refused, *SGLANG.tested, *SGLANG.without_weights, *SGLANG.able_to_sleep} <= known
     assert {*SGLANG.float32_logits, *SGLANG.gpu_share(0.5), *(SGLANG.returning_experts or {})} <= known
+    assert {*GRAPH_CHOICES, "cuda_graph_backend_decode", "cuda_graph_config"} <= known
 
 
 def test_all_kernels_of_experts_but_one_may_be_chosen(itself):
