@@ -200,8 +200,9 @@ def _drafts(arguments: Arguments) -> bool:
         )
     if arguments.get("enable_return_routed_experts"):
         raise UserError(
-            "rollout.engine_args.speculative_config is not supported with algorithm.router_replay=rollout: the experts"
-            " of drafted tokens that were rejected would be taken for the policy's; give one of the two"
+            "rollout.engine_args.speculative_config is not supported with algorithm.router_replay=rollout: on a CPU the"
+            " experts of drafted tokens that were rejected would be recorded as those of tokens, and on a GPU, where"
+            " vLLM leaves them out, the two have not been compared with the policy; give one of the two"
         )
     return True
 

@@ -67,7 +67,7 @@ def test_the_policys_own_layers_may_draft() -> None:
     VLLM.check(drafting)
     assert VLLM.drafts(drafting)
     assert not VLLM.drafts({})
-    with pytest.raises(UserError, match=r"not supported with algorithm\.router_replay=rollout"):
+    with pytest.raises(UserError, match=r"not supported with algorithm\.router_replay=rollout: on a CPU"):
         VLLM.check({**drafting, "enable_return_routed_experts": True})
     elsewhere = {"speculative_config": {**drafting["speculative_config"], "model": "another"}}
     with pytest.raises(UserError, match="give method=mtp and num_speculative_tokens, or leave it out"):
