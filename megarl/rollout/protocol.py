@@ -71,6 +71,8 @@ class Request:
     """Where there is no room for all, lower ones are served first."""
     conversation: int | None = None
     """Requests of the same one begin alike, and go to the same engine as long as it is not much busier."""
+    cache_salt: str = ""
+    """Requests share keys and values with those that have the same one, and with no others."""
     begun: Mapping[int, TokenIds] = field(default_factory=dict)
     """The router gives arrays: lists of the tokens of thousands of long responses would take seconds and gigabytes."""
 

@@ -32,6 +32,11 @@ class RequestInFlight:
         return self._request.conversation
 
     @property
+    def cache_salt(self) -> str:
+        """It shares keys and values with requests that have the same one."""
+        return self._request.cache_salt
+
+    @property
     def prompt_tokens(self) -> int:
         """How many tokens all its samples begin with."""
         return len(self._prompt_ids)

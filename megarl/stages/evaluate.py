@@ -18,6 +18,8 @@ from megarl.stages.rollout import answered, requests_for
 
 # Keeps the seeds of an evaluation apart from others that are made of loop.seed and a number.
 _EVALUATION = 0xE7A1
+# Keeps its keys and values apart from those of training.
+_SALT = "evaluation"
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,13 @@ def evaluate(
     """Accuracy, which is the mean reward, and what several responses to a prompt give; see `evaluation_metrics`.
 
     No weights come meanwhile, so that all responses are of one version. Responses of training that are in
-    flight go on behind these.
+    flight go on behind these, and share no keys and values with them.
     """
     sampling = _sampling(len(prompts), settings)
     # Negative ordinals: these prompts share no conversation with those of training, and are served first.
     drawn = [PromptGroup(prompt, place - len(prompts)) for place, prompt in enumerate(prompts)]
     groups = score_all(sample_all(engines, drawn, sampling), scorer, tokenizer)
     sampled = [each for group in groups for each in group.trajectories]
-    # Later samples must not depend on whether an evaluation came before.
-    engines.reset_prefix_cache()
     return {
         **evaluation_metrics([group.only_scored() for group in groups], tokenizer, settings.samples),
         "eval/dropped": float(sum(each.score is None for each in sampled)),
@@ -77,7 +77,9 @@ def sample_all(
     engines: Engines, groups: Sequence[PromptGroup], sampling: Sequence[SamplingParameters]
 ) -> Iterator[PromptGroup]:
     """Sample every group, with the parameters in its place; each comes as soon as it is finished, in any order."""
-    for place, turns in engines.generate_each(requests_for(groups, sampling, with_baselines=False)):
+    # Later samples must not depend on whether an evaluation came before.
+    requests = [replace(each, cache_salt=_SALT) for each in requests_for(groups, sampling, with_baselines=False)]
+    for place, turns in engines.generate_each(requests):
         yield answered(groups[place], [turns])
 
 

@@ -9,7 +9,6 @@ from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Turn
 from megarl.data.stretches import Array, RunLengthArray, Stretch, Values, distinct
 from megarl.schema import MegarlConfig
-from megarl.stages.evaluate import evaluates_after
 from megarl.stages.fields import with_fields
 
 
@@ -17,16 +16,14 @@ def with_staleness(batch: Batch, groups: Sequence[PromptGroup], version: int, co
     """`batch`, that of `to_batch`, with what the configuration asks for; the trainer has the weights of `version`.
 
     Fields: `staleness` where `ratio_to` interpolates by it; `on_kept_kv` where engines keep keys and values, at tokens
-    of `version` in turns that older weights began: engine and trainer differ there by what was kept. No token is where
-    these weights were evaluated, since engines compute anew what is in flight behind that.
+    of `version` in turns that older weights began: engine and trainer differ there by what was kept.
     """
-    are_kept = not (config.data.eval_files and evaluates_after(version, config.loop))
 
     def staleness(versions: Array) -> Array:
         return (version - versions).astype(np.float32)
 
     def is_on_kept_kv(versions: Array) -> Array:
-        return are_kept & (versions == version) & (versions[:1] < version)
+        return (versions == version) & (versions[:1] < version)
 
     turns = [each.turns for group in groups for each in group.trajectories]
     fields: dict[str, list[Values]] = {}

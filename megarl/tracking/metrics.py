@@ -232,7 +232,6 @@ METRICS: tuple[Metric, ...] = (
         "tokens",
         "what engines computed again since room for keys and values ran out, and none was left of it in prefix caches",
     ),
-    Metric("engines/tokens_recomputed", "tokens", "what they computed again of responses in flight behind evaluations"),
     Metric(
         "refit/tokens_recomputed", "tokens", "what engines computed again for responses in flight (schedule.in_flight)"
     ),
@@ -255,8 +254,7 @@ METRICS: tuple[Metric, ...] = (
         "staleness/kept_kv_gap",
         "nats",
         "with schedule.in_flight=keep: mean |engine - trainer| log-prob of tokens that the newest weights sampled in "
-        "responses which older ones began, whose keys and values they keep; null where there are none, and in the step "
-        "after an evaluation, behind which keys and values are computed anew",
+        "responses which older ones began, whose keys and values they keep; null where there are none",
     ),
     Metric(
         "eval/accuracy",

@@ -10,7 +10,7 @@ from converters.architectures import Lora
 from converters.errors import UserError
 from converters.number_formats import number_format
 from megarl.cluster.engines.engine_handle import EngineHandle, wait_for_living
-from megarl.cluster.engines.engine_load import load_metrics, work_metrics
+from megarl.cluster.engines.engine_load import load_metrics
 from megarl.cluster.engines.engine_starter import EngineStarter
 from megarl.cluster.engines.engines import Engines, SharedByEngines
 from megarl.cluster.engines.restarts import Restarts, StartStages
@@ -151,9 +151,11 @@ class EngineGroup(Engines):
         """Metrics of engines that died, or of what they had to sample, since the last step."""
         now_s = time.monotonic()
         seconds, self._step_began_s = now_s - self._step_began_s, now_s
+        # How long each had nothing to sample.
+        idle_s = self._queue.take_idle_s()
         return {
             **self._restarts.end_step(),
             **load_metrics(self.handles),
-            **work_metrics(self._queue.take_idle_s(), self._shared.recomputed.take(), seconds),
+            "throughput/engines_idle": sum(idle_s) / len(idle_s) / seconds,
             "engines/tokens_moved": float(self._queue.take_moved()),
         }

@@ -11,22 +11,6 @@ _WAIT_S = 1.0
 """How long an engine that computes a step has to say what it had to do."""
 
 
-class Tally:
-    """Counts until the count is taken."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def add(self, count: int) -> None:
-        """Count so many more."""
-        self._count += count
-
-    def take(self) -> int:
-        """The count since it was taken last."""
-        count, self._count = self._count, 0
-        return count
-
-
 def load_metrics(handles: Sequence[EngineHandle]) -> dict[str, float]:
     """Metrics of the load since they were made last; an engine that has no time to say it is left out."""
     said = _said(handles)
@@ -38,17 +22,6 @@ def load_metrics(handles: Sequence[EngineHandle]) -> dict[str, float]:
         "engines/waiting": max(each.waiting for each in said),
         "engines/tokens_preempted": float(sum(each.preempted for each in said)),
         **({"engines/kv_used": max(used)} if used else {}),
-    }
-
-
-def work_metrics(idle_s: Sequence[float], recomputed: int, seconds: float) -> dict[str, float]:
-    """How busy engines were in the last `seconds`, and how many tokens they `recomputed` in these.
-
-    `idle_s` is how long each of them had nothing to sample.
-    """
-    return {
-        "throughput/engines_idle": sum(idle_s) / len(idle_s) / seconds,
-        "engines/tokens_recomputed": float(recomputed),
     }
 
 

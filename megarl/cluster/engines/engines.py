@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, TypeVarTuple
@@ -17,7 +17,6 @@ from converters.layouts.traced_layout import PackedTrace
 from converters.number_formats import NumberFormat
 from megarl.cluster.engines.engine_handle import EngineHandle
 from megarl.cluster.engines.engine_heartbeats import INTERVAL_S
-from megarl.cluster.engines.engine_load import Tally
 from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
 from megarl.cluster.engines.restarts import Restarts
 from megarl.cluster.engines.router import Router
@@ -45,8 +44,6 @@ class SharedByEngines:
     router: Router
     number_format: NumberFormat | None = None
     """The one in which they hold the weights, if not as these are trained."""
-    recomputed: Tally = field(default_factory=Tally)
-    """Tokens in flight that one recomputed as its prefix cache was reset, in this step."""
 
 
 class Engines:
@@ -191,10 +188,6 @@ class Engines:
     def resume(self) -> None:
         """Sample on after `pause`."""
         self._tell(Engine.resume)
-
-    def reset_prefix_cache(self) -> None:
-        """Forget what was computed before, also of what is in flight."""
-        self._shared.recomputed.add(sum(self._tell(Engine.reset_prefix_cache)))
 
     def sleep(self) -> None:
         """Let the engines give the memory of weights and KV cache back; requests go on when they are awake.

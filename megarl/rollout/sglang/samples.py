@@ -83,6 +83,7 @@ def question(request: Request, limits: Limits, *, interval: int) -> dict[str, An
         "return_sampling_mask": is_cut,
         "return_routed_experts": limits.returned is not None,
         "priority": request.priority,
+        "cache_salt": request.cache_salt or None,
         "lora_path": ADAPTER if limits.adapted else None,
     }
 

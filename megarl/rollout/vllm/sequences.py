@@ -64,7 +64,7 @@ class SequencesInFlight:
     ) -> list[Future[list[Turn]]]:
         """Hand all samples of `requests` to the core, or none: UserError if one of them cannot be served.
 
-        They share keys and values with what was added under the same `version` of the weights, and with nothing else.
+        They share keys and values with what was added under the same `version` of the weights, and has their salt.
         """
         prepared = [self._core_requests(request) for request in requests]
         added = [RequestInFlight(request, listener) for request in requests]
@@ -126,10 +126,10 @@ class SequencesInFlight:
         self._sequences = {}
 
     def _named(self, sequence: _SequenceInFlight, version: int) -> SampleRequest:
-        """The core's request, under a name of its own; the salt keeps caches of different versions apart."""
+        """The core's request, under a name of its own; by the salt it meets no keys and values of other versions."""
         asked = sequence.asked = copy.copy(sequence.asked)
         asked.request_id = asked.external_req_id = str(next(self._ids))
-        asked.cache_salt = str(version)
+        asked.cache_salt = f"{version} {sequence.request.cache_salt}"
         self._sequences[asked.request_id] = sequence
         return asked
 

@@ -167,9 +167,11 @@ class EchoEngine:
     def write(self, bucket):
         pass_by("write")
 
-    def reset_prefix_cache(self):
-        pass_by("reset_prefix_cache")
-        return 0
+    def pause(self, mode):
+        pass_by("pause")
+
+    def resume(self):
+        pass
 
     def commit_update(self, version, kv):
         pass_by("commit_update")

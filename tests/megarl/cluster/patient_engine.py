@@ -15,8 +15,6 @@ from megarl.rollout.protocol import Progress, RequestEnded
 
 PROMPTS = 2
 """Draws of a batch: the first token of a prompt is its draw."""
-FORGOTTEN = 23
-"""Tokens that it says to compute again as all that it had computed is forgotten."""
 TOLD = 4
 """Tokens of each sample that it tells of, each time it is asked."""
 
@@ -116,9 +114,6 @@ class LastingEngine(PatientEngine):
         for number in numbers:
             self._left.pop(number, None)
 
-    def reset_prefix_cache(self):
-        return FORGOTTEN
-
     def load(self):
         return None
 
@@ -157,9 +152,6 @@ class NappingEngine(PatientEngine):
 
     def wake_up(self, parts):
         pass
-
-    def reset_prefix_cache(self):
-        return 0
 
     def commit_update(self, version, kv):
         pass_by("commit_update")

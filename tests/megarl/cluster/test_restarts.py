@@ -135,8 +135,9 @@ def check_that_the_last_one_is_waited_for(engines, script):
 
 
 def check_a_death_between_rollouts(engines, refit, script):
-    script("reset_prefix_cache")
-    engines.reset_prefix_cache()
+    script("pause")
+    engines.pause("keep")
+    engines.resume()
     assert engines.end_step()["engines/restarts"] == 8
     assert refit(2)["refit/repeated"] == 0
     assert {version for state, version, _ in states(engines) if state == "serving"} == {2}

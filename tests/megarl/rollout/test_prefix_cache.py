@@ -21,6 +21,20 @@ def test_the_beginning_of_a_short_prompt_is_computed_once_and_so_is_a_turn_befor
     assert later.cached_tokens == 32
 
 
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.sglang)])
+def test_requests_share_what_is_computed_with_those_of_their_salt_alone(served) -> None:
+    served.update(served.first, served.engine.version() + 1)
+
+    def cached(salt: str) -> int:
+        ((turn,),) = served.engine.generate([Request(SHORT, SamplingParameters(max_tokens=4), cache_salt=salt)])
+        return turn.cached_tokens
+
+    assert cached("") == 0
+    kept = cached("")
+    assert kept >= 32
+    assert [cached("evaluation"), cached("evaluation"), cached("another"), cached("")] == [0, kept, 0, kept]
+
+
 @pytest.mark.parametrize("kind", ["transformers"])
 def test_an_engine_without_such_a_cache_says_nothing(served) -> None:
     ((turn,),) = served.engine.generate([Request(SHORT, SamplingParameters(max_tokens=4))])

@@ -6,7 +6,7 @@ import torch
 
 from megarl.algorithms import Metrics, PolicyObjective
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
-from megarl.schema import AlgorithmConfig, DataConfig, LoopConfig, MegarlConfig, ScheduleConfig
+from megarl.schema import AlgorithmConfig, MegarlConfig, ScheduleConfig
 from megarl.stages.batch import to_batch
 from megarl.stages.staleness import with_staleness
 from megatron_ext.log_probs import LogProbs
@@ -31,20 +31,6 @@ def test_tokens_of_the_newest_weights_in_a_turn_that_older_ones_began(versions, 
     group = PromptGroup(Prompt(0, "any", [5, 9], "", {}), 0, [Trajectory(turns, "stop")])
     batch = with_staleness(to_batch([group], AlgorithmConfig()), [group], 4, KEEP)
     assert batch.values("on_kept_kv").int().tolist() == [0, 0, *expected, 0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("eval_files", "eval_every", "expected"), [(["held_out"], 2, 0), (["held_out"], 3, 1), ([], 2, 1)]
-)
-def test_an_evaluation_has_engines_compute_anew_what_they_kept(eval_files, eval_every, expected) -> None:
-    config = MegarlConfig(
-        schedule=ScheduleConfig(in_flight="keep"),
-        data=DataConfig(eval_files=eval_files),
-        loop=LoopConfig(eval_every=eval_every),
-    )
-    group = PromptGroup(Prompt(0, "any", [5, 9], "", {}), 0, [Trajectory((turn(3, 4),), "stop")])
-    batch = with_staleness(to_batch([group], AlgorithmConfig()), [group], 4, config)
-    assert batch.values("on_kept_kv").int().tolist() == [0, 0, 0, expected]
 
 
 @pytest.mark.parametrize("versions", [[2, 3, 4], LONG])
