@@ -157,16 +157,6 @@ class OwnedEngine(ABC):
         """See `Sampler.version`."""
         return self._version
 
-    @by_owner
-    def reset_prefix_cache(self) -> int:
-        """See `Sampler.reset_prefix_cache`."""
-        self._pause_stepping()
-        try:
-            self._reset_kv_cache()
-        finally:
-            self._resume_stepping()
-        return tokens_of(self._samples())
-
     def close(self) -> None:
         """See `Sampler.close`."""
         self._owner.submit(self._end).result()

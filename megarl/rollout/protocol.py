@@ -192,9 +192,6 @@ class Sampler(Protocol):
     def version(self) -> int:
         """The version of the served weights: 0 for the weights of the model's folder, -1 for none."""
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached keys and values. Returns the tokens of samples in flight that it recomputes."""
-
     def close(self) -> None:
         """Free everything; unfinished `generate` calls raise EngineDiedError."""
 

@@ -158,7 +158,7 @@ class Served:
         self.engine.begin_update(version, weights.names)
         for bucket in weights.buckets:
             self.write(weights, bucket)
-        self.engine.commit_update(version, kv)
+        return self.engine.commit_update(version, kv)
 
     def greedy(self, prompt):
         return self.engine.generate([Request(prompt, GREEDY)])[0][0]

@@ -1,7 +1,7 @@
 """The load of an engine since it was asked for last, and what it computes twice."""
 
 import pytest
-from engine_host import vllm_pool
+from engine_host import Served, vllm_pool
 from transformers import AutoConfig
 
 from megarl.rollout.protocol import Request, SamplingParameters
@@ -102,11 +102,12 @@ def test_tokens_of_what_is_in_flight_when_all_is_forgotten_are_counted_there(
     host, folders, half_generated, endless_prompt
 ) -> None:
     engine = host.start(folders[0])
-    assert engine.reset_prefix_cache() == 0
+    served = Served(engine, folders)
+    assert served.update(served.first, 1) == 0
     generating = half_generated(engine)
-    recomputed = engine.reset_prefix_cache()
+    recomputed = served.update(served.first, 2)
     assert len(endless_prompt) < recomputed < len(endless_prompt) + 400
-    assert engine.reset_prefix_cache() == recomputed
+    assert served.update(served.first, 3) == recomputed
     engine.resume()
     assert len(generating.result(60)[0][0].token_ids) == 400
     assert engine.load().preempted == 0

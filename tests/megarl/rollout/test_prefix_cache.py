@@ -10,7 +10,7 @@ SHORT = [5 + place % 50 for place in range(40)]
 
 @pytest.mark.parametrize("kind", ["vllm"])
 def test_the_beginning_of_a_short_prompt_is_computed_once_and_so_is_a_turn_before(served, endless_prompt) -> None:
-    served.engine.reset_prefix_cache()
+    served.update(served.first, served.engine.version() + 1)
     turns = served.engine.generate([Request(SHORT, SamplingParameters(samples=3, max_tokens=4))])[0]
     assert [turn.cached_tokens for turn in turns] == [0, 32, 32]
     first = Request(endless_prompt, SamplingParameters(temperature=0, max_tokens=40))

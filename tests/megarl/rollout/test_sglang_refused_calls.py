@@ -1,14 +1,16 @@
 """Calls that SGLang's server refuses: the engine says so, and goes on with what it serves."""
 
 import time
+from typing import get_args
 
 import pytest
 from engine_host import PROMPTS
 from sglang_stand_in import REFUSED_ONCE
 
 from megarl.resharding.direct.weight_receiver import WeightReceiver
-from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.protocol import EngineMemory, Request, SamplingParameters
 from megarl.rollout.sglang.client import CallRefusedError
+from megatron_ext import device
 
 LONG = SamplingParameters(temperature=0, max_tokens=450)
 
@@ -39,11 +41,13 @@ def assert_serves(engine, pool):
     engine.resume()
 
 
-@pytest.mark.parametrize("path", ["/pause_generation", "/flush_cache"])
-def test_it_goes_on_where_it_could_not_forget(engine, refuse, assert_serves, path):
-    refuse(path)
+def test_it_goes_on_where_it_could_not_forget(engine, refuse, assert_serves, monkeypatch):
+    # As on GPUs.
+    monkeypatch.setattr(device, "backend", lambda: "nccl")
+    engine.sleep()
+    refuse("/flush_cache")
     with pytest.raises(CallRefusedError, match="not this time"):
-        engine.reset_prefix_cache()
+        engine.wake_up(get_args(EngineMemory))
     assert_serves()
 
 

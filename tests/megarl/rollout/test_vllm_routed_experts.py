@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from engine_host import PROMPTS
+from engine_host import PROMPTS, Served
 
 from converters.errors import UserError
 from megarl.rollout.protocol import Request, SamplingParameters
@@ -21,8 +21,9 @@ def test_the_experts_of_every_token_are_those_of_a_plain_forward(engines, folder
         check_experts(folders[0], turn, routing)
 
     # All keys and values are computed again in the middle of a response, which is then ended early.
+    served = Served(engine, folders)
     generating = half_generated(engine)
-    engine.reset_prefix_cache()
+    served.update(served.first, 1)
     engine.resume()
     other = engine.generate(requests[:1])[0]
     engine.pause("abort")
