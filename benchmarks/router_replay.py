@@ -30,7 +30,7 @@ from converters.architectures import read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ParallelSizes  # noqa: E402
 from megarl.data import Turn  # noqa: E402
-from megarl.data.stretches import here, joined  # noqa: E402
+from megarl.data.stretches import here, opened_each  # noqa: E402
 from megarl.process.ports import free_port  # noqa: E402
 from megarl.quickstart.tiny_models import write_tiny_model  # noqa: E402
 from megarl.rollout.protocol import Request, SamplingParameters  # noqa: E402
@@ -38,7 +38,7 @@ from megarl.rollout.transformers.engine import TransformersEngine  # noqa: E402
 from megatron_ext import parallel  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
 from megatron_ext.options.options import MegatronOptions  # noqa: E402
-from megatron_ext.packing.packing import RaggedBatch  # noqa: E402
+from megatron_ext.packing.packing import RaggedBatch, pack  # noqa: E402
 from megatron_ext.routing.routed_experts import Routing  # noqa: E402
 
 MODEL = {"num_hidden_layers": 6, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True}
@@ -121,9 +121,10 @@ def compare(folder: Path, name: str, prompts: int) -> Figures:
     own = model.log_probs(RaggedBatch(batch.tokens, batch.lengths), micro_batches, temperature=1.0)
     assert own is not None, "one rank has the last stage"
     assert replayed is not None
-    assert batch.routed_experts is not None
     layers = [torch.cat([maps[layer] for maps in by_micro_batch(chosen)]) for layer in range(ROUTING.layers)]
-    engines = ROUTING.experts_of(batch.routed_experts, range(ROUTING.layers))
+    records = pack(batch, range(len(batch))).routed_experts
+    assert records is not None
+    engines = ROUTING.experts_of(records, range(ROUTING.layers)).long()
     is_recorded = engines[:, 0, 0] >= 0
     maps = torch.stack(layers, 1)[is_recorded]
     theirs = torch.zeros_like(maps).scatter(2, engines[is_recorded], True)
@@ -148,10 +149,9 @@ def sampled(folder: Path, dtype: str, prompts: int) -> list[Turn]:
 def to_batch(turns: list[Turn]) -> RaggedBatch:
     """The turns' tokens, with the records of their experts."""
     tokens = np.concatenate([here(part) for each in turns for part in (each.prompt_ids, each.token_ids)])
-    records = joined([each.routed_experts for each in turns])
     lengths = torch.tensor([PROMPT + len(each.token_ids) for each in turns])
-    content = torch.from_numpy(records.view(np.uint8).reshape(len(records), records.itemsize))
-    return RaggedBatch(torch.from_numpy(tokens), lengths, routed_experts=content)
+    records = opened_each([each.routed_experts for each in turns])
+    return RaggedBatch(torch.from_numpy(tokens), lengths, routed_experts=records)
 
 
 def choices_of(model: MegatronModel) -> list[Tensor]:

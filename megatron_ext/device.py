@@ -173,6 +173,12 @@ def set_gpu_rng_state(state: Tensor) -> None:
         torch.cuda.set_rng_state(state)
 
 
+def sent(values: Tensor, where: torch.device) -> Tensor:
+    """Values of the host on a device; the host goes on while a GPU fetches them."""
+    # From memory that is not pinned a copy waits until the GPU has done all that was asked of it before.
+    return values.pin_memory().to(where, non_blocking=True) if where.type == "cuda" else values.to(where)
+
+
 HOST_BUCKET_BYTES = 2**28
 """Size of a piece of pinned host memory: it is allocated in powers of two, so such a piece wastes nothing."""
 

@@ -46,7 +46,7 @@ from megatron_ext.routing.expert_load import ExpertLoad
 from megatron_ext.routing.router import freeze_routers
 from megatron_ext.routing.router_balance import RouterBalance, routed_tokens
 from megatron_ext.routing.router_loss_options import RouterLosses
-from megatron_ext.routing.router_replay import routing_of, take_counts
+from megatron_ext.routing.router_replay import take_counts
 from megatron_ext.weights import export_huggingface, load_huggingface
 
 
@@ -359,11 +359,7 @@ class MegatronModel:
         if are_counted and config.num_moe_experts:
             split = config.sequence_parallel
             packed = [replace(each, routed=routed_tokens(each, sequence_parallel=split)) for each in packed]
-        packed = [each.to(device.device()) for each in packed]
-        for each in packed:
-            if each.routed_experts is not None:
-                routing_of(config).check(each.routed_experts)
-        return packed
+        return [each.to(device.device()) for each in packed]
 
     def _packed(self, batch: RaggedBatch, sequences: Sequence[int]) -> MicroBatch:
         parallel, align = self.options.parallel, self.options.token_multiple

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, TypeAlias, overload
 
 import numpy as np
@@ -159,11 +159,22 @@ def opened(values: Sequence[Array | StoredArray]) -> list[Array]:
     ]
 
 
+def opened_each(sequences: Sequence[Values]) -> list[list[Array]]:
+    """The values of each sequence in arrays that lie end to end: nothing is copied, only runs are written out."""
+    arrays = iter(_arrays(sequences))
+    return [list(islice(arrays, len(values))) for values in sequences]
+
+
 def joined(sequences: Iterable[Values]) -> Array:
     """Values of several sequences in one array."""
+    return np.concatenate(_arrays(sequences))
+
+
+def _arrays(sequences: Iterable[Values]) -> list[Array]:
+    """The stretches of all sequences, fetched and written out."""
     stretches = [stretch for values in sequences for stretch in values]
     expanded = _expanded([each for each in stretches if isinstance(each, RunLengthArray)])
-    return np.concatenate(opened([next(expanded) if isinstance(each, RunLengthArray) else each for each in stretches]))
+    return opened([next(expanded) if isinstance(each, RunLengthArray) else each for each in stretches])
 
 
 def shortened(values: Array) -> Array | RunLengthArray:

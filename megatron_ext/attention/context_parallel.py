@@ -13,7 +13,6 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_ext.packing.packing import MicroBatch, Part, positions_within
-from megatron_ext.routing.routed_experts import padded as padded_records
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,8 @@ def cut(micro_batch: MicroBatch, ranks: int, rank: int, align: int) -> ContextPa
         cu_seqlens=padded_bounds.to(torch.int32),
         max_seqlen=int(padded.max()),
         asked=take(micro_batch.asked),
-        routed_experts=None if records is None else padded_records(records, 1)[sources],
+        # Records are numbered as tokens are.
+        routed_experts=None if records is None else records._replace(tokens=sources),
         places=places,
     )
 

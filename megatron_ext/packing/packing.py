@@ -2,12 +2,13 @@
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from megatron_ext.routing.routed_experts import padded
+from megatron_ext.routing.routed_experts import RecordArrays, Records
 from megatron_ext.routing.router_losses import RoutedTokens
 
 
@@ -23,7 +24,7 @@ class RaggedBatch:
     With `unit` above 1 each `unit` sequences in a row belong together (the two of a preference): micro-batches and
     data-parallel ranks get them whole and in order.
 
-    `routed_experts` uint8[T, bytes], if there are any, are `Routing` records of the tokens.
+    `routed_experts`, if there are any, are for each sequence the `Routing` records of its tokens.
 
     Example: RaggedBatch(torch.tensor([5, 9, 40]), torch.tensor([2, 1]), {"weights": torch.tensor([0.0, 0.5, 0.5])})
     """
@@ -33,7 +34,7 @@ class RaggedBatch:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     unit: int = 1
     names: Mapping[str, Tensor] = field(default_factory=dict)
-    routed_experts: Tensor | None = None
+    routed_experts: Sequence[RecordArrays] | None = None
 
     def __post_init__(self) -> None:
         total = int(self.lengths.sum())
@@ -44,8 +45,10 @@ class RaggedBatch:
         for name, values in {"tokens": self.tokens, **self.fields}.items():
             if values.shape != (total,):
                 raise ValueError(f"RaggedBatch: {name} has shape {tuple(values.shape)}, the lengths say ({total},)")
-        if self.routed_experts is not None and len(self.routed_experts) != total:
-            raise ValueError(f"RaggedBatch: {len(self.routed_experts)} records of routed experts for {total} tokens")
+        if self.routed_experts is not None:
+            records = [sum(map(len, arrays)) for arrays in self.routed_experts]
+            if records != self.lengths.tolist():
+                raise ValueError(f"RaggedBatch: {records} records of routed experts for {self.lengths.tolist()} tokens")
         for name, values in self.names.items():
             if values.shape != self.lengths.shape:
                 raise ValueError(f"RaggedBatch: {name} has shape {tuple(values.shape)} for {len(self)} sequences")
@@ -65,7 +68,8 @@ class RaggedBatch:
 
         fields = {name: take(values) for name, values in self.fields.items()}
         names = {name: values[chosen] for name, values in self.names.items()}
-        routed_experts = None if self.routed_experts is None else take(self.routed_experts)
+        records = self.routed_experts
+        routed_experts = None if records is None else [records[sequence] for sequence in chosen.tolist()]
         return RaggedBatch(take(self.tokens), lengths, fields, self.unit, names, routed_experts)
 
     def with_fields(self, **fields: Tensor) -> "RaggedBatch":
@@ -117,8 +121,8 @@ class Part:
     max_seqlen: int
     asked: Tensor
     """bool[L]: the labels about which the model is asked something."""
-    routed_experts: Tensor | None
-    """uint8[L, bytes]: see `RaggedBatch`."""
+    routed_experts: Records | None
+    """They stay in memory of the host."""
     ahead: Ahead | None = field(default=None, kw_only=True)
     """For prediction layers that train; see `multi_token_prediction.look_ahead`."""
 
@@ -159,7 +163,7 @@ class MicroBatch(Part):
     value that belongs to that token. Where there is no next token (`targets` False: the last of each sequence, and
     padding) labels and fields are 0. Padding is one sequence of its own at the end, so that attention never mixes it
     with real tokens. A record of routed experts belongs to the token at its index, which is fed there: it is not
-    shifted as labels are. Padding's says nothing.
+    shifted as labels are. Padding has none.
     """
 
     targets: Tensor
@@ -224,8 +228,15 @@ def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroB
         real_tokens=real_tokens,
         unit=batch.unit,
         names=chosen.names,
-        routed_experts=None if chosen.routed_experts is None else padded(chosen.routed_experts, padding),
+        routed_experts=_records(chosen, real_tokens + padding),
     )
+
+
+def _records(batch: RaggedBatch, tokens: int) -> Records | None:
+    """Records of so many tokens, the first of which are those of `batch`; padding behind them has none."""
+    if batch.routed_experts is None:
+        return None
+    return Records(list(chain.from_iterable(batch.routed_experts)), torch.arange(tokens))
 
 
 def unpack(values: Tensor, micro_batch: MicroBatch) -> Tensor:

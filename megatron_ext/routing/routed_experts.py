@@ -1,7 +1,8 @@
 """The experts of each token as they travel from an engine to the ranks: one record of bytes per token."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import combinations
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,22 @@ from converters.errors import UserError
 
 _NONE = 0xFF
 """Every byte of a record that says nothing: the token goes to the experts that the trainer chooses."""
+
+RecordArrays: TypeAlias = Sequence[npt.NDArray[np.void]]
+"""Records of tokens that lie end to end, one of them in each element of an array."""
+
+
+class Records(NamedTuple):
+    """The records of L tokens that a rank computes with: of all layers, and where the batch has them.
+
+    A batch has hundreds of bytes for each token, and a pass needs a few of them: they stay in memory of the host, which
+    processes may share, until `Routing.experts_of` takes out what the routers of one pass follow.
+    """
+
+    arrays: RecordArrays
+    """Records of the tokens of a micro-batch."""
+    tokens: Tensor
+    """long[L]: which of them each token has; there is none for a number behind the last."""
 
 
 class Routing(NamedTuple):
@@ -58,34 +75,42 @@ class Routing(NamedTuple):
         content.view(self.dtype)[: len(experts)] = experts.reshape(len(experts), self.layers * self.topk)
         return content.view(np.dtype((np.void, self.record_bytes)))[:, 0]
 
-    def experts_of(self, records: Tensor, layers: Sequence[int]) -> Tensor:
-        """long[T, len(layers), topk]: the experts in some layers by `records` uint8[T, record_bytes], -1 for none."""
-        chosen = self._numbers(records)[:, list(layers)].long()
-        return chosen.masked_fill_(self._say_nothing(records)[:, None, None], -1)
+    def experts_of(self, records: Records, layers: Sequence[int]) -> Tensor:
+        """int16[L, len(layers), topk]: the experts of L tokens in some layers by `records`, -1 for none.
 
-    def check(self, records: Tensor) -> None:
-        """Raise RuntimeError for `records` uint8[T, bytes] that are not of this model."""
-        if records.shape[1] != self.record_bytes:
-            raise RuntimeError(
-                f"the engine's records of routed experts have {records.shape[1]} bytes, and {self} needs"
-                f" {self.record_bytes}: engine and trainer have different models"
-            )
-        ascending = self._numbers(records)[~self._say_nothing(records)].sort(-1).values
-        if not ascending.numel():
+        Raises RuntimeError where these are not of this model.
+        """
+        content = self._bytes(records)
+        says_nothing = content.min(1) == _NONE
+        numbers = content.view(self.dtype).reshape(len(content), self.layers, self.topk)
+        experts = numbers[:, list(layers)].astype(np.int16)
+        self._check(experts[~says_nothing])
+        experts[says_nothing] = -1
+        return torch.from_numpy(experts)
+
+    def _bytes(self, records: Records) -> npt.NDArray[np.uint8]:
+        """uint8[L, record_bytes]: the record of each of L tokens."""
+        for each in records.arrays:
+            if each.itemsize != self.record_bytes:
+                raise RuntimeError(
+                    f"the engine's records of routed experts have {each.itemsize} bytes, and {self} needs"
+                    f" {self.record_bytes}: engine and trainer have different models"
+                )
+        nothing = self.records(np.empty((0, self.layers, self.topk)), 1)
+        content = np.concatenate([*records.arrays, nothing])
+        of_tokens = content[records.tokens.clamp(max=len(content) - 1).numpy()]
+        return of_tokens.view(np.uint8).reshape(len(of_tokens), self.record_bytes)
+
+    def _check(self, experts: npt.NDArray[np.int16]) -> None:
+        """Raise RuntimeError for `experts` [tokens, layers, topk] that no router of this model could choose."""
+        if not experts.size:
             return
-        if int(ascending[..., -1].max()) >= self.experts or int(ascending[..., 0].min()) < 0:
+        if int(experts.max()) >= self.experts or int(experts.min()) < 0:
             raise RuntimeError(f"the engine routed a token to an expert that is none of {self.experts}")
-        if bool((ascending[..., 1:] == ascending[..., :-1]).any()):
+        # To sort them would take ten times as long, and each pass waits for this.
+        choices = [np.ascontiguousarray(experts[..., choice]) for choice in range(self.topk)]
+        if any(bool((one == other).any()) for one, other in combinations(choices, 2)):
             raise RuntimeError(f"the engine routed a token to less than {self.topk} different experts of a layer")
-
-    def _numbers(self, records: Tensor) -> Tensor:
-        return (records if self.dtype.itemsize == 1 else records.view(torch.int16)).unflatten(
-            1, (self.layers, self.topk)
-        )
-
-    @staticmethod
-    def _say_nothing(records: Tensor) -> Tensor:
-        return (records == _NONE).all(1)
 
 
 def layers_with_experts(transformer_config: Mapping[str, Any], num_layers: int) -> list[int]:
@@ -94,8 +119,3 @@ def layers_with_experts(transformer_config: Mapping[str, Any], num_layers: int) 
     if isinstance(pattern, int):
         return [layer for layer in range(num_layers) if layer % pattern == 0]
     return [layer for layer, has_experts in enumerate(pattern) if has_experts]
-
-
-def padded(records: Tensor, padding: int) -> Tensor:
-    """Records uint8[T, bytes] of T tokens and, behind them, of `padding` ones that say nothing."""
-    return torch.cat([records, records.new_full((padding, records.shape[1]), _NONE)])

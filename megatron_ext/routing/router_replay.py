@@ -17,8 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from megatron_ext import device
 from megatron_ext.packing.packing import Part
-from megatron_ext.routing.routed_experts import Routing, layers_with_experts
+from megatron_ext.routing.routed_experts import Records, Routing, layers_with_experts
 from megatron_ext.routing.router import Choice, GroupScoredChoice, require_all_met, routers
 
 
@@ -37,7 +38,7 @@ class RecordedChoice(RouterReplay):
         self.followed: list[Tensor] = []
 
     def set_experts(self, experts: Tensor | None) -> None:
-        """Send the next micro-batch to `experts` long[tokens, topk], -1 for a token without a record."""
+        """Send the next micro-batch to `experts` [tokens, topk], -1 for a token without a record."""
         self.target_topk_idx = experts
         if experts is not None and torch.is_grad_enabled():
             self.replay_backward_list.append(experts)
@@ -93,9 +94,11 @@ def set_replayed_experts(chunk: torch.nn.Module, own: Part) -> None:
     routing = routing_of(config)
     places = {layer: place for place, layer in enumerate(layers_with_experts(vars(config), config.num_layers))}
     of_chunk = list(routers(chunk))
+    if not of_chunk:
+        return
     rows = _rows_of_this_rank(own.routed_experts, config)
     experts = routing.experts_of(rows, [places[router.layer_number - 1] for router in of_chunk])
-    for router, of_layer in zip(of_chunk, experts.unbind(1), strict=True):
+    for router, of_layer in zip(of_chunk, device.sent(experts, own.tokens.device).unbind(1), strict=True):
         _install(router).set_experts(of_layer)
 
 
@@ -136,12 +139,12 @@ def routing_of(config: TransformerConfig) -> Routing:
     return Routing.of(vars(config), config.num_layers)
 
 
-def _rows_of_this_rank(records: Tensor, config: TransformerConfig) -> Tensor:
+def _rows_of_this_rank(records: Records, config: TransformerConfig) -> Records:
     """Records of the tokens that reach the routers of this rank: with sequence parallelism its part of them."""
     if not config.sequence_parallel:
         return records
-    parts = records.chunk(parallel_state.get_tensor_model_parallel_world_size())
-    return parts[parallel_state.get_tensor_model_parallel_rank()]
+    parts = records.tokens.chunk(parallel_state.get_tensor_model_parallel_world_size())
+    return Records(records.arrays, parts[parallel_state.get_tensor_model_parallel_rank()])
 
 
 def _choices(chunks: Sequence[torch.nn.Module]) -> Iterator[RecordedChoice]:

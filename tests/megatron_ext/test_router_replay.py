@@ -1,13 +1,14 @@
 """Routing that is replayed: the same experts, the trainer's own weights of them, however the model is cut."""
 
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from launch import run_ranks
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from parallel_rank import parallel_rank
@@ -18,11 +19,13 @@ from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_j
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
+from megatron_ext import device
+from megatron_ext.attention.context_parallel import cut
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options.options import MegatronOptions
-from megatron_ext.packing.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch, pack
 from megatron_ext.routing.routed_experts import Routing
-from megatron_ext.routing.router_replay import RecordedChoice, replaying, take_counts
+from megatron_ext.routing.router_replay import RecordedChoice, replaying, set_replayed_experts, take_counts
 
 LENGTHS = (8, 4, 12, 6)
 ROUTING = Routing(layers=3, topk=2, experts=8)
@@ -45,10 +48,12 @@ def whole_batch(experts: Tensor | None) -> RaggedBatch:
     batch = RaggedBatch(tokens, lengths, {"weights": torch.ones(len(tokens))})
     if experts is None:
         return batch
-    of_sequences = [ROUTING.records(each.numpy()[:-1], len(each)) for each in experts.split(LENGTHS)]
-    records = np.concatenate(of_sequences)
+    records = [ROUTING.records(each.numpy()[:-1], len(each)) for each in experts.split(LENGTHS)]
     return RaggedBatch(
-        tokens, lengths, batch.fields, routed_experts=torch.from_numpy(records.view(np.uint8)).view(len(records), -1)
+        tokens,
+        lengths,
+        batch.fields,
+        routed_experts=[(each[: len(each) // 2], each[len(each) // 2 :]) for each in records],
     )
 
 
@@ -218,6 +223,41 @@ def chunk_with(*choices: RecordedChoice) -> Any:
     routers = [SimpleNamespace(router_replay=choice) for choice in choices]
     layers = [SimpleNamespace(mlp=SimpleNamespace(router=router)) for router in routers]
     return SimpleNamespace(decoder=SimpleNamespace(layers=layers))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_device_is_sent_the_records_of_its_tokens_in_its_layers_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    batch, where = whole_batch(other_experts()), torch.device("meta")
+    assert batch.routed_experts is not None
+    sent: list[Tensor] = []
+    monkeypatch.setattr(device, "sent", lambda values, where: sent.append(values) or values.to(where))
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: ranks)
+    monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda: ranks - 1)
+    chunk = chunk_with(None)
+    chunk.config = SimpleNamespace(
+        num_layers=1 + ROUTING.layers,
+        moe_layer_freq=[0] + [1] * ROUTING.layers,
+        num_moe_experts=ROUTING.experts,
+        moe_router_topk=ROUTING.topk,
+        sequence_parallel=ranks > 1,
+    )
+    (router,) = (layer.mlp.router for layer in chunk.decoder.layers)
+    router.layer_number = 3
+    tokens = sum(LENGTHS)
+    micro_batch = pack(batch, range(len(LENGTHS)), align=ranks).to(where)
+    for part in (micro_batch, cut(pack(batch, range(len(LENGTHS))), 2, 0, 1).to(where)):
+        assert part.routed_experts is not None
+        kept = zip(part.routed_experts.arrays, chain(*batch.routed_experts), strict=True)
+        assert all(one is other for one, other in kept), "there is one copy"
+    set_replayed_experts(chunk, micro_batch)
+    (experts,) = sent
+    own = other_experts()[:, 1]
+    own[torch.tensor(LENGTHS).cumsum(0) - 1] = -1
+    assert torch.equal(experts[:, 0].long(), own.chunk(ranks)[-1])
+    assert experts.nbytes == tokens // ranks * ROUTING.topk * 2
+    assert router.router_replay.target_topk_idx.device == where
 
 
 OWN, SWAPPED, ONE_OTHER, OTHERS, NOTHING = [0, 1], [1, 0], [0, 2], [2, 3], [-1, -1]

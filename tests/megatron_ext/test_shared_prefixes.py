@@ -226,8 +226,9 @@ def test_short_prefixes_are_not_shared() -> None:
     empty = share(pack(batch, []), 4)
     assert empty.tokens.shape[1] == 4
     assert empty.places.tolist() == [0]
+    records = [[np.zeros(length, "V4")] for length in batch.lengths.tolist()]
     with pytest.raises(ValueError, match="routed experts"):
-        share(pack(replace(batch, routed_experts=torch.zeros(len(batch.tokens), 1, dtype=torch.uint8)), [0]), 1)
+        share(pack(replace(batch, routed_experts=records), [0]), 1)
 
 
 def test_attention_in_bf16_rounds_as_that_of_whole_sequences() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.packed_stretches import Packed, packed, unpacked
-from megarl.data.stretches import Array, Values, joined, nothing_of, shortened, stored_together
+from megarl.data.stretches import Array, Values, joined, nothing_of, opened_each, shortened, stored_together
 from megatron_ext.packing.packing import RaggedBatch
 from megatron_ext.packing.prefix_tree import Prefixes
 
@@ -46,8 +46,7 @@ class Batch:
         lengths = batch.lengths.numpy()
         fields = {name: sequences_of(values, lengths) for name, values in batch.fields.items()}
         if batch.routed_experts is not None:
-            records = batch.routed_experts.numpy().view(np.dtype((np.void, batch.routed_experts.shape[1])))[:, 0]
-            fields[ROUTED_EXPERTS] = [(each,) for each in np.split(records, lengths.cumsum()[:-1])]
+            fields[ROUTED_EXPERTS] = [tuple(each) for each in batch.routed_experts] or [(np.empty(0, np.void),)]
         tokens = [(each,) for each in _pieces(batch.tokens.to(torch.int32), lengths)]
         return cls(lengths, tokens, fields, batch.unit, {name: each.numpy() for name, each in batch.names.items()})
 
@@ -101,8 +100,8 @@ class Batch:
         fields = {name: self.values(name) for name in self.fields if name != ROUTED_EXPERTS}
         lengths, routed_experts = torch.tensor(self.lengths), None
         if ROUTED_EXPERTS in self.fields:
-            records = joined(self.fields[ROUTED_EXPERTS])
-            routed_experts = torch.from_numpy(records.view(np.uint8).reshape(len(records), records.itemsize))
+            # Not joined: ranks of a machine that look into its object store share the only copy.
+            routed_experts = opened_each(self.fields[ROUTED_EXPERTS][: len(self)])
         return RaggedBatch(opened_values(self.tokens), lengths, fields, self.unit, names, routed_experts)
 
     def kept(self, values: Tensor) -> Packed:

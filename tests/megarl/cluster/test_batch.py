@@ -24,7 +24,7 @@ from megarl.data.stretches import (
 from megarl.schema import AlgorithmConfig
 from megarl.stages.batch import to_batch
 from megatron_ext.packing.packing import RaggedBatch
-from megatron_ext.routing.routed_experts import Routing
+from megatron_ext.routing.routed_experts import Records, Routing
 
 NAN, OTHER_NAN = np.array([0x7FC00000, 0x7FC00001], dtype=np.uint32).view(np.float32)
 
@@ -97,8 +97,9 @@ def test_experts_of_a_long_turn_go_to_the_ranks_by_reference() -> None:
     assert len(share) < 40_000
     loaded = pickle.loads(share).load()
     assert loaded.fields == {}
-    routing.check(loaded.routed_experts)
-    found = routing.experts_of(loaded.routed_experts, range(4)).numpy()
+    (arrays,) = loaded.routed_experts
+    assert [each.flags.owndata for each in arrays] == [False, False], "both are read where they are stored"
+    found = routing.experts_of(Records(arrays, torch.arange(2 * tokens)), range(4)).numpy()
     assert np.array_equal(found[:-1], np.concatenate([experts, experts[1:]]))
     assert "routed_experts" not in to_batch([group], AlgorithmConfig()).fields
     without = replace(group, trajectories=[Trajectory((replace(turns[0], routed_experts=()),), "stop")])
@@ -125,7 +126,8 @@ def whole() -> RaggedBatch:
         "old_log_probs": -torch.rand(total, generator=generator),
     }
     tokens = torch.randint(150_000, (total,), generator=generator)
-    records = torch.randint(256, (total, 6), dtype=torch.uint8, generator=generator)
+    drawn = torch.randint(256, (total, 6), dtype=torch.uint8, generator=generator).numpy().view("V6")[:, 0]
+    records = [(each[:100], each[100:]) for each in np.split(drawn, lengths.cumsum(0)[:-1])]
     return RaggedBatch(tokens, lengths, fields, 2, {"response": torch.arange(12)}, records)
 
 
@@ -139,7 +141,9 @@ def test_a_share_arrives_as_it_was_cut(chosen: list[int]) -> None:
     for name, values in expected.fields.items():
         assert arrived.fields[name].dtype == values.dtype
         assert torch.equal(arrived.fields[name], values)
-    assert torch.equal(arrived.routed_experts, expected.routed_experts)
+    assert len(arrived.routed_experts) == len(chosen)
+    for found, wanted in zip(arrived.routed_experts, expected.routed_experts, strict=True):
+        assert [each.tobytes() for each in found] == [each.tobytes() for each in wanted]
     assert arrived.names["response"].tolist() == chosen
     assert arrived.unit == 2
 

@@ -5,7 +5,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from asked_engine import AskedEngine
@@ -20,6 +19,7 @@ from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
 from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.rollout.transformers.engine import TransformersEngine
+from megatron_ext.routing.routed_experts import Records
 
 
 @pytest.fixture(scope="session")
@@ -186,9 +186,8 @@ def check_experts():
         chosen.clear()
         token_ids = [*turn.prompt_ids.tolist(), *turn.token_ids.tolist()]
         model(torch.tensor([token_ids[:-1]]))
-        records = torch.from_numpy(joined([turn.routed_experts]).view(np.uint8)).view(len(token_ids), -1)
-        routing.check(records)
-        found = routing.experts_of(records, range(routing.layers))
+        records = Records([joined([turn.routed_experts])], torch.arange(len(token_ids)))
+        found = routing.experts_of(records, range(routing.layers)).long()
         assert torch.equal(found[:-1].sort(-1).values, torch.stack(chosen, 1).sort(-1).values)
         # Nobody fed the last token.
         assert found[-1].unique().tolist() == [-1]

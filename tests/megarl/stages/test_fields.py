@@ -126,7 +126,7 @@ def test_a_loss_gets_what_it_reads_and_nothing_else_changes_it(loss: Loss, objec
         for number, field in enumerate(FIELDS)
         if field.dtype is not np.void
     }
-    records = torch.zeros(12, 4, dtype=torch.uint8)
+    records = [[np.zeros(length, "V4")] for length in lengths.tolist()]
     batch = RaggedBatch(torch.arange(12), lengths, made, routed_experts=records)
     values = -torch.rand(12, generator=torch.Generator().manual_seed(99))
     predictions = values if loss == "value" else LogProbs(values, values.square(), values > -0.5)
