@@ -15,6 +15,7 @@ FULLY_SHARDED = "use_torch_fsdp2"
 """Megatron-LM's name of the switch for torch's FSDP2, which wraps the model in place of Megatron's buffers."""
 _GRANULARITY = "recompute_granularity"
 _RECIPE, _DELAYED = "fp8_recipe", "delayed"
+_DISPATCHER, _PADS = "moe_flex_dispatcher_backend", "moe_hybridep_pad_uneven_dispatch_inputs"
 _GROUP, _STAGES = "microbatch_group_size_per_vp_stage", "pipeline_model_parallel_size"
 
 _CONTEXT = "all sequences are cut over the same context_parallel_size ranks"
@@ -76,6 +77,12 @@ REFUSED: Mapping[str, Refusal] = {
     "moe_expert_capacity_factor": Refusal(_DROPS),
     "moe_token_dropping": Refusal(_DROPS),
     "moe_pad_expert_input_to_capacity": Refusal(_DROPS),
+    _DISPATCHER: Refusal(
+        "all ranks must bring it the same number of tokens, and packed micro-batches differ: ranks would wait without"
+        f" end, or tokens go to wrong experts (megatron-core 0.19 pads them for hybridep with {_PADS}=true);"
+        " deepep and moe_token_dispatcher_type=alltoall take any number",
+        (None, "deepep"),
+    ),
     "moe_enable_routing_replay": Refusal(
         "nothing would be recorded or replayed by it alone; algorithm.router_replay=rollout replays what engines chose"
     ),
@@ -231,7 +238,8 @@ TESTED: Mapping[str, str] = {
 
 def check_supported(options: Mapping[str, Any]) -> None:
     """Raise UserError for the first of the options with which training would fail or be wrong."""
-    refuse(options, REFUSED, _PREFIX)
+    is_padded = options.get(_DISPATCHER) == "hybridep" and bool(options.get(_PADS))
+    refuse({name: options[name] for name in options if name != _DISPATCHER or not is_padded}, REFUSED, _PREFIX)
     RouterLosses.of(options)
     is_fully_sharded = options.get(FULLY_SHARDED, False)
     if is_fully_sharded:

@@ -59,6 +59,18 @@ def test_a_tested_option_is_given_in_its_test(name: str) -> None:
             {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]},
             "fine_grained_activation_offloading=True is not supported: .* without a gradient .*; leave it out",
         ),
+        (
+            {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"},
+            "moe_flex_dispatcher_backend=hybridep is not supported: .*=alltoall take any number; use deepep",
+        ),
+        (
+            {"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": False},
+            "moe_flex_dispatcher_backend=hybridep",
+        ),
+        (
+            {"moe_flex_dispatcher_backend": "ncclep", "moe_hybridep_pad_uneven_dispatch_inputs": True},
+            "moe_flex_dispatcher_backend=ncclep",
+        ),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl=local .*one shape.*; use none"),
         ({"num_distributed_optimizer_instances": 2}, "; use 1"),
         ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}, "over a micro-batch"),
@@ -135,6 +147,8 @@ def test_switched_off_is_not_refused() -> None:
         check_supported({"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "uint8", **working})
     check_supported({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp32", "fp8_recipe": "blockwise"})
     check_supported({"attention_backend": "local", "transformer_impl": "local"})
+    check_supported({"moe_flex_dispatcher_backend": "deepep"})
+    check_supported({"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": True})
     check_supported({"attention_backend": "flash", "fp8": "hybrid", "fp8_dot_product_attention": False})
 
 
