@@ -92,6 +92,9 @@ REFUSED: Mapping[str, Refusal] = {
     "enable_cuda_graph": Refusal(_ONE_SHAPE),
     "external_cuda_graph": Refusal(_ONE_SHAPE),
     "cuda_graph_impl": Refusal(_ONE_SHAPE, (None, "none")),
+    "overlap_p2p_comm_warmup_flush": Refusal(
+        "stages tell each other the shape of a micro-batch before each send, so that nothing can be received ahead"
+    ),
     "overlap_moe_expert_parallel_comm": Refusal(_OTHER_SCHEDULE),
     "delay_wgrad_compute": Refusal(_OTHER_SCHEDULE),
     "ep_overlap_early_attn_memory_release": Refusal(_OTHER_SCHEDULE),

@@ -71,6 +71,10 @@ def test_a_tested_option_is_given_in_its_test(name: str) -> None:
             {"moe_flex_dispatcher_backend": "ncclep", "moe_hybridep_pad_uneven_dispatch_inputs": True},
             "moe_flex_dispatcher_backend=ncclep",
         ),
+        (
+            {"overlap_p2p_comm": True, "batch_p2p_comm": False, "overlap_p2p_comm_warmup_flush": True},
+            "overlap_p2p_comm_warmup_flush=True is not supported: .* received ahead.*; leave it out",
+        ),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl=local .*one shape.*; use none"),
         ({"num_distributed_optimizer_instances": 2}, "; use 1"),
         ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}, "over a micro-batch"),
