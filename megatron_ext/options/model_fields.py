@@ -63,8 +63,15 @@ MODEL_CHOICES = (
 def without_model_fields(architecture: "Architecture", options: Mapping[str, Any]) -> dict[str, Any]:
     """The `options` that are not said by the architecture already.
 
-    Raises UserError for one that would make the trainer another model than config.json says, and than the engines have.
+    Raises UserError for one that would make the trainer another model than config.json says, and than the engines have,
+    and for one that does not go with it.
     """
+    exchange = options.get("cp_comm_type")
+    if architecture.multi_latent_attention and "a2a" in (exchange if isinstance(exchange, list) else [exchange]):
+        raise UserError(
+            f"megatron.cp_comm_type={exchange} is not supported for a {architecture.model_type} model: Transformer"
+            " Engine exchanges by heads only values that are as wide as the keys; use p2p"
+        )
     said = {**MODEL_FIELDS, **dict.fromkeys(LATENT_ATTENTION_FIELDS), **architecture.gpt_model}
     said |= architecture.transformer_config
     others = {}

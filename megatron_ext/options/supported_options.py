@@ -68,6 +68,10 @@ REFUSED_IN_SOME_VERSIONS: Mapping[str, Refusal] = {
 REFUSED: Mapping[str, Refusal] = {
     "hierarchical_context_parallel_sizes": Refusal(_CONTEXT),
     "hybrid_context_parallel": Refusal(_CONTEXT),
+    "cp_comm_type": Refusal(
+        "Transformer Engine takes packed sequences with no other, and multi-latent attention with p2p alone",
+        (None, "p2p", "a2a"),
+    ),
     "moe_router_load_balancing_type": Refusal(
         "the trainer would choose other experts than the engine, which samples",
         ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),

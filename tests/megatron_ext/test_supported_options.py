@@ -75,6 +75,8 @@ def test_a_tested_option_is_given_in_its_test(name: str) -> None:
             {"overlap_p2p_comm": True, "batch_p2p_comm": False, "overlap_p2p_comm_warmup_flush": True},
             "overlap_p2p_comm_warmup_flush=True is not supported: .* received ahead.*; leave it out",
         ),
+        ({"cp_comm_type": "all_gather"}, "cp_comm_type=all_gather is not supported: .*packed.*; use p2p or a2a"),
+        ({"cp_comm_type": ["p2p", "a2a+p2p"]}, r"cp_comm_type=\['p2p', 'a2a\+p2p'\] is not supported"),
         ({"cuda_graph_impl": "local"}, "cuda_graph_impl=local .*one shape.*; use none"),
         ({"num_distributed_optimizer_instances": 2}, "; use 1"),
         ({"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}, "over a micro-batch"),
@@ -151,6 +153,8 @@ def test_switched_off_is_not_refused() -> None:
         check_supported({"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "uint8", **working})
     check_supported({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp32", "fp8_recipe": "blockwise"})
     check_supported({"attention_backend": "local", "transformer_impl": "local"})
+    check_supported({"cp_comm_type": "p2p"})
+    check_supported({"cp_comm_type": ["p2p", "a2a"]})
     check_supported({"moe_flex_dispatcher_backend": "deepep"})
     check_supported({"moe_flex_dispatcher_backend": "hybridep", "moe_hybridep_pad_uneven_dispatch_inputs": True})
     check_supported({"attention_backend": "flash", "fp8": "hybrid", "fp8_dot_product_attention": False})
@@ -175,6 +179,17 @@ def test_what_config_json_says_may_be_repeated_and_not_changed(tiny_models: Mapp
     ]:
         with pytest.raises(UserError, match=f"megatron.{field}={value} is not what config.json"):
             without_model_fields(architecture, {field: value})
+
+
+@pytest.mark.parametrize("given", ["a2a", ["p2p", "a2a"]])
+def test_latent_attention_is_not_exchanged_by_heads(tiny_models: Mapping[str, Path], given: str | list[str]) -> None:
+    qwen3, deepseek = (
+        read_architecture(HuggingFaceCheckpoint(tiny_models[name]).config) for name in ("qwen3_moe", "deepseek_v3")
+    )
+    assert without_model_fields(qwen3, {"cp_comm_type": given}) == {"cp_comm_type": given}
+    assert without_model_fields(deepseek, {"cp_comm_type": "p2p"}) == {"cp_comm_type": "p2p"}
+    with pytest.raises(UserError, match=r"cp_comm_type=.*a2a.* deepseek_v3 .*; use p2p"):
+        without_model_fields(deepseek, {"cp_comm_type": given})
 
 
 def test_every_field_that_an_architecture_sets_is_taken_from_it_alone(tiny_models: Mapping[str, Path]) -> None:

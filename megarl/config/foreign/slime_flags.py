@@ -185,7 +185,7 @@ ABSENT: Mapping[str, str] = {
         ),
         _OWN,
     ),
-    "allgather_cp": "megatron.cp_comm_type says how context-parallel ranks exchange keys and values",
+    "allgather_cp": "context-parallel ranks pass keys and values on: those of packed sequences cannot be gathered",
     "critic_load": "the critic begins with critic.path, a HuggingFace folder, or with the policy's weights",
     "critic_train_only": "critic.warmup_steps are steps in which the critic alone learns",
     "compute_advantages_and_returns": "algorithm.advantage says what is computed",
