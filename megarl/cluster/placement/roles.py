@@ -37,9 +37,17 @@ def trainer_role(name: str, sizes: ParallelSizes, cluster: ClusterConfig, *, has
         _cpus(cluster, cluster.trainer_cpus),
         _gpus(cluster, 1) if has_gpus else 0,
         group=sizes.tensor_model_parallel_size,
-        # Where tensor-parallel communication overlaps, Megatron relies on the order that one hardware queue keeps.
-        environment={**_environment(cluster), "CUDA_DEVICE_MAX_CONNECTIONS": "1", **cluster.environment},
+        environment={**_environment(cluster), **_queues(sizes), **cluster.environment},
     )
+
+
+def _queues(sizes: ParallelSizes) -> dict[str, str]:
+    """How many hardware queues a GPU takes the work of a rank from."""
+    # In one queue FSDP2's gathers would wait for the layers that they are to run beside: Megatron-LM refuses that.
+    if sizes.use_torch_fsdp2:
+        return {}
+    # Where tensor-parallel communication overlaps, Megatron relies on the order that one queue keeps.
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def engine_role(cluster: ClusterConfig, rollout: RolloutConfig, *, has_gpus: bool | None = None) -> Role:

@@ -72,9 +72,10 @@ def test_an_engine_over_machines_that_are_not_there_is_refused(gpus, address, no
         engine_role(ClusterConfig(address=address), rollout)
 
 
-def test_only_megatrons_ranks_have_one_hardware_queue(gpus):
-    places = ranks(), engine_role(ClusterConfig(), RolloutConfig())
-    assert [resources.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") for resources in places] == ["1", None]
+def test_only_megatrons_ranks_have_one_hardware_queue_and_not_with_fsdp2(gpus):
+    fully_sharded = trainer_role("trainer", ParallelSizes(8, use_torch_fsdp2=True), ClusterConfig())
+    places = ranks(), fully_sharded, engine_role(ClusterConfig(), RolloutConfig())
+    assert [resources.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") for resources in places] == ["1", None, None]
 
 
 def test_an_engine_computes_with_the_cores_that_idle_during_a_rollout(gpus, monkeypatch):
