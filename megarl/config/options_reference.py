@@ -10,7 +10,7 @@ from megarl.rollout.kind import EngineKind
 from megatron_ext.options import model_fields, supported_options
 from megatron_ext.options.arguments import fields_of_groups
 from megatron_ext.options.refusal import Refusal
-from megatron_ext.options.supported_options import FULLY_SHARDED, NEEDS
+from megatron_ext.options.supported_options import DETERMINISTIC, FULLY_SHARDED, NEEDS
 
 _HEADER = """# Options of Megatron and of the engine
 
@@ -47,6 +47,10 @@ def _megatron() -> list[str]:
     lines += [
         f"| `{name}` | Not with `{FULLY_SHARDED}`: {each.reason} | {each.others} |"
         for name, each in supported_options.BESIDE_FSDP2.items()
+    ]
+    lines += [
+        f"| `{name}` | Not with `{DETERMINISTIC}`: {each.reason} | {each.others} |"
+        for name, each in supported_options.BESIDE_DETERMINISTIC.items()
     ]
     lines += [
         f"| `{name}` | Not with an `fp8_recipe` but `delayed`, unless `main_params_dtype` is fp16 or"

@@ -209,7 +209,10 @@ def open_processes(
     """
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
-        roles = [trainer_role(name, options.parallel, config.cluster) for name, options in models.items()]
+        roles = [
+            trainer_role(name, options.parallel, config.cluster, is_deterministic=options.is_deterministic)
+            for name, options in models.items()
+        ]
         if engines:
             roles.append(engine_role(config.cluster, engine_configuration(config)))
         seats = stack.enter_context(reserve(roles, config.cluster))

@@ -10,7 +10,7 @@ import torch
 from converters.architectures import Lora
 from converters.errors import UserError, did_you_mean
 from converters.layouts.megatron import ParallelSizes
-from megatron_ext.options.supported_options import ADAPTER_IN_ROWS
+from megatron_ext.options.supported_options import ADAPTER_IN_ROWS, DETERMINISTIC
 
 _BLOCKS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32, "custom": 32}
 """Rows that matrix products of 8 or 4 bits take at a time, by recipe: Transformer Engine refuses other numbers."""
@@ -82,6 +82,11 @@ class MegatronOptions:
                 raise UserError(
                     f"megatron.{option}={recipe} is none of {', '.join(_BLOCKS)}{did_you_mean(recipe, _BLOCKS)}"
                 )
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether ranks compute the same bits each time; processes need `roles.trainer_role`'s environment for it."""
+        return bool(self.transformer.get(DETERMINISTIC))
 
     @property
     def micro_batch_multiple(self) -> int:

@@ -191,6 +191,17 @@ _SCALED = Refusal(
 BESIDE_RECIPE: Mapping[str, Refusal] = {"exp_avg_dtype": _SCALED, "exp_avg_sq_dtype": _SCALED}
 """Options that work, but not with an fp8_recipe other than delayed beside main parameters in fp32 on the GPU."""
 
+DETERMINISTIC = "deterministic_mode"
+"""Megatron's name of the switch for kernels that give the same bits each time."""
+
+BESIDE_DETERMINISTIC: Mapping[str, Refusal] = {
+    "attention_backend": Refusal(
+        "Megatron-LM does not vouch for FlashAttention's gradients", (None, "auto", "fused", "unfused", "local")
+    ),
+    "cross_entropy_loss_fusion": Refusal("Megatron-LM does not vouch for this kernel"),
+}
+"""Options that work, but not with deterministic_mode."""
+
 ADAPTER_IN_ROWS = (
     f"megatron.{FULLY_SHARDED}=true cuts weights into rows, and an adapter (lora.rank) is merged into whole ones: leave"
     " one of the two out"
@@ -220,6 +231,7 @@ TESTED: Mapping[str, str] = {
     "check_for_nan_in_grad": "megatron_ext/test_gradient_norm.py",
     "use_distributed_optimizer": "megarl/test_losses_on_ranks.py",
     "use_torch_fsdp2": "megatron_ext/test_fully_sharded.py",
+    "deterministic_mode": "megarl/cluster/test_deterministic_ranks.py",
     "recompute_granularity": "megatron_ext/test_recompute.py",
     "recompute_method": "megatron_ext/test_recompute.py",
     "recompute_num_layers": "megatron_ext/test_recompute.py",
@@ -251,6 +263,12 @@ def check_supported(options: Mapping[str, Any]) -> None:
     is_fully_sharded = options.get(FULLY_SHARDED, False)
     if is_fully_sharded:
         refuse(options, BESIDE_FSDP2, _PREFIX, f" with megatron.{FULLY_SHARDED}=true")
+    if options.get(DETERMINISTIC):
+        # A configuration names the member of an enum that megatron-core takes.
+        named = {
+            name: getattr(options[name], "name", options[name]) for name in BESIDE_DETERMINISTIC if name in options
+        }
+        refuse(named, BESIDE_DETERMINISTIC, _PREFIX, f" with megatron.{DETERMINISTIC}=true")
     if (recipe := options.get(_RECIPE)) not in (None, _DELAYED) and _has_own_main_parameters(options):
         refuse(options, BESIDE_RECIPE, _PREFIX, f" with megatron.{_RECIPE}={recipe}")
     for name in (name for name in options if options[name]):

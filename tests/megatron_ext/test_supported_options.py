@@ -128,6 +128,14 @@ def test_a_tested_option_is_given_in_its_test(name: str) -> None:
             {"fp8_recipe": "mxfp8", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "main_params_dtype": "fp32"},
             "exp_avg_sq_dtype=fp8 is not supported with megatron.fp8_recipe=mxfp8",
         ),
+        (
+            {"deterministic_mode": True, "attention_backend": AttnBackend.flash},
+            "attention_backend=flash is not supported with megatron.deterministic_mode=true: .* use auto or fused",
+        ),
+        (
+            {"deterministic_mode": True, "cross_entropy_loss_fusion": True},
+            "cross_entropy_loss_fusion=True is not supported with megatron.deterministic_mode=true: .*; leave it out",
+        ),
         ({"attention_backend": "local"}, "attention_backend=local .* megatron.transformer_impl=local: set it too"),
         ({"attention_backend": AttnBackend.local}, "attention_backend=local .* megatron.transformer_impl=local"),
     ],
@@ -153,6 +161,8 @@ def test_switched_off_is_not_refused() -> None:
         check_supported({"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "uint8", **working})
     check_supported({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp32", "fp8_recipe": "blockwise"})
     check_supported({"attention_backend": "local", "transformer_impl": "local"})
+    check_supported({"deterministic_mode": True, "attention_backend": AttnBackend.fused})
+    check_supported({"deterministic_mode": False, "attention_backend": "flash", "cross_entropy_loss_fusion": True})
     check_supported({"cp_comm_type": "p2p"})
     check_supported({"cp_comm_type": ["p2p", "a2a"]})
     check_supported({"moe_flex_dispatcher_backend": "deepep"})

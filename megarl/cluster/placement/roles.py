@@ -17,13 +17,28 @@ ENGINE = "engine"
 _THREADS = "OMP_NUM_THREADS"
 # Threads that wait for each other sleep: on a busy machine a rollout takes several times as long where they spin.
 _SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
+_DETERMINISTIC = {
+    # One order of sums, whatever the messages; Megatron-LM takes Tree, CollnetDirect, CollnetChain and ^NVLS, too.
+    "NCCL_ALGO": "Ring",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    # A workspace of cuBLAS for each stream, without which torch refuses its products.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+"""Libraries that a rank loads look for it as they start; the rank itself tells torch."""
 
 
 _ON_THIS_MACHINE = 0.0001
 """CPUs that a process of a cluster of our own asks for, Ray's smallest part: nobody else's work is kept apart there."""
 
 
-def trainer_role(name: str, sizes: ParallelSizes, cluster: ClusterConfig, *, has_gpus: bool | None = None) -> Role:
+def trainer_role(
+    name: str,
+    sizes: ParallelSizes,
+    cluster: ClusterConfig,
+    *,
+    is_deterministic: bool = False,
+    has_gpus: bool | None = None,
+) -> Role:
     """The Megatron ranks of a model, each with a GPU of its own where the cluster has any; a TP group belongs together.
 
     Without `has_gpus`, Ray is asked whether the cluster has GPUs.
@@ -31,13 +46,14 @@ def trainer_role(name: str, sizes: ParallelSizes, cluster: ClusterConfig, *, has
     They are numbered as Megatron numbers them: tensor parallelism varies fastest.
     """
     has_gpus = _has_gpus() if has_gpus is None else has_gpus
+    kernels = _DETERMINISTIC if is_deterministic else {}
     return Role(
         name,
         sizes.world_size,
         _cpus(cluster, cluster.trainer_cpus),
         _gpus(cluster, 1) if has_gpus else 0,
         group=sizes.tensor_model_parallel_size,
-        environment={**_environment(cluster), **_queues(sizes), **cluster.environment},
+        environment={**_environment(cluster), **_queues(sizes), **kernels, **cluster.environment},
     )
 
 

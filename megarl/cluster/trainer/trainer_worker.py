@@ -57,6 +57,9 @@ class TrainerWorker:
 
     def join(self, options: MegatronOptions, init_method: str, timeout_s: float) -> None:
         """Enter the process groups, whose collectives wait for one another for so long."""
+        if options.is_deterministic:
+            # As in Megatron's training script: what has no such kernel raises.
+            torch.use_deterministic_algorithms(True)
         parallel.initialize(options.parallel, self.rank, init_method, timeout=timedelta(seconds=timeout_s))
 
     def build(

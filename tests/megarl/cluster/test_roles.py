@@ -1,14 +1,18 @@
 """Roles: what the processes of a run ask of the cluster, and what they find in their environment."""
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import ray
+import torch
 
 from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.cluster.placement.roles import engine_role, engine_threads, trainer_role
-from megarl.schema import ClusterConfig, RolloutConfig
+from megarl.run import opening
+from megarl.schema import ClusterConfig, MegarlConfig, RolloutConfig
+from megatron_ext.options.options import MegatronOptions
 
 pytestmark = pytest.mark.usefixtures("folder_of_ray")
 
@@ -76,6 +80,35 @@ def test_only_megatrons_ranks_have_one_hardware_queue_and_not_with_fsdp2(gpus):
     fully_sharded = trainer_role("trainer", ParallelSizes(8, use_torch_fsdp2=True), ClusterConfig())
     places = ranks(), fully_sharded, engine_role(ClusterConfig(), RolloutConfig())
     assert [resources.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") for resources in places] == ["1", None, None]
+
+
+def test_libraries_of_deterministic_ranks_are_told_as_they_start(gpus):
+    asked = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    of_tree = ClusterConfig(environment={"NCCL_ALGO": "Tree"})
+    for cluster, expected in ((ClusterConfig(), asked), (of_tree, {**asked, "NCCL_ALGO": "Tree"})):
+        role = trainer_role("trainer", ParallelSizes(8), cluster, is_deterministic=True)
+        assert {name: role.environment[name] for name in asked} == expected
+    assert not asked.keys() & ranks().environment.keys()
+
+
+def test_a_run_asks_for_deterministic_ranks_where_a_models_options_do(monkeypatch):
+    class ReservedError(Exception):
+        pass
+
+    def reserve(roles, _cluster):
+        raise ReservedError({role.name: role.environment.get("NCCL_ALGO") for role in roles})
+
+    monkeypatch.setattr(opening, "ray_cluster", lambda _cluster: nullcontext())
+    monkeypatch.setattr(opening, "reserve", reserve)
+    monkeypatch.setattr(ray, "cluster_resources", dict)
+    models = {
+        name: MegatronOptions(ParallelSizes(), torch.bfloat16, transformer={"deterministic_mode": name == "trainer"})
+        for name in ("trainer", "critic")
+    }
+    config = MegarlConfig()
+    with pytest.raises(ReservedError) as reserved, opening.open_processes(config, models, engines=False):
+        pass
+    assert reserved.value.args == ({"trainer": "Ring", "critic": None},)
 
 
 def test_an_engine_computes_with_the_cores_that_idle_during_a_rollout(gpus, monkeypatch):
