@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_ext import cuda_on_cpu
+from megatron_ext.near_cpus import stay_near
 
 
 def install() -> None:
@@ -70,10 +71,15 @@ def gpus() -> int:
 
 
 def bind(rank: int) -> None:
-    """Give this process its GPU: LOCAL_RANK if the launcher set it, else `rank` modulo the GPUs of the host."""
+    """Give this process its GPU, and keep it on the CPUs next to that.
+
+    It is LOCAL_RANK if the launcher set it, else `rank` modulo the GPUs of the host.
+    """
     if torch.cuda.is_available():
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+        index = int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        own: Any = torch.cuda.get_device_properties(index)
+        stay_near(f"{own.pci_domain_id:04x}:{own.pci_bus_id:02x}:{own.pci_device_id:02x}.0")
 
 
 def with_device(function: Callable[..., Any]) -> Callable[..., Any]:
