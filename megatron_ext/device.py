@@ -96,6 +96,11 @@ def with_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def on(gpu: int | None) -> contextlib.AbstractContextManager:
+    """Inside, this thread's current GPU is the one with that number; None changes nothing."""
+    return contextlib.nullcontext() if gpu is None else torch.cuda.device(gpu)
+
+
 def has_transformer_engine() -> bool:
     """Whether Transformer Engine's modules can be used."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
@@ -146,7 +151,10 @@ class SideStream:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has held on its device: GPU allocations, or resident memory on CPU."""
+    """The most memory that this process has held on its device: GPU allocations, or resident memory on CPU.
+
+    Buckets of a refit are not among a GPU's allocations: they are no memory of torch's.
+    """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

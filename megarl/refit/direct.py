@@ -110,9 +110,10 @@ class DirectPath:
         """Connect all ranks with the workers that they send to; earlier connections are closed."""
         timeout_s = self._config.timeout_s
         workers = len(self._engines) * len(self._spec.traces)
+        # Receivers of an earlier transfer let go of mapped memory before its senders free it, as CUDA asks for.
+        relay_listeners = self._engines.open_transfer(self._spec, timeout_s)
         rendezvous = self._trainer.weights.open_transfer(self._spec, self._transport, workers, timeout_s)
         topology = self._spec.topology if self._are_apart else None
-        relay_listeners = self._engines.open_transfer(self._spec, timeout_s)
         checked = self._config.verify == "checksum" or self._config.delta
         rendezvous = replace(rendezvous, topology=topology, relay_listeners=relay_listeners, with_checksum=checked)
         connecting = [*self._trainer.weights.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]
@@ -151,8 +152,10 @@ class DirectPath:
     def close(self) -> None:
         """Free the buckets, until the next `connect`."""
         self._is_connected = False
-        self._trainer.weights.close_transfer()
-        self._engines.close_transfer(self._config.timeout_s)
+        try:
+            self._engines.close_transfer(self._config.timeout_s)
+        finally:
+            self._trainer.weights.close_transfer()
 
     def _send(self, version: int, receiving: Sequence[Call[Any]]) -> TransferStats:
         sending = self._trainer.weights.begin_send(version, delta=self._config.delta)

@@ -44,6 +44,10 @@ class Segment:
         """Handle for `map_segment`, valid until `close`."""
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
+    def all_mapped(self) -> None:
+        """Take note that whoever is to map the segment has: nobody else can any more."""
+        self._close()
+
     def close(self) -> None:
         """Let nobody else map the segment; its end does that, too. The memory stays until the last mapping is gone."""
         self._close()

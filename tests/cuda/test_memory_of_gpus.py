@@ -1,6 +1,8 @@
 """Memory of one GPU, mapped by another process on its own."""
 
 import os
+import signal
+import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 from gpus import needs_gpus
 
-from megarl.resharding.direct.transports.mapped import CudaSegment, map_cuda_segment
+from megarl.resharding.direct.transports.mapped import CudaSegment, MappedCudaSegment
 from megatron_ext import device
 
 pytestmark = [pytest.mark.cuda, needs_gpus(1)]
@@ -17,12 +19,11 @@ pytestmark = [pytest.mark.cuda, needs_gpus(1)]
 def read_and_add(handle, size_bytes, index):
     """Where torch has the mapped memory and its sum there, as GPU `index` of this process sees it; adds 1 to all."""
     torch.cuda.set_device(index)
-    memory = map_cuda_segment(handle, size_bytes)
-    same = torch.equal(memory, torch.arange(size_bytes, dtype=torch.uint8, device="cuda"))
-    memory.add_(1)
-    device.synchronize()
-    found = memory.device.index, same
-    del memory
+    mapped = MappedCudaSegment(handle, size_bytes)
+    same = torch.equal(mapped.memory, torch.arange(size_bytes, dtype=torch.uint8, device="cuda"))
+    mapped.memory.add_(1)
+    found = mapped.memory.device.index, same
+    mapped.close()
     return found
 
 
@@ -40,7 +41,70 @@ def shared_with(index, visible=None):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if before is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
-    return found, segment.memory.cpu()
+    memory = segment.memory.cpu()
+    segment.close()
+    return found, memory
+
+
+MIB = 2**20
+SIZE = 256 * MIB
+
+
+def own(connection, size_bytes):
+    """Share memory whose bytes are 1 with whoever reads; the sum when it has, and what is free before, then, after."""
+    torch.cuda.set_device(0)
+    torch.zeros(1, device="cuda")
+    free = [torch.cuda.mem_get_info()[0]]
+    segment = CudaSegment(size_bytes)
+    segment.memory.fill_(1)
+    device.synchronize()
+    free.append(torch.cuda.mem_get_info()[0])
+    connection.send(segment.handle())
+    connection.recv()
+    total = segment.memory.sum(dtype=torch.int64).item()
+    segment.close()
+    time.sleep(1.0)
+    free.append(torch.cuda.mem_get_info()[0])
+    connection.send((total, free))
+
+
+def read(connection, handle, size_bytes):
+    """Add 1 to the memory, say so, and keep it."""
+    torch.cuda.set_device(0)
+    mapped = MappedCudaSegment(handle, size_bytes)
+    mapped.memory.add_(1)
+    device.synchronize()
+    connection.send(torch.cuda.memory.get_allocator_backend())
+    connection.recv()
+    mapped.close()
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["a receiver that closes", "a receiver that is killed"])
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+def test_memory_is_shared_and_given_back_whatever_torchs_allocator_is_set_to(monkeypatch, settings, is_killed):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    spawn = get_context("spawn")
+    (here, there), (mine, theirs) = spawn.Pipe(), spawn.Pipe()
+    owner = spawn.Process(target=own, args=(there, SIZE))
+    owner.start()
+    assert here.poll(120)
+    reader = spawn.Process(target=read, args=(theirs, here.recv(), SIZE))
+    reader.start()
+    assert mine.poll(120)
+    mine.recv()
+    if is_killed:
+        os.kill(reader.pid, signal.SIGKILL)
+    else:
+        mine.send("close")
+    reader.join(60)
+    here.send("close")
+    assert here.poll(120)
+    total, (before, during, after) = here.recv()
+    owner.join(60)
+    assert total == 2 * SIZE
+    assert before - during >= SIZE
+    # Nothing else is on this GPU while the test runs but what other processes hold all the time.
+    assert before - after < SIZE // 2
 
 
 def test_a_process_on_the_same_gpu_reads_and_writes():

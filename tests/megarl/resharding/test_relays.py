@@ -29,6 +29,7 @@ TWO_ENGINES = Scene(
 )
 SCENES = {
     "two engines of two workers on a node": TWO_ENGINES,
+    "the same with GPUs": replace(TWO_ENGINES, transport="rdma", played_cuda=True),
     # Each holds everything.
     "three engines of one worker on two nodes": replace(
         TWO_ENGINES,

@@ -24,11 +24,19 @@ GIVEN_UP = ("refit.timeout_s", "temporarily unavailable", "imed out")
 NEWS = (" is gone", "does not answer", "receiving from rank 0 failed", "reading from trainer rank 0 failed")
 WAYS = {
     "shared_memory": SCENE,
+    "cuda_ipc": replace(SCENE, transport="cuda_ipc", played_cuda=True),
     "tcp": replace(SCENE, transport="tcp"),
     "rdma": replace(SCENE, transport="rdma"),
     # Reads take time here, and the help of NIXL's thread in the process of the source.
     "rdma by way of sockets": replace(SCENE, transport="rdma", ucx_tls="tcp,self"),
     # A source and a worker on each, which go through memory.
+    "rdma between two machines with GPUs": replace(
+        SCENE,
+        source=ParallelSizes(world_size=2, pipeline_model_parallel_size=2),
+        transport="rdma",
+        topology=Topology.colocated(2, 2, gpus_per_node=1),
+        played_cuda=True,
+    ),
     "rdma between two machines": replace(
         SCENE,
         source=ParallelSizes(world_size=2, pipeline_model_parallel_size=2),
@@ -56,7 +64,7 @@ def test_a_death_is_heard_of_beside_a_silent_peer(set_up):
     assert found[0] == "TransferError: engine worker 0 failed: trainer rank 1 is gone"
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
+@pytest.mark.parametrize("way", ["shared_memory", "cuda_ipc", "tcp", "rdma"])
 def test_a_death_before_the_ranks_meet_is_told_to_all_that_wait(set_up, way):
     stage = set_up(WAYS[way])
     rendezvous = stage.rendezvous()
@@ -83,8 +91,8 @@ def test_a_death_while_the_weights_move(set_up, side, point, count):
 
 
 @pytest.mark.parametrize(("side", "point"), [("sources", "announced"), ("destinations", "unpacked")])
-@pytest.mark.parametrize("way", ["tcp", "rdma", "rdma by way of sockets", "rdma between two machines"])
-def test_a_death_while_the_weights_move_between_machines(set_up, way, side, point):
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "shared_memory"])
+def test_a_death_while_the_weights_move_by_any_way(set_up, way, side, point):
     stage = set_up(WAYS[way])
     stage.connect()
     victim = getattr(stage, side)[0]
@@ -196,7 +204,7 @@ def test_a_rank_that_is_slow_is_waited_for(set_up, way, side):
     assert stage.wrong(0) == [[], []]
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma", "rdma between two machines"])
+@pytest.mark.parametrize("way", ["shared_memory", "cuda_ipc", "tcp", "rdma", "rdma between two machines"])
 def test_an_engine_that_was_started_again_meets_the_ranks(set_up, way):
     stage = set_up(WAYS[way])
     stage.connect()
@@ -208,7 +216,7 @@ def test_an_engine_that_was_started_again_meets_the_ranks(set_up, way):
     assert stage.wrong(0) == [[], []]
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
+@pytest.mark.parametrize("way", ["shared_memory", "cuda_ipc", "tcp", "rdma"])
 @pytest.mark.parametrize(("side", "point", "count"), [("sources", "packed", 2), ("destinations", "unpacked", 2)])
 def test_after_an_error_the_same_ranks_meet_again(set_up, way, side, point, count):
     stage = set_up(WAYS[way])

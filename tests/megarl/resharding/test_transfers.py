@@ -32,6 +32,8 @@ SCENES = {
     "qwen3_moe": MOE,
     "on two machines, over gloo": replace(TWO_MACHINES, transport="tcp"),
     "on two machines, by one-sided reads": replace(TWO_MACHINES, transport="rdma"),
+    "on two machines with GPUs, by one-sided reads": replace(TWO_MACHINES, transport="rdma", played_cuda=True),
+    "through memory of GPUs": replace(MOE, transport="cuda_ipc", played_cuda=True),
     "over gloo": replace(MOE, transport="tcp"),
     "by one-sided reads": replace(MOE, transport="rdma"),
     # Each replica of the trainer's weights serves a replica of the engine; nothing is converted.

@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass
 
 import torch
+from played_cuda import play_cuda
 
 from converters.architectures import read_architecture
 from converters.copying import copy_transfers
@@ -14,6 +15,7 @@ from converters.layouts.megatron import megatron_layout
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.plan import Cutting, Plan, plan
 from converters.topology import Topology
+from megatron_ext import device
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,6 +32,8 @@ class Scene:
     transport: str = "shared_memory"
     ucx_tls: str = ""
     """The ways that UCX may take, of which it otherwise takes the best."""
+    played_cuda: bool = False
+    """Whether buckets are in memory that plays a GPU's."""
     source_dtype: torch.dtype = torch.float32
     dtype: torch.dtype = torch.bfloat16
     timeout_s: float = 20.0
@@ -42,6 +46,10 @@ class Scene:
         gc.disable()
         if self.ucx_tls:
             os.environ["UCX_TLS"] = self.ucx_tls
+        if self.played_cuda:
+            play_cuda()
+            # Relays, too, are to be mapped by it.
+            device.backend = lambda: "nccl"
 
     @property
     def architecture(self):

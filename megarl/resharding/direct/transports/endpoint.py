@@ -12,8 +12,9 @@ from torch import Tensor
 
 from converters.layout import Shape
 from converters.topology import Topology
-from megarl.resharding.direct.connections import Address
+from megarl.resharding.direct.connections import Address, TransferError
 from megatron_ext import device
+from megatron_ext.cuda_memory import CudaMemoryError, OwnMemory
 
 BUCKETS = 2
 """Buckets of each rank: one is filled or emptied while the other one moves."""
@@ -161,3 +162,14 @@ def new_buckets(size_bytes: int) -> list[Tensor]:
 def new_bucket(size_bytes: int) -> Tensor:
     """One of them."""
     return torch.zeros(size_bytes, dtype=torch.uint8, device=device.device())
+
+
+def own_memory(size_bytes: int) -> OwnMemory:
+    """Memory for a bucket that others map, or read by a network card. Raises TransferError if there is none."""
+    try:
+        return OwnMemory(size_bytes)
+    except CudaMemoryError as error:
+        raise TransferError(
+            f"GPU {device.uuid()} has no memory for a bucket of {size_bytes:,} bytes ({error}): if it is full, lower "
+            "refit.bucket_bytes, or the share of the GPU that its engine takes"
+        ) from error

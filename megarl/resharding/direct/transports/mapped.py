@@ -3,63 +3,96 @@
 On one host, that is shared memory; on GPUs which reach each other's memory, CUDA IPC.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transports.endpoint import BUCKETS, OnlyBuckets, Rendezvous, Transport, ZeroCopyPiece
+from megarl.resharding.direct.transports.endpoint import (
+    BUCKETS,
+    OnlyBuckets,
+    Rendezvous,
+    Transport,
+    ZeroCopyPiece,
+    own_memory,
+)
 from megarl.resharding.shared_memory import Segment, map_segment
 from megatron_ext import device
-
-_INDEX_OF_DEVICE = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
+from megatron_ext.cuda_memory import CudaMemoryError, MappedMemory
 
 
 class CudaSegment:
-    """New memory on this process's GPU: `memory` (uint8 [size_bytes]), and handles for processes that reach the GPU."""
+    """New memory on this process's GPU: `memory` (uint8 [size_bytes]), and a handle for processes that reach the GPU.
+
+    It stays while receivers map it, and until `close`; no receiver has to live for that.
+    """
 
     def __init__(self, size_bytes: int) -> None:
-        self.memory = torch.zeros(size_bytes, dtype=torch.uint8, device=device.device())
+        self._own = own_memory(size_bytes)
+        self.memory = self._own.tensor
 
-    def handle(self) -> Any:
-        """The GPU's UUID and torch's arguments, for one `map_cuda_segment`: torch counts who has mapped the memory."""
-        _, arguments = reduce_tensor(self.memory)
-        return device.uuid(), arguments
+    def handle(self) -> tuple[str, bytes]:
+        """The GPU's UUID and CUDA's handle, for any number of `MappedCudaSegment`."""
+        return device.uuid(), self._own.handle()
+
+    def all_mapped(self) -> None:
+        """Do nothing: the memory is needed."""
 
     def close(self) -> None:
-        """Do nothing: a handle that was given to nobody leads nowhere."""
+        """Free the memory."""
+        self._own.close()
 
 
-def map_cuda_segment(handle: Any, size_bytes: int) -> Tensor:
-    """Map the segment of `handle`: a uint8 tensor [size_bytes], for torch on this process's GPU, wherever it lies.
+class MappedCudaSegment:
+    """The segment of a handle: `memory` (uint8 [size_bytes]), for torch on this process's GPU, wherever it lies.
 
-    Raises TransferError where this GPU does not reach the memory of the other.
+    Raises TransferError, with CUDA's reason, where this GPU does not reach the memory of the other.
     """
-    uuid, arguments = handle
-    own = device.device().index
-    unreachable = (
-        f"GPU {device.uuid()} does not reach the memory of GPU {uuid} (CUDA IPC needs NVLink or PCIe peer access): if "
-        "the run is on one machine, set refit.transport to rdma or tcp"
+
+    def __init__(self, handle: tuple[str, bytes], size_bytes: int) -> None:
+        uuid, there = handle
+        if not device.reaches(uuid):
+            raise _unreachable(uuid, "they are no peers")
+        # Each process numbers the GPUs that it sees, and may not see the other. CUDA maps memory of any GPU of the
+        # host, seen or not, into the address space of the one that is asked.
+        try:
+            self._mapped = MappedMemory(there, size_bytes)
+        except CudaMemoryError as error:
+            raise _unreachable(uuid, str(error)) from error
+        self.memory = self._mapped.tensor
+
+    def close(self) -> None:
+        """Unmap the memory."""
+        self._mapped.close()
+
+
+class MappedSegment:
+    """The segment of a handle, on one host: `memory` (uint8 [size_bytes])."""
+
+    def __init__(self, handle: str, size_bytes: int) -> None:
+        self.memory = map_segment(handle, size_bytes)
+
+    def close(self) -> None:
+        """Do nothing: the memory is unmapped with the last view of it."""
+
+
+_Own: TypeAlias = Segment | CudaSegment
+_Mapped: TypeAlias = MappedSegment | MappedCudaSegment
+
+
+def _unreachable(uuid: str, reason: str) -> TransferError:
+    return TransferError(
+        f"GPU {device.uuid()} does not map the memory of GPU {uuid} ({reason}): CUDA IPC needs NVLink or PCIe peer "
+        "access, and containers of one machine that share a PID namespace; if the run is on one machine, "
+        "refit.transport=rdma or tcp do without"
     )
-    if not device.reaches(uuid):
-        raise TransferError(unreachable)
-    # The maker's index names another GPU here, or none: each process numbers the GPUs that it sees. CUDA maps memory of
-    # any GPU of the host, seen or not, into the address space of the one that is asked.
-    ours = (*arguments[:_INDEX_OF_DEVICE], own, *arguments[_INDEX_OF_DEVICE + 1 :])
-    try:
-        return rebuild_cuda_tensor(*ours)[:size_bytes]
-    except RuntimeError as error:  # all that CUDA raises
-        raise TransferError(f"{unreachable} ({error})") from error
 
 
 class MappedSendEndpoint(OnlyBuckets):
     """The buckets lie in `segments`."""
 
-    def __init__(self, segments: Sequence[Segment | CudaSegment]) -> None:
+    def __init__(self, segments: Sequence[_Own]) -> None:
         self._segments = segments
         self.buckets: Sequence[Tensor] = [segment.memory for segment in segments]
 
@@ -73,13 +106,14 @@ class MappedSendEndpoint(OnlyBuckets):
     def all_connected(self) -> None:
         """See `SendEndpoint.all_connected`."""
         for segment in self._segments:
-            segment.close()
-        self._segments = []
+            segment.all_mapped()
 
     def close(self) -> None:
         """See `SendEndpoint.close`."""
-        self.all_connected()
         self.buckets = []
+        for segment in self._segments:
+            segment.close()
+        self._segments = []
 
 
 class MappedRecvEndpoint(OnlyBuckets):
@@ -87,14 +121,16 @@ class MappedRecvEndpoint(OnlyBuckets):
 
     pulls_at_once = 2**30
 
-    def __init__(self, map_memory: Callable[[Any, int], Tensor]) -> None:
+    def __init__(self, map_memory: Callable[[Any, int], _Mapped]) -> None:
         self._map = map_memory
-        self._buckets: dict[int, list[Tensor]] = {}
+        self._segments: dict[int, list[_Mapped]] = {}
 
     def connect(self, source: int, offer: Any) -> None:
         """Map the source's segments."""
         bucket_bytes, handles = offer
-        self._buckets[source] = [self._map(handle, bucket_bytes) for handle in handles]
+        mapped = self._segments.setdefault(source, [])
+        for handle in handles:
+            mapped.append(self._map(handle, bucket_bytes))
 
     def all_connected(self) -> None:
         """Do nothing."""
@@ -107,14 +143,17 @@ class MappedRecvEndpoint(OnlyBuckets):
         zero_copy: Sequence[ZeroCopyPiece] = (),  # noqa: ARG002
     ) -> Callable[[], Tensor]:
         """See `RecvEndpoint.pull`."""
-        return lambda: self._buckets[source][bucket]
+        return lambda: self._segments[source][bucket].memory
 
     def close(self) -> None:
         """Unmap the segments."""
-        self._buckets = {}
+        for mapped in self._segments.values():
+            for segment in mapped:
+                segment.close()
+        self._segments = {}
 
 
-def _mapped(create: Callable[[int], Segment | CudaSegment], map_memory: Callable[[Any, int], Tensor]) -> Transport:
+def _mapped(create: Callable[[int], _Own], map_memory: Callable[[Any, int], _Mapped]) -> Transport:
     def send_endpoint(_rendezvous: Rendezvous, _rank: int, bucket_bytes: int) -> MappedSendEndpoint:
         # There is no memory of no bytes, which a rank has that sends nothing.
         return MappedSendEndpoint([create(max(bucket_bytes, 1)) for _ in range(BUCKETS)])
@@ -127,5 +166,5 @@ def _mapped(create: Callable[[int], Segment | CudaSegment], map_memory: Callable
     return Transport(send_endpoint, recv_endpoint)
 
 
-SHARED_MEMORY = _mapped(Segment, map_segment)
-CUDA_IPC = _mapped(CudaSegment, map_cuda_segment)
+SHARED_MEMORY = _mapped(Segment, MappedSegment)
+CUDA_IPC = _mapped(CudaSegment, MappedCudaSegment)

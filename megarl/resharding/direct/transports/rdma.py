@@ -17,13 +17,18 @@ from megarl.resharding.direct.transports.endpoint import (
     Rendezvous,
     Transport,
     ZeroCopyPiece,
-    new_buckets,
+    own_memory,
 )
 from megarl.resharding.direct.transports.nixl_agent import NixlAgent, Read, RemoteMemory
+from megatron_ext.cuda_memory import OwnMemory
 
-# They are read when two ranks meet, so that an error on the way between them shows then. No bucket has less: a rank
-# that nothing comes to has buckets without any bytes, which are not registered everywhere.
-_FIRST_BYTES = 1
+_SMALLEST_BYTES = 1
+"""No bucket has less: a rank that nothing comes to has buckets without any bytes, which are not registered everywhere.
+"""
+_TRIAL_BYTES = 4 * 2**20
+"""Bytes that are read when two ranks meet, so that an error on the way between them shows then: as many as go the way
+of a whole bucket, which is another than that of few bytes.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class RdmaOffer:
     """The buckets of a source, as a destination has to know them, and tensors that it may read where they are."""
 
     memory: RemoteMemory
+    bucket_bytes: int
     tensors: Mapping[str, Readable]
 
 
@@ -39,7 +45,8 @@ class RdmaSendEndpoint:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int, buckets: Sequence[Tensor] = ()) -> None:
         self._agent = NixlAgent(f"{rendezvous.senders} {rank}", is_read=True)
-        self.buckets = buckets or new_buckets(max(bucket_bytes, _FIRST_BYTES))
+        self._own = [] if buckets else _own_buckets(bucket_bytes)
+        self.buckets = buckets or [each.tensor for each in self._own]
         self._memory = self._agent.register(self.buckets)
         self._tensors: Mapping[str, Readable] = {}
 
@@ -58,7 +65,7 @@ class RdmaSendEndpoint:
 
     def offer(self, destination: int) -> RdmaOffer:  # noqa: ARG002
         """See `SendEndpoint.offer`."""
-        return RdmaOffer(self._memory, self._tensors)
+        return RdmaOffer(self._memory, len(self.buckets[0]), self._tensors)
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
         """Do nothing: the destination reads."""
@@ -70,6 +77,7 @@ class RdmaSendEndpoint:
         """Let nobody read any more, and free the buckets."""
         self._agent.close()
         self.buckets = []
+        _close(self._own)
 
 
 class RdmaRecvEndpoint:
@@ -80,7 +88,8 @@ class RdmaRecvEndpoint:
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int, check: Callable[[], None]) -> None:
         self._senders, self._timeout_s, self._check = rendezvous.senders, rendezvous.timeout_s, check
         self._agent = NixlAgent(f"engine worker {rank}", is_read=False)
-        self._buckets = new_buckets(max(bucket_bytes, _FIRST_BYTES))
+        self._own = _own_buckets(bucket_bytes)
+        self._buckets = [each.tensor for each in self._own]
         self._agent.register(self._buckets)
         self._offers: dict[int, RdmaOffer] = {}
         self._names: dict[int, str] = {}
@@ -88,10 +97,10 @@ class RdmaRecvEndpoint:
         self._pulls = count()
 
     def connect(self, source: int, offer: RdmaOffer) -> None:
-        """Get to know the source's buckets, and begin to read from one."""
+        """Get to know the source's buckets, and begin to read from one, as much as goes the way of a whole message."""
         self._offers[source] = offer
         self._names[source] = self._agent.add(offer.memory, self._peer(source))
-        first = self._buckets[0][:_FIRST_BYTES], offer.memory.addresses[0]
+        first = self._buckets[0][: min(offer.bucket_bytes, _TRIAL_BYTES)], offer.memory.addresses[0]
         self._first_reads.append(self._begin_reads(source, [first]))
 
     def all_connected(self) -> None:
@@ -121,6 +130,7 @@ class RdmaRecvEndpoint:
         """End what is being read, leave the sources and free the buckets."""
         self._agent.close()
         self._buckets = []
+        _close(self._own)
 
     def _begin_reads(self, source: int, reads: Sequence[tuple[Tensor, int]]) -> Read:
         return self._agent.begin_reads(reads, self._offers[source].memory, self._names[source], self._peer(source))
@@ -131,6 +141,15 @@ class RdmaRecvEndpoint:
 
     def _peer(self, source: int) -> str:
         return f"{self._senders} {source}"
+
+
+def _own_buckets(bucket_bytes: int) -> list[OwnMemory]:
+    return [own_memory(max(bucket_bytes, _SMALLEST_BYTES)) for _ in range(BUCKETS)]
+
+
+def _close(memories: Sequence[OwnMemory]) -> None:
+    for each in memories:
+        each.close()
 
 
 def _reads(own: Tensor, bucket: int, zero_copy: Sequence[ZeroCopyPiece]) -> Iterator[tuple[Tensor, int]]:
