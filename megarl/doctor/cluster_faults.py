@@ -8,6 +8,7 @@ from statistics import median
 from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
 from megarl.doctor.node_probe import Link, Node
 from megarl.doctor.slow_links import late, rates_of, slow, slow_alone, slow_nodes, usual_latency_s
+from megarl.process.gpudirect import GPUDIRECT
 
 SLOW_CPU = 0.5
 """Slower than this part of what the others reach is a fault of a CPU, which never has one thing alone to do."""
@@ -95,6 +96,13 @@ def _no_verbs(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
     for node in nodes:
         if node.ports and not node.has_verbs:
             yield Fault(node.name, "it has InfiniBand and no libibverbs, without which NCCL goes over sockets", VERBS)
+
+
+def _no_gpudirect(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for node in nodes:
+        if node.ports and node.gpudirect_obstacle:
+            said = f"its InfiniBand cannot reach the memory of GPUs: {node.gpudirect_obstacle}"
+            yield Fault(node.name, said, f"{GPUDIRECT}; else refit.transport=tcp", refuses=False)
 
 
 def _few_open_files(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
@@ -192,6 +200,7 @@ _CHECKS: tuple[Callable[[Sequence[Node], Sequence[Link]], Iterator[Fault]], ...]
     _no_way,
     _locked_memory,
     _no_verbs,
+    _no_gpudirect,
     _few_open_files,
     _unseen_folders,
     _unseen_inputs,

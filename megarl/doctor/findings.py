@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from megarl.doctor.inventory import Inventory
 from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
+from megarl.process.gpudirect import GPUDIRECT
 from megarl.rollout import ENGINES
 from megarl.schema import RefitConfig, RolloutConfig
 from megarl.tracking import LOGGERS
@@ -114,6 +115,13 @@ def _check_verbs(inventory: Inventory) -> Iterator[Finding]:
         yield Finding(False, "InfiniBand: NCCL", why, VERBS)
 
 
+def _check_gpudirect(inventory: Inventory) -> Iterator[Finding]:
+    if inventory.rdma_devices and inventory.gpus and inventory.gpudirect_obstacle:
+        devices = ", ".join(inventory.rdma_devices)
+        why = f"{devices} cannot reach the memory of GPUs by GPUDirect: {inventory.gpudirect_obstacle}"
+        yield Finding(False, "InfiniBand: refit.transport=rdma", why, f"{GPUDIRECT}; else refit.transport=tcp")
+
+
 def _check_gpus(inventory: Inventory) -> Iterator[Finding]:
     if not inventory.gpus:
         yield Finding(
@@ -149,5 +157,6 @@ _CHECKS: tuple[Callable[[Inventory], Iterator[Finding]], ...] = (
     _check_gpus,
     _check_locked_memory,
     _check_verbs,
+    _check_gpudirect,
     _check_loggers,
 )

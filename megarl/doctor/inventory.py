@@ -13,6 +13,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from megarl.doctor.limits import Limits, limits_here
+from megarl.process.gpudirect import gpudirect_obstacle
 from megarl.process.rdma_devices import has_verbs, rdma_devices
 from megarl.rollout import ENGINES
 from megarl.tracking import LOGGERS
@@ -70,6 +71,8 @@ class Inventory:
     limits: Limits
     has_verbs: bool = True
     """Whether the library is there by which NCCL uses `rdma_devices`."""
+    gpudirect_obstacle: str = ""
+    """Why `rdma_devices` do not reach the memory of GPUs, as far as the kernel shows it."""
 
     @property
     def torch_has_cuda(self) -> bool:
@@ -107,6 +110,7 @@ def take_inventory() -> Inventory:
         rdma_devices=sorted(rdma_devices()),
         limits=limits_here(),
         has_verbs=has_verbs(),
+        gpudirect_obstacle=gpudirect_obstacle(),
     )
 
 

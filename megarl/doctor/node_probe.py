@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster.ray.network_environment import RdmaPort, look_at
 from megarl.doctor.inventory import PACKAGES, installed_version
 from megarl.doctor.limits import Limits, limits_here
+from megarl.process.gpudirect import gpudirect_obstacle
 from megarl.process.open_files import allow_many_open_files
 from megarl.process.rdma_devices import has_verbs
 
@@ -69,6 +70,8 @@ class Node:
     """Limits of a process that Ray starts there."""
     has_verbs: bool = True
     """Whether the library is there by which NCCL uses `ports`."""
+    gpudirect_obstacle: str = ""
+    """Why `ports` do not reach the memory of GPUs, as far as the kernel shows it."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class NodeProbe:
             () if network is None else network.ports,
             limits=limits_here(),
             has_verbs=has_verbs(),
+            gpudirect_obstacle=gpudirect_obstacle(),
         )
 
     def clock(self) -> float:

@@ -18,6 +18,7 @@ from megarl.cluster.engines.engines import REFIT_LIMIT, Engines
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.calls import wait, wait_together
 from megarl.cluster.workers.worker import Call, WorkerFailed
+from megarl.refit.rdma_restrictions import NO_RDMA, look_at_rdma
 from megarl.resharding.direct.abort import abort_rendezvous
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation
@@ -26,8 +27,6 @@ from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT, between
 from megarl.resharding.transfer_stats import TransferStats
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
-
-_NAMED = 4
 
 
 class NoDirectPathError(Exception):
@@ -66,9 +65,9 @@ class DirectPath:
         self._within = MAPPED_MEMORY_TRANSPORT[trainer.backend]
         usual = between_machines() if self._are_apart else self._within
         self._transport = usual if config.transport == "auto" else config.transport
-        self._restriction = ""
+        self._rdma = NO_RDMA
         if self._are_apart and self._transport == "rdma":
-            self._restriction = restriction(trainer.weights.rdma_ports(), engines.rdma_ports(config.timeout_s))
+            self._rdma = look_at_rdma(trainer, engines, config.timeout_s)
         self._spec = TransferSpec(
             architecture,
             trainer.parallel,
@@ -104,7 +103,8 @@ class DirectPath:
         topology, within = self._spec.topology, ""
         if self._are_apart and {*topology.source_node} & {*topology.destination_node}:
             within = f"{self._within} on one machine and, between two, "
-        return f"direct, through {within}{self._transport}{self._restriction}{staging_note(self._spec.staged_bytes(0))}"
+        staged = staging_note(self._spec.staged_bytes(0))
+        return f"direct, through {within}{self._transport}{self._rdma.restriction}{staged}"
 
     def connect(self) -> None:
         """Connect all ranks with the workers that they send to; earlier connections are closed."""
@@ -115,7 +115,13 @@ class DirectPath:
         rendezvous = self._trainer.weights.open_transfer(self._spec, self._transport, workers, timeout_s)
         topology = self._spec.topology if self._are_apart else None
         checked = self._config.verify == "checksum" or self._config.delta
-        rendezvous = replace(rendezvous, topology=topology, relay_listeners=relay_listeners, with_checksum=checked)
+        rendezvous = replace(
+            rendezvous,
+            topology=topology,
+            relay_listeners=relay_listeners,
+            with_checksum=checked,
+            by_hardware=self._rdma.by_hardware,
+        )
         connecting = [*self._trainer.weights.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]
         # Before they have met, nobody sees the end of a peer.
         wait_together(connecting, TransferError, lambda failure: abort_rendezvous(rendezvous, _news(failure)))
@@ -171,22 +177,6 @@ class DirectPath:
 
 def _news(failure: Exception) -> str:
     return failure.happened if isinstance(failure, WorkerFailed) else str(failure)
-
-
-def restriction(of_ranks: Sequence[bool], of_workers: Sequence[bool]) -> str:
-    """The end of a sentence that says which processes have no port for RDMA, and what to do; empty if all have."""
-    all_of_them = {
-        **{f"trainer rank {rank}": has_port for rank, has_port in enumerate(of_ranks)},
-        **{f"engine worker {worker}": has_port for worker, has_port in enumerate(of_workers)},
-    }
-    without = [name for name, has_port in all_of_them.items() if not has_port]
-    if not without:
-        return ""
-    named = ", ".join(without[:_NAMED]) + (f" and {len(without) - _NAMED} others" if len(without) > _NAMED else "")
-    return (
-        f", but by way of sockets: no port of InfiniBand, RoCE or EFA is seen by {named} (/dev/infiniband). If"
-        " the machines have ports, show them to the containers; else refit.delta=true lets changes alone travel"
-    )
 
 
 def staging_note(size_bytes: int) -> str:

@@ -129,6 +129,11 @@ class Engines:
         asking = self.begin(Engine.call_receivers, WeightReceiver.has_rdma_port)
         return list(chain.from_iterable(wait_in_refit(asking, timeout_s)))
 
+    def gpudirect_obstacles(self, timeout_s: float) -> list[str]:
+        """Why network cards do not reach the memory of each worker's GPU; empty where no obstacle is known."""
+        asking = self.begin(Engine.call_receivers, WeightReceiver.gpudirect_obstacle)
+        return list(chain.from_iterable(wait_in_refit(asking, timeout_s)))
+
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
         """Samples of every request, in order."""
         answers = dict(self.generate_each(requests))

@@ -21,6 +21,7 @@ from converters.number_formats import NumberFormat  # noqa: E402
 from megarl.cluster.trainer.batch import REFERENCE, Batch  # noqa: E402
 from megarl.data.packed_stretches import Packed  # noqa: E402
 from megarl.data.stretches import Array  # noqa: E402
+from megarl.process.gpudirect import gpudirect_obstacle  # noqa: E402
 from megarl.process.ports import free_port  # noqa: E402
 from megarl.resharding.direct.connections import Address  # noqa: E402
 from megarl.resharding.direct.sender import Sender  # noqa: E402
@@ -192,6 +193,10 @@ class TrainerWorker:
     def has_rdma_port(self) -> bool:
         """Whether this machine has a port of InfiniBand, RoCE or EFA."""
         return has_port()
+
+    def gpudirect_obstacle(self) -> str:
+        """Why network cards do not reach the memory of GPUs, if they do not. See `gpudirect.gpudirect_obstacle`."""
+        return gpudirect_obstacle()
 
     def connect_transfer(self, rendezvous: Rendezvous) -> None:
         """Wait for the receivers. See `Sender.connect`."""

@@ -44,6 +44,10 @@ class WeightSender:
         """Whether the machine of each rank has a port of InfiniBand, RoCE or EFA."""
         return self._ranks.call("has_rdma_port")
 
+    def gpudirect_obstacles(self) -> list[str]:
+        """Why network cards do not reach the memory of each rank's GPU; empty where no obstacle is known."""
+        return self._ranks.call("gpudirect_obstacle")
+
     def open_transfer(self, spec: TransferSpec, transport: str, engine_workers: int, timeout_s: float) -> Rendezvous:
         """Prepare all ranks to send their parts of `spec`; where their receivers meet them."""
         listeners = self._ranks.call("open_transfer", ray.put(spec))

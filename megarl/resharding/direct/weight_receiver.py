@@ -6,6 +6,7 @@ from typing import Any, Protocol, TypeVar, TypeVarTuple
 from torch import Tensor
 
 from converters.layouts.traced_layout import local_tensors
+from megarl.process.gpudirect import gpudirect_obstacle
 from megarl.resharding.direct.connections import Address, TransferError
 from megarl.resharding.direct.destination import Destination
 from megarl.resharding.direct.staging import Staging
@@ -68,6 +69,10 @@ class WeightReceiver:
     def has_rdma_port(self) -> bool:
         """Whether this machine has a port of InfiniBand, RoCE or EFA."""
         return has_port()
+
+    def gpudirect_obstacle(self) -> str:
+        """Why network cards do not reach the memory of GPUs, if they do not. See `gpudirect.gpudirect_obstacle`."""
+        return gpudirect_obstacle()
 
     def close(self) -> None:
         """Free what belongs to the transfer that was opened, if any."""

@@ -58,6 +58,7 @@ def test_a_sound_cluster_has_no_faults():
             "it has InfiniBand, for which a process may lock no more than 8 MiB",
         ),
         (with_second(has_verbs=False), "it has InfiniBand and no libibverbs, without which NCCL goes over sockets"),
+        (with_second(gpudirect_obstacle="no module"), "its InfiniBand cannot reach the memory of GPUs: no module"),
         (with_second(limits=Limits(open_files=1024)), "may have no more than 1024 files open"),
         (with_second(unseen_folders=("/data",)), "it does not see what n1 writes into /data"),
         (with_second(unseen_inputs=("/models/policy",)), "it does not see /models/policy"),
@@ -70,7 +71,7 @@ def test_the_node_with_the_fault_is_named(nodes, says):
 
 
 def test_memory_and_a_library_are_for_infiniband_alone():
-    nodes = [replace(node, ports=(), limits=Limits(65536), has_verbs=False) for node in NODES]
+    nodes = [replace(node, ports=(), limits=Limits(65536), has_verbs=False, gpudirect_obstacle="no") for node in NODES]
     assert find_faults(nodes, LINKS) == []
 
 

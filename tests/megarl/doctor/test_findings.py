@@ -56,6 +56,20 @@ def test_infiniband_without_its_library_is_told_of() -> None:
     assert not finding.blocks
 
 
+def test_network_cards_that_do_not_reach_gpus_are_told_of_where_there_are_both() -> None:
+    changes = {"gpudirect_obstacle": "nvidia_peermem is not loaded, and Linux 4.18.0 has no dmabuf for it"}
+    (finding,) = find(dataclasses.replace(GPU_MACHINE, **changes))
+    assert finding.why == (
+        "mlx5_0 cannot reach the memory of GPUs by GPUDirect: nvidia_peermem is not loaded, and Linux 4.18.0 has no"
+        " dmabuf for it"
+    )
+    assert finding.remedy.startswith("load nvidia_peermem (`modprobe nvidia_peermem` on the host), or ")
+    assert finding.remedy.endswith("; else refit.transport=tcp")
+    assert not finding.blocks
+    assert find(dataclasses.replace(GPU_MACHINE, rdma_devices=[], **changes)) == []
+    assert find(dataclasses.replace(CPU_MACHINE, **changes)) == find(CPU_MACHINE)
+
+
 def blocking(inventory: Inventory) -> list[Finding]:
     return [finding for finding in find(inventory) if finding.blocks]
 

@@ -4,14 +4,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 import torch
+from played_cuda import play_cuda
 
 from converters.errors import UserError
+from megarl.process.gpudirect import GPUDIRECT
 from megarl.resharding.direct.connections import TransferError
-from megarl.resharding.direct.transports import between_machines, nixl_agent
+from megarl.resharding.direct.transports import between_machines, nixl_agent, rdma
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.transports.rdma import RDMA
 from megatron_ext import device
@@ -20,13 +23,17 @@ RENDEZVOUS = Rendezvous("rdma", b"", [], None, 1, timeout_s=20.0)
 SIZE = 1000
 
 
+def meet(source, destination):
+    destination.connect(3, source.offer(0))
+    destination.all_connected()
+
+
 @pytest.fixture
 def ends():
     """A source and a destination that has taken up its offer."""
     source = RDMA.send_endpoint(RENDEZVOUS, 3, SIZE)
     destination = RDMA.recv_endpoint(RENDEZVOUS, 0, SIZE, lambda: None)
-    destination.connect(3, source.offer(0))
-    destination.all_connected()
+    meet(source, destination)
     yield source, destination
     destination.close()
     source.close()
@@ -100,3 +107,97 @@ def test_of_two_packages_that_for_the_cuda_of_torch_is_taken(monkeypatch):
 def test_a_process_that_can_use_a_device_has_a_port(monkeypatch, devices):
     monkeypatch.setattr(nixl_agent, "rdma_devices", lambda: devices)
     assert nixl_agent.has_port() == bool(devices)
+
+
+@pytest.fixture
+def engine_config(monkeypatch):
+    """The configuration of UCX of each agent that is made."""
+    found = []
+    create = nixl_agent._create_agent
+
+    def note(nixl, name, ucx, **options):
+        found.append(ucx)
+        return create(nixl, name, ucx, **options)
+
+    monkeypatch.setattr(nixl_agent, "_create_agent", note)
+    return found
+
+
+@pytest.mark.parametrize(("has_ports", "backend"), [(True, "nccl"), (True, "gloo"), (False, "nccl")])
+def test_software_stands_in_for_hardware_where_there_are_no_ports_or_no_gpus(
+    monkeypatch, engine_config, has_ports, backend
+):
+    monkeypatch.setattr(device, "backend", lambda: backend)
+    rendezvous = replace(RENDEZVOUS, by_hardware=has_ports)
+    source, destination = RDMA.send_endpoint(rendezvous, 3, SIZE), RDMA.recv_endpoint(rendezvous, 0, SIZE, list)
+    refused = ["PROTO_EMULATION_ENABLE=n"] if (has_ports, backend) == (True, "nccl") else []
+    assert [list(ucx) for ucx in engine_config] == [["TCP_TX_SEG_SIZE=512k", "TCP_RX_SEG_SIZE=512k", *refused]] * 2
+    # Memory of the host has a way without software here.
+    meet(source, destination)
+    destination.close()
+    source.close()
+
+
+@pytest.fixture
+def by_hardware_alone(monkeypatch):
+    """A rendezvous at which ranks refuse software, and nothing but sockets, which always are software, is there."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setattr(device, "backend", lambda: "nccl")
+    monkeypatch.setattr(rdma, "gpudirect_obstacle", lambda: "nvidia_peermem is not loaded")
+    return replace(RENDEZVOUS, by_hardware=True)
+
+
+def test_memory_that_no_hardware_reaches_is_told_of_when_ranks_meet(by_hardware_alone):
+    source = RDMA.send_endpoint(by_hardware_alone, 3, SIZE)
+    destination = RDMA.recv_endpoint(by_hardware_alone, 0, SIZE, lambda: None)
+    with pytest.raises(TransferError) as error:
+        meet(source, destination)
+    assert str(error.value) == (
+        "reading from trainer rank 3 failed: NIXL_ERR_REMOTE_DISCONNECT: network cards do not reach the memory of GPUs"
+        f" on both sides by themselves (here nvidia_peermem is not loaded); {GPUDIRECT}, or set refit.transport=tcp"
+    )
+    destination.close()
+    source.close()
+
+
+def test_a_source_that_is_gone_is_not_taken_for_one_out_of_reach(by_hardware_alone):
+    def check():
+        raise TransferError("trainer rank 3 is gone")
+
+    source = RDMA.send_endpoint(by_hardware_alone, 3, SIZE)
+    destination = RDMA.recv_endpoint(by_hardware_alone, 0, SIZE, check)
+    with pytest.raises(TransferError, match=r"^trainer rank 3 is gone$"):
+        meet(source, destination)
+    destination.close()
+    source.close()
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(("of_source", "own", "first"), [(9, 9, 4), (2, 9, 2), (9, 3, 3)])
+def test_the_first_read_is_as_long_as_a_message_and_inside_both_buckets(of_source, own, first):
+    source = RDMA.send_endpoint(RENDEZVOUS, 3, of_source * MIB)
+    destination = RDMA.recv_endpoint(RENDEZVOUS, 0, own * MIB, lambda: None)
+    source.buckets[0].fill_(1)
+    meet(source, destination)
+    assert destination._buckets[0].sum(dtype=torch.int64).item() == first * MIB
+    destination.close()
+    source.close()
+
+
+def test_buckets_of_a_gpu_are_freed_at_the_end_and_after_a_failure(monkeypatch):
+    cuda = play_cuda(monkeypatch.setattr)
+    source, destination = RDMA.send_endpoint(RENDEZVOUS, 3, SIZE), RDMA.recv_endpoint(RENDEZVOUS, 0, SIZE, list)
+    assert len(cuda.allocated) == 4
+    destination.close()
+    source.close()
+    assert cuda.allocated == {}
+    monkeypatch.setattr(nixl_agent.NixlAgent, "register", lambda *_: 1 / 0)
+    for make in (
+        lambda: RDMA.send_endpoint(RENDEZVOUS, 3, SIZE),
+        lambda: RDMA.recv_endpoint(RENDEZVOUS, 0, SIZE, list),
+    ):
+        with pytest.raises(ZeroDivisionError):
+            make()
+        assert cuda.allocated == {}

@@ -24,7 +24,8 @@ from megatron_ext import device
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 # An operator's own UCX_TCP_TX_SEG_SIZE wins. At UCX's 8 KiB a read over TCP moves half as many bytes a second.
-_UCX = {"engine_config": "TCP_TX_SEG_SIZE=512k,TCP_RX_SEG_SIZE=512k"}
+_UCX = ("TCP_TX_SEG_SIZE=512k", "TCP_RX_SEG_SIZE=512k")
+_NO_SOFTWARE = "PROTO_EMULATION_ENABLE=n"
 _PROGRESS_US = 10_000
 _POLL_S = 1e-4
 _CHECK_S = 0.1
@@ -69,13 +70,17 @@ class NixlAgent:
 
     One that `is_read` has a thread of NIXL's, which answers where the way is not one-sided by itself, as sockets are,
     and sleeps while nothing happens. One that only reads does all in the calls of its methods.
+
+    Where no network card and no other way reaches memory by itself, UCX copies it in software, over sockets or not:
+    many times slower, with nothing said. With `by_hardware` such a read fails, unless UCX_PROTO_EMULATION_ENABLE=y.
     """
 
-    def __init__(self, name: str, *, is_read: bool) -> None:
+    def __init__(self, name: str, *, is_read: bool, by_hardware: bool = False) -> None:
         check_installed()
         self._nixl = _bindings()
+        ucx = (*_UCX, _NO_SOFTWARE) if by_hardware else _UCX
         with self._errors("starting NIXL (variables of UCX)"):
-            self._agent = _create_agent(self._nixl, name, with_thread=is_read)
+            self._agent = _create_agent(self._nixl, name, ucx, with_thread=is_read)
         self._registered: list[Any] = []
         self._peers: list[str] = []
         self._reads: list[Read] = []
@@ -178,7 +183,7 @@ class Read:
         self.agent.finish(self, timeout_s, check)
 
 
-def _create_agent(nixl: ModuleType, name: str, *, with_thread: bool) -> Any:
+def _create_agent(nixl: ModuleType, name: str, ucx: Sequence[str], *, with_thread: bool) -> Any:
     """An agent whose thread, if it has one, sleeps until UCX has something to do.
 
     The thread of an agent that `nixl_agent` of nixl 1.5 makes asks UCX without a pause, at the cost of a core of every
@@ -188,7 +193,7 @@ def _create_agent(nixl: ModuleType, name: str, *, with_thread: bool) -> Any:
     config = nixl.nixlAgentConfig()
     config.useProgThread, config.pthrDelay = with_thread, _PROGRESS_US
     agent = nixl.nixlAgent(name, config)
-    agent.createBackend("UCX", _UCX)
+    agent.createBackend("UCX", {"engine_config": ",".join(ucx)})
     return agent
 
 

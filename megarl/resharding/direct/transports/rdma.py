@@ -5,12 +5,15 @@ nothing behind. All that a destination has to know of a source is its offer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 
 from torch import Tensor
 
+from megarl.process.gpudirect import GPUDIRECT, gpudirect_obstacle
+from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transports.endpoint import (
     BUCKETS,
     Readable,
@@ -20,6 +23,7 @@ from megarl.resharding.direct.transports.endpoint import (
     own_memory,
 )
 from megarl.resharding.direct.transports.nixl_agent import NixlAgent, Read, RemoteMemory
+from megatron_ext import device
 from megatron_ext.cuda_memory import OwnMemory
 
 _SMALLEST_BYTES = 1
@@ -44,7 +48,7 @@ class RdmaSendEndpoint:
     """Two buckets that destinations read."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int, buckets: Sequence[Tensor] = ()) -> None:
-        self._agent = NixlAgent(f"{rendezvous.senders} {rank}", is_read=True)
+        self._agent = NixlAgent(f"{rendezvous.senders} {rank}", is_read=True, by_hardware=_by_hardware(rendezvous))
         self._own = [] if buckets else _own_buckets(bucket_bytes)
         self.buckets = buckets or [each.tensor for each in self._own]
         self._memory = self._agent.register(self.buckets)
@@ -87,7 +91,8 @@ class RdmaRecvEndpoint:
 
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int, check: Callable[[], None]) -> None:
         self._senders, self._timeout_s, self._check = rendezvous.senders, rendezvous.timeout_s, check
-        self._agent = NixlAgent(f"engine worker {rank}", is_read=False)
+        self._by_hardware = _by_hardware(rendezvous)
+        self._agent = NixlAgent(f"engine worker {rank}", is_read=False, by_hardware=self._by_hardware)
         self._own = _own_buckets(bucket_bytes)
         self._buckets = [each.tensor for each in self._own]
         self._agent.register(self._buckets)
@@ -101,12 +106,14 @@ class RdmaRecvEndpoint:
         self._offers[source] = offer
         self._names[source] = self._agent.add(offer.memory, self._peer(source))
         first = self._buckets[0][: min(offer.bucket_bytes, _TRIAL_BYTES)], offer.memory.addresses[0]
-        self._first_reads.append(self._begin_reads(source, [first]))
+        with self._trial():
+            self._first_reads.append(self._begin_reads(source, [first]))
 
     def all_connected(self) -> None:
         """Wait until something was read from each source: then there is a way to all of them."""
         for read in self._first_reads:
-            read.finish(self._timeout_s, self._check)
+            with self._trial():
+                read.finish(self._timeout_s, self._check)
         self._first_reads = []
 
     def readable(self, source: int) -> Mapping[str, Readable]:
@@ -132,6 +139,21 @@ class RdmaRecvEndpoint:
         self._buckets = []
         _close(self._own)
 
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        try:
+            yield
+        except TransferError as error:
+            if not self._by_hardware:
+                raise
+            # A source that is gone, of which NIXL says no less, says so itself.
+            self._check()
+            here = gpudirect_obstacle()
+            raise TransferError(
+                f"{error}: network cards do not reach the memory of GPUs on both sides by themselves"
+                f"{f' (here {here})' if here else ''}; {GPUDIRECT}, or set refit.transport=tcp"
+            ) from error
+
     def _begin_reads(self, source: int, reads: Sequence[tuple[Tensor, int]]) -> Read:
         return self._agent.begin_reads(reads, self._offers[source].memory, self._names[source], self._peer(source))
 
@@ -141,6 +163,10 @@ class RdmaRecvEndpoint:
 
     def _peer(self, source: int) -> str:
         return f"{self._senders} {source}"
+
+
+def _by_hardware(rendezvous: Rendezvous) -> bool:
+    return rendezvous.by_hardware and device.backend() == "nccl"
 
 
 def _own_buckets(bucket_bytes: int) -> list[OwnMemory]:

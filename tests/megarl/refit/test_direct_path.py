@@ -1,0 +1,70 @@
+"""A direct path, of ranks and engines that note what they are asked."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.refit import direct
+from megarl.refit.direct import DirectPath
+from megarl.refit.rdma_restrictions import Rdma
+from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.schema import RefitConfig
+
+
+class Noting:
+    """Ranks or engines: the name of each method that was called, and its last argument."""
+
+    def __init__(self, name, asked, **answers):
+        self._name, self._asked, self._answers = name, asked, answers
+
+    def __len__(self):
+        return 1
+
+    def __getattr__(self, method):
+        def call(*arguments):
+            self._asked.append((self._name, method, *arguments[-1:]))
+            answer = self._answers.get(method, [])
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return call
+
+
+RENDEZVOUS = Rendezvous("rdma", b"", [], None, 1, 1.0)
+
+
+def path_of(asked, **of_engines):
+    path = object.__new__(DirectPath)
+    path._trainer = SimpleNamespace(weights=Noting("trainer", asked, open_transfer=RENDEZVOUS))
+    path._engines = Noting("engines", asked, open_transfer=[("here", 1)], **of_engines)
+    path._spec, path._config = SimpleNamespace(traces=[None]), RefitConfig(verify="off")
+    path._are_apart, path._transport, path._rdma = False, "rdma", Rdma(by_hardware=True, restriction="")
+    return path
+
+
+def test_receivers_let_go_of_memory_before_it_is_freed_and_all_know_how_it_is_read(monkeypatch):
+    monkeypatch.setattr(direct, "wait_together", lambda *_: None)
+    asked = []
+    path_of(asked).connect()
+    assert [each[:2] for each in asked] == [
+        ("engines", "open_transfer"),
+        ("trainer", "open_transfer"),
+        ("trainer", "begin_connect"),
+        ("engines", "begin_connect"),
+    ]
+    meeting = replace(RENDEZVOUS, relay_listeners=[("here", 1)], with_checksum=False, by_hardware=True)
+    assert [each[2] for each in asked[2:]] == [meeting] * 2
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("the engine is gone")])
+def test_both_ends_are_closed_the_receiving_one_first(failure):
+    asked = []
+    path = path_of(asked, **({"close_transfer": failure} if failure else {}))
+    if failure is None:
+        path.close()
+    else:
+        with pytest.raises(RuntimeError, match="the engine is gone"):
+            path.close()
+    assert [each[:2] for each in asked] == [("engines", "close_transfer"), ("trainer", "close_transfer")]
