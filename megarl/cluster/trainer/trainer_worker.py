@@ -203,6 +203,7 @@ class TrainerWorker:
         assert self.sender is not None
         with self._closing_on_error():
             self.sender.connect(rendezvous)
+            self.sender.load_kernels()
 
     def send(self, version: int, delta: bool) -> TransferStats:
         """Send the present weights as `version`; how much was sent. See `Sender.send`."""

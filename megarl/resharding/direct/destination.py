@@ -68,6 +68,10 @@ class Destination:
         else:
             self._to_neighbours.close()
         self._at_once(connecting)
+        # In this thread, and not in those that take and pass on, of which two may need the same kernel at once.
+        for each in (self._from_sources, self._from_neighbours, self._to_neighbours):
+            if each is not None:
+                each.load_kernels()
 
     def receive(self, version: int) -> None:
         """Write everything that belongs to `version`. Raises TransferError as `Receiver.receive`."""

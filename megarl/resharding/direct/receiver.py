@@ -28,6 +28,7 @@ from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvou
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megarl.resharding.direct.zero_copy import zero_copy_pieces
 from megarl.resharding.kernels import Block
+from megarl.resharding.kernels.first_launch import launch_scatter
 from megatron_ext import device
 
 
@@ -93,6 +94,11 @@ class Receiver:
             self._endpoint.take_into([piece.into for piece in pieces if piece.into is not None])
             for link, source in source_of.items():
                 link.send(Connected({number: tuple(each) for number, each in self._zero_copy[source].items()}))
+
+    def load_kernels(self) -> None:
+        """Launch once what unpacks the messages, after `connect`; no other thread launches anything meanwhile."""
+        if any(self._messages.values()):
+            launch_scatter(with_checksum=self._rendezvous.with_checksum)
 
     def receive(self, version: int) -> None:
         """Write everything that the sources send as `version`; returns when all of it came, each message once.

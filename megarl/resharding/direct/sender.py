@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from selectors import BaseSelector
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from converters.number_formats import NumberFormat
 from megarl.process.profiler import named
 from megarl.resharding.direct.changes import SentMessages
 from megarl.resharding.direct.connections import (
@@ -19,7 +21,7 @@ from megarl.resharding.direct.connections import (
     ready,
 )
 from megarl.resharding.direct.handshake import Listener
-from megarl.resharding.direct.messages import digest
+from megarl.resharding.direct.messages import Message, digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import addresses, blocks, pack
 from megarl.resharding.direct.schedule import sending_order
@@ -28,6 +30,7 @@ from megarl.resharding.direct.transports.endpoint import BUCKETS, Rendezvous, Se
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megarl.resharding.direct.zero_copy import shared_tensors
 from megarl.resharding.kernels import Block
+from megarl.resharding.kernels.first_launch import launch_gather
 from megarl.resharding.transfer_stats import TransferStats
 from megatron_ext import device
 
@@ -91,6 +94,12 @@ class Sender:
             self._endpoint.all_connected()
         self._order = self._in_order(len(rendezvous.listeners), rendezvous.destinations)
 
+    def load_kernels(self) -> None:
+        """Launch once what packs the messages, after `connect`; no other thread launches anything meanwhile."""
+        formats = {self._quantised(message) for messages in self._messages.values() for message in messages}
+        for each in formats:
+            launch_gather(each, with_checksum=self._with_checksum)
+
     def send(self, version: int, *, delta: bool = False) -> TransferStats:
         """Send everything, as it is now, as `version`; returns when all receivers have it. How much was sent.
 
@@ -147,6 +156,17 @@ class Sender:
         self._links[hello.destination] = link
         if hello.digest != digest(self._messages[hello.destination]):
             raise TransferError(f"{self._name} and {link.peer} do not have the same plan")
+
+    def _quantised(self, message: Message) -> tuple[NumberFormat, torch.dtype] | None:
+        """The number format of the codes that are made in a message, if there are any, and the type of the values."""
+        return next(
+            (
+                (piece.scales.number_format, self._tensors[piece.source_name].dtype)
+                for piece in message.pieces
+                if piece.scales is not None
+            ),
+            None,
+        )
 
     def _in_order(self, sources: int, destinations: int) -> list[MessageId]:
         messages = {

@@ -26,8 +26,8 @@ from kernel_cases import (
 )
 
 from converters.fp8 import LARGEST_WEIGHT
-from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8
-from megarl.resharding.kernels import Block, host, on_gpu
+from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0, INT8_CHANNEL, MXFP8
+from megarl.resharding.kernels import Block, first_launch, host, on_gpu
 
 SEEDS = st.integers(0, 2**32 - 1)
 GENERATED = (Phase.explicit, Phase.generate)
@@ -145,3 +145,43 @@ def test_a_weight_that_fp8_cannot_hold_is_named_with_its_block(kernels, value):
     with pytest.raises(ValueError, match=r"block 0, 1 .*NaN, infinite or too large") as error:
         kernels.gather(found, 0)
     assert "matrix 1" in str(error.value)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The constants and the options by which Triton compiles what is launched: one kernel for each."""
+    found, launch = set(), on_gpu.move
+
+    class Move:
+        def __getitem__(self, grid):
+            def call(table, row_of_tile, results, *constants, **options):
+                found.add((*constants, *sorted(options.items())))
+                return launch[grid](table, row_of_tile, results, *constants, **options)
+
+            return call
+
+    monkeypatch.setattr(on_gpu, "move", Move())
+    monkeypatch.setattr(first_launch, "gather", on_gpu.gather)
+    monkeypatch.setattr(first_launch, "scatter", on_gpu.scatter)
+    return found
+
+
+@pytest.mark.parametrize("before", [None, 7])
+@pytest.mark.parametrize("number_format", [None, FP8_BLOCK, FP8_BLOCK_UE8M0, INT8_CHANNEL, MXFP8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_first_launch_is_of_the_kernels_of_a_refit(launches, before, number_format, dtype):
+    made = None if number_format is None else (number_format, dtype)
+    first_launch.launch_gather(made, with_checksum=before is not None)
+    first_launch.launch_scatter(with_checksum=before is not None)
+    of_first = set(launches)
+    launches.clear()
+    copied = [
+        Box((3, 5), torch.bfloat16, torch.bfloat16, 1, 2, True),
+        Box((4, 8), torch.int64, torch.int64, 0, 1, False),
+    ]
+    quantised = [] if made is None else [Matrix((100, 136), dtype, 1, number_format, 0.02)]
+    sent = block(copied, quantised)
+    on_gpu.gather(sent, before)
+    on_gpu.scatter(elsewhere(sent), before)
+    assert of_first == launches
+    assert len(launches) == 2

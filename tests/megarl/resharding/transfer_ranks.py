@@ -73,6 +73,7 @@ class SourceRank:
     @without_frames
     def connect(self, rendezvous):
         self._sender.connect(rendezvous)
+        self._sender.load_kernels()
 
     @without_frames
     def send(self, version, delta=False):
