@@ -1,6 +1,7 @@
 """Memory of a GPU past torch's allocator, with a runtime that shared memory plays."""
 
 import ctypes
+import struct
 from multiprocessing import get_context
 
 import pytest
@@ -25,6 +26,16 @@ def test_a_tensor_over_foreign_memory_copies_nothing():
     del whole
     part.zero_()
     assert list(memory[6:18]) == [6, 7, *[0] * 8, 16, 17]
+
+
+def test_a_tensor_is_on_the_gpu_that_is_named_and_torch_asks_nobody(monkeypatch):
+    found, pointer_of = [], ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    monkeypatch.setattr(torch, "from_dlpack", lambda capsule: found.append(pointer_of(capsule, b"dltensor")))
+    tensor_at(2**40, 60, torch.device("cuda", 3))
+    address, kind, index = struct.unpack("=Qii", ctypes.string_at(found[0], 16))
+    # Devices of CUDA are the second kind of DLPack's.
+    assert (address, kind, index) == (2**40, 2, 3)
 
 
 def test_an_error_that_ends_a_tensor_over_foreign_memory_stays_what_it_was():
