@@ -28,6 +28,9 @@ from megarl.resharding.transfer_stats import TransferStats
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
 
+_NOTABLE_BYTES = 10**9
+"""Memory of a GPU that a user may miss."""
+
 
 class NoDirectPathError(Exception):
     """The engines can take weights through their own loader only; the message says why."""
@@ -180,8 +183,8 @@ def _news(failure: Exception) -> str:
 
 
 def staging_note(size_bytes: int) -> str:
-    """The end of a sentence that says what a worker keeps of blocks that cuts go through; empty where none are cut."""
-    if not size_bytes:
+    """The end of a sentence that says what a worker keeps of blocks that cuts go through; empty where it is little."""
+    if size_bytes < _NOTABLE_BYTES:
         return ""
     return (
         f"; cuts of the trainer go through blocks, whose values take {size_bytes / 1e9:.2g} GB of an engine's worker."
