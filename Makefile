@@ -76,7 +76,8 @@ test-parallel: export OMP_NUM_THREADS ?= 1
 test-parallel: setup
 	$(PYTHON) -m pytest -m parallel $(ARGS) tests/parallel
 
-# Most of their time is the start of a server, of one process: a file at a time each, and not all that share an engine.
+# Most of their time goes into starting servers. A process takes a file at a time, and not, as those of `test`, all files
+# that share an engine.
 test-sglang: TEST_WORKERS = 2
 test-sglang: export OMP_NUM_THREADS ?= 1
 test-sglang: setup .venv-sglang

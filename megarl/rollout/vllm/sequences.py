@@ -64,7 +64,7 @@ class SequencesInFlight:
     ) -> list[Future[list[Turn]]]:
         """Hand all samples of `requests` to the core, or none: UserError if one of them cannot be served.
 
-        They share keys and values with what was added under the same `version` of the weights, and has their salt.
+        They share keys and values with what has their salt and was added under the same `version` of the weights.
         """
         prepared = [self._core_requests(request) for request in requests]
         added = [RequestInFlight(request, listener) for request in requests]
