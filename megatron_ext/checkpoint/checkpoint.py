@@ -104,8 +104,17 @@ class Saving:
         """Whether this rank has written its part. Raises what ended the writing, UserError where the disk did."""
         return self._pending is None or self._pending.is_written()
 
+    def wait_until_written(self) -> None:
+        """Wait until this rank has written its part, for as long as that takes. Raises as `is_written`."""
+        if self._pending is not None:
+            self._pending.wait_until_written()
+
     def finish(self) -> None:
-        """Collective: wait until all is written; the folder is complete then. Raises as `is_written`."""
+        """Collective: wait until all is written; the folder is complete then. Raises as `is_written`.
+
+        Ranks that are done wait for the others as long as for any collective, so where disks may be slow
+        `wait_until_written` comes first, on all of them.
+        """
         if self._pending is not None:
             pending, self._pending = self._pending, None
             with gc_paused():

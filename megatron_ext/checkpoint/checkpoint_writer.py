@@ -98,10 +98,14 @@ class PendingSave:
             raise self._failure
         return True
 
-    def finish(self) -> None:
-        """Wait for all ranks and write the table of contents. Raises as `is_written`."""
+    def wait_until_written(self) -> None:
+        """Return when this rank's part is on disk; the only wait that is not collective. Raises as `is_written`."""
         self._thread.join()
         self.is_written()
+
+    def finish(self) -> None:
+        """Wait for all ranks, as long as any collective, and write the table of contents. Raises as `is_written`."""
+        self.wait_until_written()
         self._request.execute_sync()
         if torch.distributed.get_rank() == 0:
             checkpoint_folder.list_written(self._folder, self._strategy.writer.written)

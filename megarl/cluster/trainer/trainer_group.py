@@ -208,7 +208,9 @@ class TrainerGroup(WorkerGroup):
         return all(self.call("save_is_written"))
 
     def finish_save(self) -> None:
-        """Wait until all of it is written."""
+        """Wait until all of it is written, however much later some ranks' disks are done than others'."""
+        # Not in a collective, whose time limit is for ranks that stand still.
+        self.call("wait_until_save_is_written")
         self.call("finish_save")
 
     def load(self, folder: Path) -> None:

@@ -2,9 +2,10 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import pytest
 import ray
 import torch
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from transformers import AutoModelForSequenceClassification
 
 from converters.architectures import read_architecture
@@ -89,6 +91,7 @@ def test_several_groups_work_at_the_same_time(model: Path, classifier: Path, tmp
         the_critic_learns(critic, model)
         the_reference_becomes_the_policy(policy)
         work_is_counted(policy, model)
+        a_rank_may_write_for_longer_than_a_collective_waits(critic, tmp_path / "checkpoint")
     assert {path.name for path in tmp_path.glob("*.log")} == {"trainer_0.log", "critic_0.log", "critic_1.log"}
 
 
@@ -178,6 +181,34 @@ def the_reference_becomes_the_policy(policy: TrainerGroup) -> None:
     assert torch.equal(opened_values(both["log_probs"]), present)
     policy.refresh_reference()
     assert torch.equal(log_probs(reference=True), present)
+
+
+class Disk:
+    """Whoever reads it, a rank that is to do nothing, has a disk that is slow, and collectives that wait for 2 s."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[Callable[[float], list[object]], tuple[float]]:
+        return write_late, (self.seconds,)
+
+
+def write_late(seconds: float) -> list[object]:
+    from megatron_ext.checkpoint.checkpoint_writer import _Writer
+
+    write = _Writer.write
+    _Writer.write = lambda writer: (time.sleep(seconds), write(writer))
+    distributed_c10d._set_pg_timeout(timedelta(seconds=2), torch.distributed.group.WORLD)
+    return []
+
+
+def a_rank_may_write_for_longer_than_a_collective_waits(ranks: TrainerGroup, folder: Path) -> None:
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    calls.wait(ranks.begin_each("reload", [(Disk(0),), (Disk(4),)]))
+    folder.mkdir()
+    ranks.begin_save(folder, in_background=True)
+    ranks.finish_save()
+    assert (folder / ".metadata").exists()
 
 
 class EndlessShare:
