@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Self
 
 _RESERVE = 1.25
-"""Times the longest step so far: the next one may take longer, and what it made has to be written."""
+"""Times the longest step and the longest checkpoint so far: the next ones may take longer."""
 _END_S = 60.0
 """To end the processes."""
 
@@ -21,18 +21,29 @@ class JobTime:
         self._longest_s = 0.0
         self._since_s = time.monotonic()
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether the job has an end."""
+        return self._end_s is not None
+
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
         """The time of a job of Slurm, which tells its programs from 23.02 on; elsewhere there is no limit."""
         end = environment.get("SLURM_JOB_END_TIME", "")
         return cls(float(end) if end.isdecimal() else None)
 
-    def end_step(self) -> None:
-        """Note how long the step took that ends here, with all that lies between it and the one before."""
-        now = time.monotonic()
-        self._longest_s = max(self._longest_s, now - self._since_s)
-        self._since_s = now
+    def begin_step(self) -> None:
+        """Note when a step begins; the first one does when this object is made."""
+        self._since_s = time.monotonic()
 
-    def fits_another(self) -> bool:
-        """Whether there is time for a step as long as the longest so far."""
-        return self._end_s is None or time.time() + _RESERVE * self._longest_s + _END_S < self._end_s
+    def end_step(self) -> None:
+        """Note how long the step took that ends here."""
+        self._longest_s = max(self._longest_s, time.monotonic() - self._since_s)
+
+    def fits_another(self, save_s: float = 0.0, left_s: float = 0.0) -> bool:
+        """Whether there is time for a step as long as the longest so far, and for a checkpoint of `save_s` after it.
+
+        The rest of the checkpoint before, `left_s`, is written beside the step, and ends before that one begins.
+        """
+        needed_s = _RESERVE * (max(self._longest_s, left_s) + save_s) + _END_S
+        return self._end_s is None or time.time() + needed_s < self._end_s

@@ -94,13 +94,25 @@ class StopRequest:
         # Not print: the signal may have come in the middle of one.
         os.write(sys.stderr.fileno(), said.encode())
 
-    def end_step(self) -> bool:
-        """Note that a step is done and others follow; whether the run ends before them."""
+    @property
+    def is_limited(self) -> bool:
+        """Whether the job has an end, which the run foresees."""
+        return self._job_time.is_limited
+
+    def end_step(self) -> None:
+        """Note that a step is done."""
         self._job_time.end_step()
-        if self._number is None and not self._job_time.fits_another():
+
+    def precedes_another(self, save_s: float = 0.0, left_s: float = 0.0) -> bool:
+        """Whether the run ends before the step that begins here otherwise.
+
+        A checkpoint takes `save_s`; of one that is being written `left_s` is left.
+        """
+        if self._number is None and not self._job_time.fits_another(save_s, left_s):
             self._number = signal.SIGTERM
             said = "the job's time is too short for another step: this one is saved, then the run ends"
             print(f"megarl: {said}", file=sys.stderr, flush=True)
+        self._job_time.begin_step()
         return bool(self)
 
     def raise_if_requested(self) -> None:

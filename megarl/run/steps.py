@@ -1,5 +1,6 @@
 """The loop of all programs: step after step, a log line for each, and a checkpoint where one is due."""
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -9,6 +10,11 @@ from megarl.run.opening import RunSetup
 from megarl.run.timeline import Timeline
 from megarl.tracking import MetricValue
 from megarl.tracking.clock import Clock
+
+_UNMEASURED = (
+    "megarl: with checkpoint.every=0 the first checkpoint is that at the end of the job's time, for which a quarter of"
+    " the longest step and a minute are kept free: set it above 0, so that the run measures how long a checkpoint takes"
+)
 
 
 class SteppedRun(Protocol):
@@ -51,6 +57,8 @@ def run_steps(
     """
     settings = run.setup.config.checkpoint
     with asked_to_stop(waits=settings.on_signal) as stop:
+        if stop.is_limited and not settings.every:
+            print(_UNMEASURED, file=sys.stderr, flush=True)
         is_last = run.is_over
         while not is_last:
             with run.timeline.record(run.step + 1):
@@ -58,9 +66,14 @@ def run_steps(
             # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
             if metrics is not None:
                 run.log(metrics)
-            is_last = run.is_over or stop.end_step()
+            stop.end_step()
             with clock.stage("checkpoint"):
                 run.checkpoints.complete_if_written()
-                if is_last or (settings.every and run.step % settings.every == 0):
+                is_due = settings.every and run.step % settings.every == 0
+                if is_due:
+                    save()
+                # Now that it is known what is still to be written beside another step.
+                is_last = run.is_over or stop.precedes_another(*run.checkpoints.seconds())
+                if is_last and not is_due:
                     save()
         run.checkpoints.complete()

@@ -104,10 +104,12 @@ class Saving:
         """Whether this rank has written its part. Raises what ended the writing, UserError where the disk did."""
         return self._pending is None or self._pending.is_written()
 
-    def wait_until_written(self) -> None:
-        """Wait until this rank has written its part, for as long as that takes. Raises as `is_written`."""
-        if self._pending is not None:
-            self._pending.wait_until_written()
+    def wait_until_written(self) -> float:
+        """Wait until this rank has written its part, for as long as that takes: how many seconds, since `begin`.
+
+        Raises as `is_written`.
+        """
+        return 0.0 if self._pending is None else self._pending.wait_until_written()
 
     def finish(self) -> None:
         """Collective: wait until all is written; the folder is complete then. Raises as `is_written`.

@@ -8,6 +8,7 @@ threads need not wait for.
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -77,6 +78,7 @@ class PendingSave:
         # The copies are made beside all that is asked of the device from now on.
         device.synchronize()
         self._failure: BaseException | None = None
+        self._seconds = 0.0
         self._copied = threading.Event()
         self._thread = threading.Thread(target=device.with_device(self._write), name="checkpoint", daemon=True)
         self._thread.start()
@@ -98,10 +100,11 @@ class PendingSave:
             raise self._failure
         return True
 
-    def wait_until_written(self) -> None:
-        """Return when this rank's part is on disk; the only wait that is not collective. Raises as `is_written`."""
+    def wait_until_written(self) -> float:
+        """Return when this rank's part is on disk: the seconds that it took. Not collective. Raises as `is_written`."""
         self._thread.join()
         self.is_written()
+        return self._seconds
 
     def finish(self) -> None:
         """Wait for all ranks, as long as any collective, and write the table of contents. Raises as `is_written`."""
@@ -111,12 +114,14 @@ class PendingSave:
             checkpoint_folder.list_written(self._folder, self._strategy.writer.written)
 
     def _write(self) -> None:
+        started = time.monotonic()
         try:
             try:
                 self._strategy.writer.copy()
             finally:
                 self._copied.set()
             self._strategy.writer.write()
+            self._seconds = time.monotonic() - started
         except OSError as error:
             self._failure = checkpoint_folder.disk_error(error, self._folder.parent)
         except BaseException as error:  # noqa: BLE001 - raised where the thread is waited for

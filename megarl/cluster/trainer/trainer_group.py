@@ -207,11 +207,15 @@ class TrainerGroup(WorkerGroup):
         """Whether all ranks have written their part. Raises what ended the writing."""
         return all(self.call("save_is_written"))
 
-    def finish_save(self) -> None:
-        """Wait until all of it is written, however much later some ranks' disks are done than others'."""
+    def finish_save(self) -> float:
+        """Wait until all of it is written, however much later some ranks' disks are done than others'.
+
+        Returns how many seconds the slowest rank took, from the end of `begin_save` on.
+        """
         # Not in a collective, whose time limit is for ranks that stand still.
-        self.call("wait_until_save_is_written")
+        seconds = self.call("wait_until_save_is_written")
         self.call("finish_save")
+        return max(seconds)
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""

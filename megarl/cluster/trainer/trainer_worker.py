@@ -242,9 +242,9 @@ class TrainerWorker:
         """See `checkpoint.Saving.is_written`."""
         return self.saving.is_written()
 
-    def wait_until_save_is_written(self) -> None:
+    def wait_until_save_is_written(self) -> float:
         """See `checkpoint.Saving.wait_until_written`."""
-        self.saving.wait_until_written()
+        return self.saving.wait_until_written()
 
     def finish_save(self) -> None:
         """See `checkpoint.Saving.finish`."""

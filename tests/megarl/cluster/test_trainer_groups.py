@@ -207,7 +207,7 @@ def a_rank_may_write_for_longer_than_a_collective_waits(ranks: TrainerGroup, fol
     calls.wait(ranks.begin_each("reload", [(Disk(0),), (Disk(4),)]))
     folder.mkdir()
     ranks.begin_save(folder, in_background=True)
-    ranks.finish_save()
+    assert ranks.finish_save() >= 4
     assert (folder / ".metadata").exists()
 
 
