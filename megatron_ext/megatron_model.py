@@ -199,6 +199,7 @@ class MegatronModel:
         if "weights" in parts:
             compat.drop_quantised_weights(self.bare_chunks)
             compat.drop_rotary_tables()
+            compat.drop_routes_of_tokens(self.bare_chunks)
         self.residence.offload(parts)
 
     def reload(self, parts: Collection[StatePart]) -> None:

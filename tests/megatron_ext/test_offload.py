@@ -2,10 +2,11 @@
 
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -183,6 +184,43 @@ def copies_left(rank: int, sizes: ParallelSizes, folder: Path) -> list[int]:
         model.offload(parts)
         found.append(len(layer._fp8_workspaces))
     return found
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+def test_routes_of_tokens_go_with_the_weights(tiny_models: Mapping[str, Path], dispatcher: str) -> None:
+    (kept,) = run_ranks(routes_left, ParallelSizes(), tiny_models["qwen3_moe"], dispatcher)
+    before, *after = ({name for _, name in each} for each in kept)
+    assert before >= ({"probs", "routing_map", "token_probs"} if dispatcher == "alltoall" else {"local_map"})
+    orders = {"sort_input_by_local_experts", "restore_output_by_local_experts"}
+    assert after == [orders & before] * 2
+
+
+def routes_left(rank: int, sizes: ParallelSizes, folder: Path, dispatcher: str) -> list[set[tuple[int, str]]]:
+    """Tensors that dispatchers have after a step, then with all away, and so again after a second step."""
+    options = replace(FP32, transformer={"moe_token_dispatcher_type": dispatcher})
+    model = made(rank, options, folder)
+    owners = [each.token_dispatcher for each in model.bare_chunks[0].modules() if hasattr(each, "token_dispatcher")]
+    for owner in owners:
+        owner._comm_manager = SimpleNamespace(token_probs=torch.ones(3), capacity=None)
+    owners += [owner._comm_manager for owner in owners]
+    found = []
+    for step in range(2):
+        model.train_step(batch(step), [[0, 1], [2]], SftObjective())
+        if not step:
+            found.append(tensors_of(owners))
+        model.offload(ALL_PARTS)
+        found.append(tensors_of(owners))
+        model.reload(ALL_PARTS)
+    return found
+
+
+def tensors_of(owners: Sequence[Any]) -> set[tuple[int, str]]:
+    return {
+        (number, name)
+        for number, owner in enumerate(owners)
+        for name, value in vars(owner).items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
