@@ -41,7 +41,10 @@ class MainState:
     weight: torch.nn.Parameter
     start: int
     tensors: Mapping[str, Tensor]
-    """Kind (`param` is the main parameter, `exp_avg`, ...) -> elements, flat: the optimizer's own, no copies."""
+    """Kind (`param` is the main parameter, `exp_avg`, ...) -> elements, flat.
+
+    They are the optimizer's own, but for those that it keeps scaled, in fp16 or FP8: these are copies in fp32.
+    """
     is_own: bool
     """No other data-parallel rank has the state of these elements."""
 
@@ -96,7 +99,7 @@ def _main_tensors(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter,
         for of_buffer in part.gbuf_ranges:
             for of_bucket in (bucket for buckets in of_buffer.values() for bucket in buckets):
                 for weight, ranges in of_bucket["param_map"].items():
-                    tensors = part._get_main_param_and_optimizer_states(weight)
+                    tensors = _tensors_of(part, weight)
                     yield weight, ranges["param"].start, {k: v for k, v in tensors.items() if k not in _NO_STATE}
         return
     for weight, main in _pairs(part):
@@ -106,6 +109,24 @@ def _main_tensors(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter,
             first_element(weight),
             {"param": main, **{name: each for name, each in state.items() if name != "step"}},
         )
+
+
+def _tensors_of(part: DistributedOptimizer, weight: torch.nn.Parameter) -> dict[str, Tensor]:
+    """State of a weight and its main parameter: megatron-core's own, or in fp32 where they are kept with a scale.
+
+    megatron-core gives fp32 copies of what is kept in bf16, too: all of them would be on the device at once, beside the
+    passes that a save in the background lets begin, twice as large as what they are copies of.
+    """
+    inner = part.optimizer
+    if not part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or isinstance(inner, HybridDeviceOptimizer):
+        return part._get_main_param_and_optimizer_states(weight)
+    group, number = part.model_param_group_index_map[weight]
+    main = inner.param_groups[group]["params"][number]
+    tensors = {
+        name: kept if inner.name_to_dtype_map[name] == torch.bfloat16 else inner.get_unscaled_state(main, name)
+        for name, kept in inner.state[main].items()
+    }
+    return {"param": tensors.pop("master_param"), **tensors}
 
 
 def _pairs(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
@@ -163,6 +184,8 @@ def take_over(states: Sequence[MainState]) -> None:
     for part in {id(state.part): state.part for state in states}.values():
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             hybrid_optimizer.take_over(part.optimizer)
-        elif part.config.use_precision_aware_optimizer:
+        elif part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             for state in (state for state in states if state.part is part):
-                part._set_main_param_and_optimizer_states(state.weight, dict(state.tensors))
+                # In bf16 they are the optimizer's own, for which Transformer Engine takes no others than in fp32.
+                copies = {name: tensor for name, tensor in state.tensors.items() if tensor.dtype != torch.bfloat16}
+                part._set_main_param_and_optimizer_states(state.weight, copies)
