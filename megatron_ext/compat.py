@@ -56,10 +56,11 @@ def install() -> None:
     load_checkpoints_without_running_their_code()
     gather_different_numbers_of_tokens()
     look_positions_up_in_tables_of_few_lengths()
+    if not device.gpus():
+        offload_beside_a_cpu()
     if device.has_transformer_engine():
         let_output_layer_go_without_apex()
     else:
-        offload_beside_a_cpu()
         define_router_gemm()
         let_latent_attention_go_without_transformer_engine()
         let_selective_recompute_go_without_transformer_engine()

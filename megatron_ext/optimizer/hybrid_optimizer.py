@@ -15,7 +15,8 @@ from torch import Tensor
 def offload_beside_a_cpu() -> None:
     """Let megatron-core offload parameters that are on a CPU, as if they were on a GPU.
 
-    By itself it offloads only parameters on a GPU; without any, its step ends in a KeyError.
+    By itself it offloads only parameters on a GPU; without any, its step ends in a KeyError. Beside a GPU this would
+    leave there what is to be on the host.
     """
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = _cut
 

@@ -12,6 +12,7 @@ import torch
 from launch import run_ranks
 from megatron.core import optimizer as core_optimizer
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -96,6 +97,17 @@ def test_the_output_layer_is_not_asked_for_a_kernel_that_it_never_runs() -> None
     (errors,) = run_ranks(output_layers_with_fusion, ONE)
     assert "fused_weight_gradient_mlp_cuda module is not found" in errors[0]
     assert errors[1] == ""
+
+
+def test_beside_a_gpu_megatron_core_itself_puts_parameters_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    def original() -> None:
+        """Stands for megatron-core's own."""
+
+    monkeypatch.setattr(HybridDeviceOptimizer, "_get_sub_optimizer_param_groups", original)
+    for gpus, is_original in ((1, True), (0, False)):
+        monkeypatch.setattr(device, "gpus", lambda gpus=gpus: gpus)
+        compat.install()
+        assert (HybridDeviceOptimizer._get_sub_optimizer_param_groups is original) == is_original
 
 
 def tables_of_one_length(_rank: int, _sizes: ParallelSizes) -> tuple[bool, bool]:
