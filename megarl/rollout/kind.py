@@ -148,6 +148,8 @@ class EngineKind:
     """Arguments that tell a process of an engine over machines its number, and a free address of the first machine."""
     loopback_environment: Mapping[str, str] = field(default_factory=dict)
     """With these environment variables an engine listens on this machine alone."""
+    kernel_folders: Mapping[str, str] = field(default_factory=dict)
+    """Environment variable -> name of a folder, of kernels that an engine compiles and would keep at home."""
     memory_share: Callable[[Arguments], float] = lambda _arguments: 0.9
     """Share of a GPU that an engine with these arguments takes."""
     prefill_tokens: Callable[[Arguments], int] = lambda _arguments: 8192

@@ -26,6 +26,7 @@ from megarl.process.errors import MachinesUnfit, exit_code_of
 from megarl.process.logs import last_lines
 from megarl.process.open_files import allow_many_open_files
 from megarl.process.scratch import scratch_folder
+from megarl.rollout import ENGINES
 from megarl.sandbox.process_tree import die_with
 
 END_NOW = signal.SIGUSR2
@@ -46,8 +47,23 @@ _COMMAND_HEARS: Mapping[int, signal.Signals | None] = {
 """A signal of Slurm -> what the program gets for it."""
 # No run needs these, and they listen: the autoscaler and web pages.
 _HEAD_ALONE = ("--include-dashboard=false", "--no-monitor")
-_CACHES = {"TRITON_CACHE_DIR": "triton", "XDG_CACHE_HOME": "cache"}
-"""Variable -> folder of compiled kernels, at home by default: nodes that share that over NFS disturb each other."""
+_CACHES = {
+    # vLLM and its DeepGEMM, torch, numba, cuDNN's frontend, cuTile.
+    "XDG_CACHE_HOME": "cache",
+    "TRITON_CACHE_DIR": "triton",
+    # FlashInfer makes its folder when it is imported, and vLLM imports it on every GPU.
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "HUMMING_CACHE_DIR": "humming/cache",
+    "HUMMING_TMP_DIR": "humming/tmp",
+    "QUACK_CACHE_DIR": "quack",
+    "TVM_FFI_CACHE_DIR": "tvm-ffi",
+    # CUDA's driver.
+    "CUDA_CACHE_PATH": "nv",
+    **{variable: folder for kind in ENGINES.values() for variable, folder in kind.kernel_folders.items()},
+}
+"""Variable -> folder of compiled kernels, at home by default: nodes that share that over NFS disturb each other, and in
+a container it may be read-only."""
 _RAY_ENDS_S = 15.0
 _LOOK_AGAIN_S = 0.5
 _CONNECT_S = 2.0

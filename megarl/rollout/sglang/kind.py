@@ -332,6 +332,7 @@ SGLANG = EngineKind(
     number_formats=("fp8_block", "fp8_block_ue8m0"),
     memory_share=_share,
     prefill_tokens=_prefill_tokens,
+    kernel_folders={"SGLANG_CACHE_DIR": "sglang", "SGLANG_JIT_CACHE_DIR": "sglang/jit"},
     gpu_share=lambda share: {"mem_fraction_static": share},
     adapter_slot=_adapter_slot,
     without_weights={"load_format": "dummy"},

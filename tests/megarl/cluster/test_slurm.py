@@ -5,14 +5,17 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+from distributions import read_lock
 
 from converters.errors import UserError
-from megarl.cluster.ray.slurm import _end_of, _environment_of_node, wait_for_nodes
+from megarl.cluster.ray.slurm import _CACHES, _end_of, _environment_of_node, wait_for_nodes
 from megarl.process.ports import free_port
 
+ROOT = Path(__file__).resolve().parents[3]
 # Writes down what it hears, and ends with code 143 as a run that has saved.
 _PROGRAM = """
 import signal, sys, time
@@ -153,3 +156,36 @@ def test_compiled_kernels_lie_on_the_node_and_not_in_a_home_that_all_share(tmp_p
     environment = _environment_of_node(tmp_path)
     assert environment["TRITON_CACHE_DIR"] == f"{environment['TMPDIR']}/triton"
     assert environment["XDG_CACHE_HOME"] == "/local/cache"
+
+
+# As the sources of the pinned versions say; DeepGEMM is in vLLM.
+_KEEPS_KERNELS_AT_HOME = {
+    "apache-tvm-ffi": {"TVM_FFI_CACHE_DIR"},
+    "cuda-core": {"XDG_CACHE_HOME"},
+    "cuda-tile": {"XDG_CACHE_HOME"},
+    "flashinfer-python": {"FLASHINFER_WORKSPACE_BASE"},
+    "humming-kernels": {"HUMMING_CACHE_DIR", "HUMMING_TMP_DIR"},
+    "numba": {"XDG_CACHE_HOME"},
+    "nvidia-cuda-runtime": {"CUDA_CACHE_PATH"},
+    "nvidia-cudnn-frontend": {"XDG_CACHE_HOME"},
+    "quack-kernels": {"QUACK_CACHE_DIR"},
+    "sglang": {"SGLANG_CACHE_DIR", "SGLANG_JIT_CACHE_DIR"},
+    "tilelang": {"TILELANG_CACHE_DIR"},
+    "tokenspeed-triton": {"TRITON_CACHE_DIR"},
+    "torch": {"XDG_CACHE_HOME"},
+    "triton": {"TRITON_CACHE_DIR"},
+    "vllm": {"XDG_CACHE_HOME"},
+}
+
+
+def test_no_package_of_the_gpu_stack_compiles_kernels_into_a_home_that_all_share(tmp_path, monkeypatch):
+    locked = {name for lock in ("cuda", "sglang") for name in read_lock(ROOT / "constraints" / f"{lock}.txt")}
+    assert _KEEPS_KERNELS_AT_HOME.keys() <= locked
+    variables = set().union(*_KEEPS_KERNELS_AT_HOME.values())
+    assert variables == set(_CACHES)
+    for variable in variables:
+        monkeypatch.delenv(variable, raising=False)
+    environment = _environment_of_node(tmp_path)
+    assert all(environment[variable].startswith(f"{environment['TMPDIR']}/") for variable in variables)
+    documented = (ROOT / "docs" / "operations.md").read_text()
+    assert [variable for variable in sorted(variables) if f"`{variable}`" not in documented] == []
