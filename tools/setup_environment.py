@@ -39,6 +39,8 @@ TORCH_INDEX = {
 CUDA_HOMES = ("/usr/local/cuda",)
 COMPILED = "transformer-engine-torch"
 """Published as source alone: compiled against the torch that is installed, without a GPU but with CUDA's headers."""
+HEADERS = ("nvidia/nccl/include", "nvidia/cudnn/include")
+"""Folders of the wheels whose headers it includes: a CUDA toolkit has neither."""
 
 
 class SetupError(Exception):
@@ -139,12 +141,21 @@ def site_packages() -> Path:
 # --- pip ---------------------------------------------------------------------------------------------------------
 
 
-def pip(*arguments: str, label: str = "") -> None:
-    """Run pip quietly, counting what it collects; its last lines are shown only when it fails."""
+def pip(*arguments: str, label: str = "", environment: dict[str, str] | None = None) -> None:
+    """Run pip quietly, counting what it collects; its last lines are shown only when it fails.
+
+    `environment` has variables beside those of this process.
+    """
     command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     # pip inherits the lock of `hold_lock`: should this process be killed, a new set-up waits for the orphan.
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, close_fds=False
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        close_fds=False,
+        env={**os.environ, **(environment or {})},
     )
     assert process.stdout is not None
     last: deque[str] = deque(maxlen=15)
@@ -218,7 +229,13 @@ def install(wanted: dict[str, str], faults: dict[str, str], variant: str) -> Non
         pip(*locked, "--no-build-isolation", *others, label=f"of {len(others)} packages")
     if COMPILED in faults:
         say(f"compiling {COMPILED}, which takes minutes")
-        pip(*locked, "--no-build-isolation", f"{COMPILED}=={wanted[COMPILED]}")
+        pip(*locked, "--no-build-isolation", f"{COMPILED}=={wanted[COMPILED]}", environment=with_headers())
+
+
+def with_headers() -> dict[str, str]:
+    """The variable by which compilers also look into `HEADERS`, after the folders that the build names itself."""
+    own = [str(site_packages() / folder) for folder in HEADERS]
+    return {"CPATH": os.pathsep.join([*own, *filter(None, [os.environ.get("CPATH")])])}
 
 
 # --- the two stacks ----------------------------------------------------------------------------------------------
@@ -245,8 +262,8 @@ def set_up_cuda() -> dict[str, str]:
         faults.setdefault(COMPILED, "compiled against another torch")
     if COMPILED in faults and not has_cuda_toolkit():
         raise SetupError(
-            f"{COMPILED} is compiled here, which needs the CUDA 13 toolkit with cuDNN's headers: load its module or set"
-            " CUDA_HOME, or use Dockerfile.cuda"
+            f"{COMPILED} is compiled here, which needs the CUDA 13 toolkit: load its module or set CUDA_HOME, or use"
+            " Dockerfile.cuda"
         )
     if faults:
         install(wanted, faults, "cuda")

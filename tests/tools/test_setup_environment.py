@@ -108,6 +108,29 @@ def test_transformer_engine_is_compiled_last_against_the_locked_torch(empty_venv
     assert compiled[-2:] == ("--no-build-isolation", f"transformer-engine-torch=={wanted['transformer-engine-torch']}")
 
 
+@pytest.mark.parametrize("given", [None, "/opt/nccl/include:/opt/other"])
+def test_headers_of_nccl_and_cudnn_that_no_toolkit_has_come_from_the_wheels_for_the_compiled_package_alone(
+    given: str | None, empty_venv: list[tuple[str, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths: dict[str, str | None] = {}
+
+    def written_down(*arguments: str, environment: dict[str, str] | None = None, **_options: str) -> None:
+        paths[arguments[-1].partition("==")[0]] = (environment or {}).get("CPATH")
+
+    monkeypatch.setattr(setup_environment, "pip", written_down)
+    monkeypatch.delenv("CPATH", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CPATH", given)
+    lock = setup_environment.set_up_cuda()
+    # Folders as these two wheels have them.
+    assert {"nvidia-nccl-cu13", "nvidia-cudnn-cu13"} <= set(lock)
+    headers = f"{tmp_path}/nvidia/nccl/include:{tmp_path}/nvidia/cudnn/include"
+    assert paths.pop("transformer-engine-torch") == (headers if given is None else f"{headers}:{given}")
+    assert len(paths) == 3
+    assert set(paths.values()) == {None}
+    assert empty_venv == []
+
+
 def test_another_torch_means_compiling_anew(empty_venv: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup_environment, "find_faults", lambda *_: {"torch": "2.12.0 instead of 2.13.0"})
     setup_environment.set_up_cuda()
@@ -120,7 +143,7 @@ def test_a_machine_without_cuda_s_compiler_is_told_what_to_do(
     (tmp_path / "bin" / "nvcc").unlink()
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(setup_environment, "CUDA_HOMES", (str(tmp_path),))
-    with pytest.raises(setup_environment.SetupError, match=r"needs the CUDA 13 toolkit .* Dockerfile\.cuda"):
+    with pytest.raises(setup_environment.SetupError, match=r"needs the CUDA 13 toolkit: .* Dockerfile\.cuda"):
         setup_environment.set_up_cuda()
     assert empty_venv == []
 
@@ -147,6 +170,18 @@ def venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(setup_environment, "VENV", path)
     monkeypatch.setattr(setup_environment, "STAMP", path / "stamp.json")
     return path
+
+
+def test_pip_has_what_it_is_given_beside_the_variables_of_this_process(
+    venv: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (venv / "bin").mkdir(parents=True)
+    python, said = venv / "bin" / "python", venv / "said"
+    python.write_text(f'#!/bin/sh\necho "$OWN $CPATH" >{said}\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("OWN", "kept")
+    setup_environment.pip("install", environment={"CPATH": "/headers"})
+    assert said.read_text() == "kept /headers\n"
 
 
 @pytest.fixture
