@@ -12,7 +12,7 @@ from converters.errors import UserError, did_you_mean
 from megarl.cli.standard_output import watched_output
 from megarl.cli.training import TRAINING_COMMANDS
 from megarl.process.errors import RunFailed, exit_code_of
-from megarl.process.open_files import allow_many_open_files
+from megarl.process.raised_limits import raise_limits
 from megarl.process.signals import interruption
 
 COMMANDS = {
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     129 after SIGINT (Ctrl-C), SIGTERM, SIGHUP.
     """
     options = argparse.Namespace(interrupted="interrupted")
-    allow_many_open_files()
+    raise_limits()
     with interruption() as ending:
         try:
             with watched_output():

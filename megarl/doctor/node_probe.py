@@ -13,7 +13,7 @@ from megarl.cluster.ray.network_environment import RdmaPort, look_at
 from megarl.doctor.inventory import PACKAGES, installed_version
 from megarl.doctor.limits import Limits, limits_here
 from megarl.process.gpudirect import gpudirect_obstacle
-from megarl.process.open_files import allow_many_open_files
+from megarl.process.raised_limits import raise_limits
 from megarl.process.rdma_devices import has_verbs
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class NodeProbe:
 
     def __init__(self, address: str) -> None:
         # As every process of a run does.
-        allow_many_open_files()
+        raise_limits()
         self._address = address
         self._listener: socket.socket | None = None
 

@@ -24,7 +24,7 @@ from converters.errors import UserError
 from megarl.cluster.ray.network_environment import address_of
 from megarl.process.errors import MachinesUnfit, exit_code_of
 from megarl.process.logs import last_lines
-from megarl.process.open_files import allow_many_open_files
+from megarl.process.raised_limits import raise_limits
 from megarl.process.scratch import scratch_folder
 from megarl.rollout import ENGINES
 from megarl.sandbox.process_tree import die_with
@@ -136,8 +136,8 @@ def serve(address: str, head: str, interface: str | None) -> int:
         signal.signal(number, lambda *_: None)
     from megarl.cluster.ray.runtime import LONGEST_SOCKET
 
-    # Ray's own processes on the node inherit it, and all ranks and engines.
-    allow_many_open_files()
+    # Ray's own processes on the node inherit them, and all ranks and engines.
+    raise_limits()
     name = os.environ["SLURMD_NODENAME"]
     with scratch_folder(LONGEST_SOCKET) as folder:
         log, temporary = folder / "start.log", folder / "t"

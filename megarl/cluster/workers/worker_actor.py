@@ -13,8 +13,8 @@ import ray
 from megarl.cluster.ray.network_environment import network_environment
 from megarl.cluster.workers.long_arrays import taken_out
 from megarl.process.loading import load
-from megarl.process.open_files import allow_many_open_files
 from megarl.process.ports import free_port
+from megarl.process.raised_limits import raise_limits
 from megarl.process.writers import end_other_writers
 
 SocketAddress: TypeAlias = tuple[str, int]
@@ -28,8 +28,9 @@ class WorkerActor:
 
     def __init__(self, log: Path, shared_gpus: Sequence[str] | None = None) -> None:
         """Without `shared_gpus` the process has the GPUs that Ray gives it."""
-        # Where others started Ray, the limit may be low, and each connection of a rank is an open file.
-        allow_many_open_files()
+        # Where others started Ray, the limits may be low: each connection of a rank is an open file, and network cards
+        # lock the memory that they read.
+        raise_limits()
         self._object: Any = None
         self._profiler: Any = None
         self._listener: socket.socket | None = None
