@@ -81,10 +81,11 @@ class TrainingCommand:
                 module, _, function = self.program.partition(":")
                 program = load(module, function)
                 from megarl.doctor.cluster_check import require_sound_nodes
-                from megarl.run.resumption import run_with_restarts
+                from megarl.run.resumption import machines_were_fit_with_a_checkpoint, run_with_restarts
             models = [path for _, path in models_of(config)]
-            require_sound_nodes(config.cluster, [Path(config.output_dir)], models)
-            run_with_restarts(program, config)
+            with machines_were_fit_with_a_checkpoint(config):
+                require_sound_nodes(config.cluster, [Path(config.output_dir)], models)
+                run_with_restarts(program, config)
         print_places(Path(config.output_dir))
         return 0
 

@@ -29,13 +29,17 @@ class RunFailed(Resumable):
 class MachinesUnfit(UserError):  # noqa: N818 - says what is
     """Machines that are not as a run needs them: bad input where it is first started on them, see `exit_code_of`."""
 
+    were_fit = False
+    """Whether the run has been on them, or others, before."""
+
 
 def exit_code_of(error: UserError | RunFailed) -> int:
     """2 for bad input, and 1 for what may pass.
 
-    A job of Slurm that was in the queue again had fit machines before, and may have them again: 2 would end it.
+    A run that had fit machines before may have them again, and so may a job of Slurm that was in the queue again: 2
+    would end what starts it again. Kubernetes and the scripts for Slurm do so a bounded number of times.
     """
-    was_in_the_queue_again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
-    if isinstance(error, RunFailed) or (isinstance(error, MachinesUnfit) and was_in_the_queue_again):
-        return 1
-    return 2
+    if isinstance(error, MachinesUnfit):
+        was_in_the_queue_again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        return 1 if error.were_fit or was_in_the_queue_again else 2
+    return 1 if isinstance(error, RunFailed) else 2

@@ -2,10 +2,11 @@
 
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from megarl.process.errors import Resumable, RunFailed
+from megarl.process.errors import MachinesUnfit, Resumable, RunFailed
 from megarl.process.logs import say
 from megarl.run.checkpoints import checkpoints_folder
 from megarl.schema import MegarlConfig
@@ -40,12 +41,25 @@ def run_with_restarts(program: Callable[[MegarlConfig], None], config: MegarlCon
             if not failure.may_resume or config.cluster.max_restarts == 0:
                 raise
             failures.add(failure)
+        except MachinesUnfit as unfit:
+            unfit.were_fit = failures.has_any
+            raise
         else:
             return
         # Here nobody refers to the failed try any more, whose processes are gone: its memory goes, too.
         gc.collect()
         # The checkpoints are this run's own, also where it was to find none.
         config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+
+
+@contextmanager
+def machines_were_fit_with_a_checkpoint(config: MegarlConfig) -> Iterator[None]:
+    """Say of machines that are found unfit inside that they were fit before, where the run has a checkpoint."""
+    try:
+        yield
+    except MachinesUnfit as unfit:
+        unfit.were_fit = unfit.were_fit or bool(complete_iterations(checkpoints_folder(config)))
+        raise
 
 
 class _Failures:
@@ -56,6 +70,11 @@ class _Failures:
         self._restarts = self._in_vain = 0
         self._first: tuple[str, str] | None = None
         self._saved = complete_iterations(self._checkpoints)[-1:]
+
+    @property
+    def has_any(self) -> bool:
+        """Whether a try has failed."""
+        return self._first is not None
 
     def add(self, failure: Resumable) -> None:
         """Say that the run goes on after a failure. Raises TooManyFailures, or the failure, if it does not."""

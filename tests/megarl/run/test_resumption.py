@@ -8,10 +8,15 @@ from pathlib import Path
 import pytest
 
 from converters.errors import UserError
+from megarl.cli.main import main
 from megarl.cluster.ray.runtime import RayNotStarted
 from megarl.cluster.workers.worker import WorkerFailed, WorkerGone
 from megarl.data.stretches import ValuesGone
+from megarl.process.errors import MachinesUnfit, exit_code_of
+from megarl.process.ports import free_port
 from megarl.process.signals import asked_to_stop, interruption
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.run.checkpoints import checkpoints_folder
 from megarl.run.resumption import MOST_IN_VAIN, TooManyFailures, run_with_restarts
 from megarl.schema import MegarlConfig
@@ -164,3 +169,29 @@ def test_nothing_of_a_failed_try_is_held_by_the_next(config, tmp_path):
 
     run_with_restarts(program, config)
     assert left == [None]
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_a_machine_that_is_lost_and_does_not_come_back_in_time_may_come_back(failures, config, tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    tries = [(None, gone(0, tmp_path))] * failures
+    program = Program(*tries, (None, MachinesUnfit("after 1800 s the Ray cluster has 2 of cluster.nodes=3 machines")))
+    with pytest.raises(MachinesUnfit) as caught:
+        run_with_restarts(program, config)
+    assert program.is_over
+    assert exit_code_of(caught.value) == (1 if failures else 2)
+
+
+def test_a_run_with_a_checkpoint_had_fit_machines_before(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    model, files = write_tiny_model("qwen3_moe", tmp_path / "model"), write_arithmetic(tmp_path / "data", held_out=16)
+    root = tmp_path / "run" / "checkpoints"
+    words = ["train", "--config-name", "quickstart", f"output_dir={root.parent}", f"model.path={model}"]
+    words += [f"data.train_files=[{files.train}]", f"data.eval_files=[{files.eval}]"]
+    words += [f"cluster.address=127.0.0.1:{free_port()}"]
+    assert main(words) == 2
+    checkpoint_folder.begin(root, 20)
+    assert main(words) == 2
+    checkpoint_folder.commit(root, 20, {"step": 20}, keep=1)
+    assert main(words) == 1
+    assert capsys.readouterr().err.count("megarl: nothing listens at cluster.address=127.0.0.1:") == 3
