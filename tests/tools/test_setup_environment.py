@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import next_environment
@@ -17,6 +18,21 @@ from megarl.rollout import ENGINES
 from megarl.rollout.sglang.kind import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
+LOGGERS = {
+    "mlflow-skinny": (
+        *("anyio!=4.15.0,<5,>=3.6.2", "cachetools<8,>=5.0.0", "click<9,>=7.0", "cloudpickle<4", "fastapi<1"),
+        *("importlib_metadata!=4.7.0,<10,>=3.7.0", "opentelemetry-api<3,>=1.9.0", "opentelemetry-proto<3,>=1.9.0"),
+        *("opentelemetry-sdk<3,>=1.9.0", "packaging<27", "protobuf<8,>=3.12.0", "pydantic<3,>=2.0.0"),
+        *("python-dotenv<2,>=0.19.0", "pyyaml<7,>=5.1", "requests<3,>=2.17.3", "starlette<2"),
+        *("typing-extensions<5,>=4.0.0", "uvicorn<1"),
+    ),
+    "wandb": (
+        *("click>=8.2.0", "opentelemetry-api>=1.43.0", "opentelemetry-exporter-otlp-proto-http>=1.43.0"),
+        *("opentelemetry-sdk>=1.43.0", "packaging", "protobuf!=5.28.0,!=5.29.0,<8,>=5", "pydantic<3,>=2.6", "pyyaml"),
+        *("requests<3,>=2.0.0", "typing-extensions<5,>=4.8"),
+    ),
+}
+"""Packages of loggers -> all that wandb 0.31.0 and mlflow-skinny 3.17.2 require of what is in a lock (2026-11-28)."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -45,6 +61,22 @@ def test_the_lock_meets_every_requirement_of_the_project() -> None:
 def test_the_lock_leaves_out_what_breaks_a_cpu_torch() -> None:
     assert not set(setup_environment.HARMFUL) & set(read_lock(setup_environment.LOCK))
     assert set(setup_environment.BUILD_TOOLS) <= set(read_lock(setup_environment.LOCK))
+
+
+@pytest.mark.parametrize("lock", [setup_environment.LOCK, setup_environment.CUDA_LOCK], ids=lambda path: path.stem)
+@pytest.mark.parametrize("logger", LOGGERS)
+def test_packages_of_loggers_are_installed_beside_a_lock(logger: str, lock: Path) -> None:
+    try:
+        requirements = metadata.requires(logger) or []
+    except metadata.PackageNotFoundError:
+        requirements = list(LOGGERS[logger])
+    wanted = [each for each in map(Requirement, requirements) if not each.marker or each.marker.evaluate()]
+    locked = read_lock(lock)
+    there = [each for each in wanted if canonical(each.name) in locked]
+    assert there
+    assert [
+        f"{each}, not {version}" for each in there if (version := locked[canonical(each.name)]) not in each.specifier
+    ] == []
 
 
 def test_the_benchmark_lock_only_adds() -> None:
