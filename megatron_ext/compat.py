@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.fusions import fused_mla_yarn_rope_apply as latent_rotation
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer import MegatronOptimizer
@@ -56,6 +57,8 @@ def install() -> None:
     load_checkpoints_without_running_their_code()
     gather_different_numbers_of_tokens()
     look_positions_up_in_tables_of_few_lengths()
+    rotate_latent_queries_in_one_warp()
+    rotate_latent_heads_in_whole_blocks()
     if not device.gpus():
         offload_beside_a_cpu()
     if device.has_transformer_engine():
@@ -64,6 +67,35 @@ def install() -> None:
         define_router_gemm()
         let_latent_attention_go_without_transformer_engine()
         let_selective_recompute_go_without_transformer_engine()
+
+
+def rotate_latent_queries_in_one_warp() -> None:
+    """Have one warp of a GPU rotate queries of latent attention, and their gradients: it reads all that it writes over.
+
+    With `apply_rope_fusion` megatron-core's kernels read pairs and write halves, or the other way round, over the same
+    numbers, and none of their four warps waits for the others: now and then one reads what another has rotated, and
+    the query or the gradient is wrong, with nothing said (Megatron-LM's issue 4640).
+    """
+    if latent_rotation.HAVE_TRITON:
+        for kernel in (latent_rotation.rotary_fwd_q_kernel, latent_rotation.rotary_bwd_q_kernel):
+            for launch in kernel.configs:
+                launch.num_warps = 1
+
+
+def rotate_latent_heads_in_whole_blocks() -> None:
+    """Have a program of these kernels, and of those for keys, take as many heads as divide the number that there are.
+
+    With a block that the heads do not fill, the last one reads and writes behind the heads of its token: other tokens'
+    (Megatron-LM's issue 7103).
+    """
+    if latent_rotation.HAVE_TRITON:
+        for part in ("q", "kv"):
+            for way in ("fwd", "bwd"):
+                getattr(latent_rotation, f"rotary_{way}_{part}_kernel").early_config_prune = _in_whole_blocks
+
+
+def _in_whole_blocks(launches: Sequence[Any], given: Mapping[str, Any], **_constants: Any) -> Sequence[Any]:
+    return [launch for launch in launches if given["head_num"] % launch.kwargs["BLOCK_H"] == 0]
 
 
 def let_output_layer_go_without_apex() -> None:

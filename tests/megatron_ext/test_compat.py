@@ -41,6 +41,10 @@ FAILING_WITHOUT = {
     ),
     "drop_rotary_tables": "test_compat::test_tables_of_positions_are_forgotten",
     "drop_routes_of_tokens": "test_offload::test_routes_of_tokens_go_with_the_weights",
+    "rotate_latent_queries_in_one_warp": (
+        "test_latent_rotation::test_a_gpu_reads_all_that_it_rotates_in_place_before_it_writes"
+    ),
+    "rotate_latent_heads_in_whole_blocks": "test_latent_rotation::test_blocks_of_heads_are_full",
     "config_of_variable_lengths": "test_model::test_experts_get_different_numbers_of_tokens_by_allgather",
     "shard_on_this_device": "test_fully_sharded::test_an_update_is_that_of_one_rank",
     "load_checkpoints_without_running_their_code": (
