@@ -7,6 +7,7 @@ Workarounds that depend on the device alone are in `device`; where the two versi
 import contextlib
 import io
 import pickle
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -47,6 +48,8 @@ from megatron_ext.routing.token_dispatch import RaggedAllGather
 
 _CUT_IN = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
 """Kind of module -> the dimension in which its weight is cut."""
+_OF_GROUPED_EXPERTS = re.compile(r"\.experts\..*\.weight\d+$")
+"""Names of weights of experts that are a parameter each of one layer."""
 _ORDERS_OF_EXPERTS = {"sort_input_by_local_experts", "restore_output_by_local_experts"}
 """Tensors that dispatchers of tokens make once, and not in each pass."""
 
@@ -344,13 +347,17 @@ def mark_tensor_parallel_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 
     megatron-core marks parameters that are cut (`tensor_model_parallel`) only as it initialises them. Where weights are
     read instead, all would count as copies of those of tensor-parallel rank 0: the norm, and with it the clipping,
-    would be that of a part of the gradient.
+    would be that of a part of the gradient. So would experts of Transformer Engine's grouped layers, which mark their
+    weights themselves up to 2.12, and not from 2.13 on.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         for kind, dimension in _CUT_IN.items():
             weight = getattr(module, "weight", None)
             if isinstance(module, kind) and weight is not None and not hasattr(weight, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dimension, stride=1)
+    for name, weight in (named for chunk in chunks for named in chunk.named_parameters()):
+        if _OF_GROUPED_EXPERTS.search(name) and not hasattr(weight, "tensor_model_parallel"):
+            weight.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def unmark_duplicated_parameters(chunks: Sequence[torch.nn.Module]) -> None:

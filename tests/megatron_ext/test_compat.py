@@ -183,6 +183,17 @@ class FusedAdam:
         self.state[parameter] = {"exp_avg": torch.zeros_like(parameter), "has_remainders": store_param_remainders}
 
 
+def test_experts_whose_weights_nobody_marked_count_on_all_tensor_parallel_ranks() -> None:
+    """As Transformer Engine leaves those of grouped layers from 2.13 on."""
+    grouped, router = torch.nn.Module(), torch.nn.Module()
+    grouped.weight0, grouped.weight1, router.weight = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    layer = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"linear_fc1": grouped}), "router": router})
+    compat.mark_tensor_parallel_parameters([torch.nn.ModuleDict({"mlp": layer})])
+    second = SimpleNamespace(rank=lambda: 1)
+    counted = [layers.param_is_not_tensor_parallel_duplicate(each, second) for each in layer.parameters()]
+    assert counted == [True, True, False]
+
+
 def test_states_of_other_types_are_begun_as_transformer_engine_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(adam: Any, config: Any, _scaler: Any, init_state_fn: Any, **_options: Any) -> SimpleNamespace:
         return SimpleNamespace(optimizer=adam, config=config, init_state_fn=init_state_fn)
