@@ -157,7 +157,8 @@ class RewardConfig:
     """Soft penalty of long responses (DAPO): it grows linearly over the last so many of max_response_tokens; 0 is
     none."""
     overlong_penalty: float = 1.0
-    """The penalty of a response of full length, subtracted from its reward."""
+    """The penalty of a response of full length, subtracted from its reward. Groups see only its share of the difference
+    between right and wrong answers: DAPO's 1, where they are worth 1 and -1, is 0.5 where they are worth 1 and 0."""
 
 
 @dataclass

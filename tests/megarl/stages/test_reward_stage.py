@@ -4,14 +4,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from converters.errors import UserError
+from megarl.algorithms.advantages.group_rewards import grpo
+from megarl.algorithms.advantages.groups import Groups
+from megarl.config.compose import compose
+from megarl.config.folder import recipes_folder
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.diagnostics import reward_metrics
 from megarl.quickstart.tiny_models import make_tokenizer
-from megarl.rewards import RewardFailed, Score, Scorer
+from megarl.rewards import REWARDS, RewardFailed, Score, Scorer
 from megarl.schema import RewardConfig
 from megarl.stages import evaluate
 from megarl.stages.reward import begin_scoring, overlong_penalty, with_outcomes
@@ -125,6 +130,30 @@ def test_overlong_penalty_is_between_nothing_and_its_factor(buffer, more, tokens
     penalty = overlong_penalty(min(tokens, longest), longest, buffer, factor)
     assert -factor <= penalty <= 0
     assert overlong_penalty(longest, longest, buffer, factor) == -factor
+
+
+DAPO = sorted({file.stem for file in recipes_folder().glob("*dapo*.yaml")})
+
+
+@pytest.mark.parametrize("name", DAPO)
+def test_recipes_of_dapo_penalise_long_responses_as_the_paper_does(name):
+    """Its right and wrong answers are worth 1 and -1, and its penalty is 1 (arXiv:2503.14476, equations 7 and 13)."""
+    config = compose(name, ["model.path=x", "data.train_files=[x]", "data.eval_files=[x]", "output_dir=x"])
+    longest, buffer = config.rollout.max_response_tokens, config.reward.overlong_buffer_tokens
+    assert REWARDS[config.reward.function].nothing["score"] == 0.0
+    # Right, and length: two are within the buffer, one of them at its end.
+    responses = [(1, 1), (1, 1), (1, longest), (1, longest - buffer // 2), (1, 1), (0, 1), (0, 1), (0, longest)]
+    made = group(*("1" for _ in responses))
+    members = [
+        Trajectory((Turn.of([1], [1] * tokens, [0] * tokens, [0] * tokens, "stop"),), "stop") for _, tokens in responses
+    ]
+    outcomes = {(0, place): Score(float(right)) for place, (right, _) in enumerate(responses)}
+    ours = with_outcomes(made.with_members(members), outcomes, config.reward, longest).rewards
+    paper = [2.0 * right - 1 + overlong_penalty(tokens, longest, buffer, 1.0) for right, tokens in responses]
+    assert (config.algorithm.advantage, config.algorithm.advantage_options) == ("grpo", {})
+    prompts = Groups.of(torch.zeros(len(responses), dtype=torch.long))
+    advantages = [grpo(torch.tensor(rewards, dtype=torch.float64), prompts) for rewards in (ours, paper)]
+    torch.testing.assert_close(*advantages, rtol=1e-5, atol=0)
 
 
 def test_long_responses_are_penalised_in_training_only():
