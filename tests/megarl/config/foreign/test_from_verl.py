@@ -272,6 +272,38 @@ def test_a_warm_up_in_steps_counts_before_one_in_a_share() -> None:
     assert WARM_UPS[0] in said(recipe.always)
 
 
+# From verl/utils/reward_score of verl 0.10.0.dev: a value of data_source of each function, wrong and right.
+SCORES = {
+    "openai/gsm8k": (0.0, 1.0),
+    "lighteval/MATH": (0.0, 1.0),
+    "HuggingFaceH4/MATH-500": (0.0, 1.0),
+    "math_dapo": (-1.0, 1.0),
+    "math": (-1.0, 1.0),
+    "math_dapo_reasoning": (-1.0, 1.0),
+    "numina_olympiads": (0.0, 1.0),
+}
+PENALTIES = [
+    "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.len=4",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.7",
+    *("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.01"),
+]
+
+
+@pytest.mark.parametrize("source", SCORES)
+def test_a_right_answer_gains_as_much_over_what_is_subtracted_as_it_does_there(tmp_path: Path, source: str) -> None:
+    recipe = from_verl([*PPO, *PENALTIES], {})
+    check(recipe)
+    (tmp_path / "mine.yaml").write_text(recipe.yaml("A recipe"))
+    config = compose_open("mine", (), str(tmp_path))[0]
+    (term,) = [each for each in terms_of(config.reward) if each.applies_to(source)]
+    assert term.source.builtin is not None
+    wrong, right = SCORES[source]
+    assert term.weight * (1.0 - term.source.builtin.nothing["score"]) == right - wrong
+    assert (config.reward.overlong_penalty, config.algorithm.kl_coefficient) == (0.7, 0.01)
+    assert (f"data_source={source}" in said(recipe.always)) == (wrong < 0)
+
+
 def test_a_reward_model_is_the_only_reward(tmp_path: Path) -> None:
     model = ["reward_model.enable=True", "reward_model.model.path=/models/judge"]
     given = [*PPO, *model, "custom_reward_function.path=mine.py", "trainer.test_freq=5"]
