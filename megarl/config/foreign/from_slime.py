@@ -148,14 +148,23 @@ def _data(t: _Translation) -> None:
         else:
             t.recipe.set(key, OPEN)
             t.absent(name, slime.ABSENT["label_key"])
+    _reward(t)
+    if t.take("use_wandb"):
+        t.recipe.set("tracking.loggers", ["console", "jsonl", "tensorboard", "wandb"])
+
+
+def _reward(t: _Translation) -> None:
     reward = t.take("rm_type")
-    if reward in slime.REWARDS:
+    if reward == "dapo" and not ("reward_key" in t.given and t.given["reward_key"].words == ["acc"]):
+        # A KL in the reward, which is copied, counts as there only where right and wrong are as far apart.
+        t.recipe.set("reward.functions.dapo", {"function": slime.REWARDS[reward], "weight": 2.0})
+        why = "right answers are worth 2 and wrong ones 0, as far apart as slime's 1 and -1, in eval/accuracy, too"
+        t.recipe.always[why] = [shown(t.given["rm_type"])]
+    elif reward in slime.REWARDS:
         t.recipe.set("reward.function", slime.REWARDS[reward])
     elif reward:
         t.recipe.set("reward.function", OPEN)
         t.absent("rm_type", slime.ABSENT["rm_type"])
-    if t.take("use_wandb"):
-        t.recipe.set("tracking.loggers", ["console", "jsonl", "tensorboard", "wandb"])
 
 
 def _length(t: _Translation) -> None:

@@ -12,8 +12,9 @@ from megarl.cli.main import main
 from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
 from megarl.config.foreign.from_slime import from_slime
-from megarl.config.foreign.recipe import TranslatedRecipe
-from megarl.config.origins import leaves
+from megarl.config.foreign.recipe import TranslatedRecipe, check
+from megarl.config.origins import compose_open, leaves
+from megarl.rewards.terms import terms_of
 
 MODEL = """MODEL_ARGS=(
    --disable-bias-linear --swiglu --num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64
@@ -240,3 +241,16 @@ def test_epochs_do_not_count_beside_steps(tmp_path: Path) -> None:
     recipe = from_slime(script(tmp_path, "--num-rollout 300", "--num-rollout 300 --num-epoch 3"), {"BASE": "/b"})
     assert recipe.get("loop.steps") == 300
     assert "--num-epoch 3" in recipe.always["--num-rollout says it"]
+
+
+@pytest.mark.parametrize(
+    ("given", "weight"), [("deepscaler", 1.0), ("math", 1.0), ("dapo", 2.0), ("dapo --reward-key acc", 1.0)]
+)
+def test_right_and_wrong_answers_are_as_far_apart_as_there(tmp_path: Path, given: str, weight: float) -> None:
+    """With --rm-type dapo they are worth 1 and -1 in slime's own function, with all others 1 and 0."""
+    recipe = from_slime(script(tmp_path, "--rm-type deepscaler", f"--rm-type {given}"), {"BASE": "/b"})
+    check(recipe)
+    (tmp_path / "mine.yaml").write_text(recipe.yaml("A recipe"))
+    (term,) = terms_of(compose_open("mine", (), str(tmp_path))[0].reward)
+    assert (term.source.spec, term.weight) == ("math", weight)
+    assert ("--rm-type dapo" in [flag for flags in recipe.always.values() for flag in flags]) == (weight == 2.0)
