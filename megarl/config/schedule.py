@@ -15,7 +15,9 @@ _TRUNCATED_AT = 2.0
 
 
 def with_correction(config: MegarlConfig) -> AlgorithmConfig:
-    """The algorithm, corrected for staleness where the schedule has any and nothing else corrects for it.
+    """The algorithm, with importance weights where the schedule has any staleness and nothing else weighs for it.
+
+    Masks stay beside them: a mask drops what is far from the sampler, and leaves all else at a weight of 1.
 
     Without a correction one version of staleness has ended runs of others; truncated importance sampling on the
     engine's log-probs kept them (arXiv:2505.24298 and "Your efficient RL framework secretly brings you off-policy
@@ -30,7 +32,7 @@ def with_correction(config: MegarlConfig) -> AlgorithmConfig:
         return algorithm
     loss = _policy_loss(algorithm)
     kind = "sequence_mean_importance" if loss is not None and loss.of_response else "token_importance"
-    return replace(algorithm, corrections=[CorrectionConfig(kind, high=_TRUNCATED_AT)])
+    return replace(algorithm, corrections=[*algorithm.corrections, CorrectionConfig(kind, high=_TRUNCATED_AT)])
 
 
 def is_corrected_by_schedule(config: MegarlConfig) -> bool:
@@ -63,20 +65,25 @@ def check_schedule(config: MegarlConfig) -> None:
     if schedule.max_staleness > 1 and not _is_corrected(config.algorithm):
         raise UserError(
             f"schedule.max_staleness={schedule.max_staleness} trains on tokens that are several versions old, and "
-            "nothing corrects for it: set algorithm.corrections, ratio_to=rollout, or schedule.corrected=true"
+            "nothing corrects for it: set algorithm.corrections with an importance weight (a mask alone is none), "
+            "ratio_to=rollout, or schedule.corrected=true"
         )
 
 
 def _is_corrected(algorithm: AlgorithmConfig) -> bool:
-    if algorithm.corrections or algorithm.ratio_to != "rollout":
-        return bool(algorithm.corrections)
+    """Whether the loss has the ratio to the sampler, as its own or as a weight."""
+    # Torch comes with it, which takes seconds that a configuration without this need not wait.
+    from megarl.algorithms import CORRECTIONS
+
+    weights = [name for name, correction in CORRECTIONS.items() if correction.weighs]
+    if any(each.kind in weights for each in algorithm.corrections):
+        return True
     loss = _policy_loss(algorithm)
-    return loss is not None and loss.has_ratio_to_sampler
+    return algorithm.ratio_to == "rollout" and loss is not None and loss.has_ratio_to_sampler
 
 
 def _policy_loss(algorithm: AlgorithmConfig) -> "PolicyLoss | None":
     """The loss; None for a name that is refused elsewhere."""
-    # Torch comes with it, which takes seconds that a configuration without this need not wait.
-    from megarl.algorithms import POLICY_LOSSES
+    from megarl.algorithms import POLICY_LOSSES  # as above
 
     return POLICY_LOSSES.get(algorithm.policy_loss)

@@ -223,9 +223,9 @@ class ScheduleConfig:
     values that they have, of older weights: nothing is computed twice, and no policy is exactly that which sampled.
     Engines that share GPUs with the trainer are cut off from them while it learns, and cannot keep anything."""
     corrected: bool = True
-    """With max_staleness above 0 and nothing else that corrects for it, turns on truncated importance weights in
-    algorithm.corrections up to 2: token_importance, or sequence_mean_importance for losses with one ratio per
-    response."""
+    """With max_staleness above 0 and nothing else that weighs for it, adds truncated importance weights up to 2 to
+    algorithm.corrections, beside the masks there: token_importance, or sequence_mean_importance for losses with one
+    ratio per response."""
 
 
 @dataclass

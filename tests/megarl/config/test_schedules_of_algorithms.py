@@ -2,17 +2,19 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from converters.errors import UserError
+from megarl.algorithms import CORRECTIONS
 from megarl.config.compose import compose
 from megarl.config.folder import known_model, recipes_folder
 from megarl.config.schedule import with_correction
 from megarl.config.validate import validate
-from megarl.schema import MegarlConfig, ScheduleConfig
+from megarl.schema import CorrectionConfig, MegarlConfig, ScheduleConfig
 
 SCHEDULES = {
     "sync": ScheduleConfig(),
@@ -54,10 +56,16 @@ def under(schedule: ScheduleConfig, config: MegarlConfig) -> MegarlConfig:
     return replace(scheduled, algorithm=with_correction(scheduled))
 
 
+def weighing(kinds: Sequence[str]) -> list[str]:
+    """The kinds that are importance weights; the others are masks."""
+    return [kind for kind in kinds if CORRECTIONS[kind].weighs]
+
+
 @pytest.mark.parametrize("name", [*ALGORITHMS, *RECIPES])
 def test_each_is_corrected_for_the_staleness_it_may_have_as_its_loss_can_be(composed: MegarlConfig, name: str) -> None:
     own = [each.kind for each in composed.algorithm.corrections]
-    stale = own or ["sequence_mean_importance" if name in WEIGHTED_BY_RESPONSE else "token_importance"]
+    weight = "sequence_mean_importance" if name in WEIGHTED_BY_RESPONSE else "token_importance"
+    stale = own if weighing(own) else [*own, weight]
     for schedule in SCHEDULES.values():
         config = under(schedule, composed)
         if schedule.in_flight == "keep" and config.cluster.sharing():
@@ -70,6 +78,25 @@ def test_each_is_corrected_for_the_staleness_it_may_have_as_its_loss_can_be(comp
             assert (kinds, config.algorithm.ratio_to) == (own, "rollout")
         else:
             assert (kinds, config.algorithm.ratio_to) == (stale if schedule.max_staleness else own, "old")
+            assert len(weighing(kinds)) == 1 or not schedule.max_staleness
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_mask_is_no_correction_for_staleness(composed: MegarlConfig, name: str) -> None:
+    """It leaves at a weight of 1 whatever it keeps."""
+    mask = CorrectionConfig("sequence_kl", high=1.0)
+    masked = replace(composed, algorithm=replace(composed.algorithm, corrections=[mask]))
+    config = under(SCHEDULES["recompute"], masked)
+    validate(config, "train")
+    assert config.algorithm.corrections[0] == mask
+    assert len(weighing([each.kind for each in config.algorithm.corrections])) == (name not in RATIO_TO_SAMPLER)
+    assert under(config.schedule, config) == config
+    uncorrected = under(ScheduleConfig(max_staleness=2, corrected=False), masked)
+    if name in RATIO_TO_SAMPLER:
+        validate(uncorrected, "train")
+        return
+    with pytest.raises(UserError, match=r"and nothing corrects for it: .* \(a mask alone is none\)"):
+        validate(uncorrected, "train")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

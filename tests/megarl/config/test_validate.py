@@ -284,6 +284,9 @@ def test_options_of_megatron_arrive_where_they_belong(make_config: Callable[...,
     assert options.transformer == {}
 
 
+MASK = "{kind: token_band, low: 0.5, high: 2}"
+
+
 @pytest.mark.parametrize(
     ("overrides", "kinds"),
     [
@@ -291,7 +294,9 @@ def test_options_of_megatron_arrive_where_they_belong(make_config: Callable[...,
         (["schedule.max_staleness=1", "+algorithm=gspo"], ["sequence_mean_importance"]),
         (["schedule.max_staleness=1", "schedule.corrected=false"], []),
         (["schedule.max_staleness=1", "algorithm.ratio_to=rollout"], []),
-        (["schedule.max_staleness=1", "algorithm.corrections=[{kind: token_band, low: 0.5, high: 2}]"], ["token_band"]),
+        (["schedule.max_staleness=1", f"algorithm.corrections=[{MASK}]"], ["token_band", "token_importance"]),
+        (["schedule.max_staleness=1", f"algorithm.corrections=[{MASK}]", "algorithm.ratio_to=rollout"], ["token_band"]),
+        (["schedule.max_staleness=1", "algorithm.corrections=[{kind: icepop, low: 0.5, high: 2}]"], ["icepop"]),
         ([], []),
     ],
 )
