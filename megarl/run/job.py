@@ -191,10 +191,12 @@ def _start_models(setup: RunSetup, processes: Processes, prompts: Sequence[Promp
     token_ids = [prompt.token_ids for prompt in prompts]
     engine_start = EngineStart(trainer, engines, setup.model, config, token_ids, gpus)
     trainer.start()
-    total_steps = setup.steps * config.algorithm.updates_per_step
-    trainer.build(setup.model.folder, setup.model.megatron_checkpoint, total_steps, reference=reference)
+    updates = config.algorithm.updates_per_step
+    # While the critic learns alone, the policy takes no step of its schedule either.
+    steps_of_policy = max(1, setup.steps - config.critic.warmup_steps) * updates
+    trainer.build(setup.model.folder, setup.model.megatron_checkpoint, steps_of_policy, reference=reference)
     gpus.add(trainer)
-    auxiliary = open_auxiliary(config, total_steps, processes.trainer, made=gpus.add)
+    auxiliary = open_auxiliary(config, setup.steps * updates, processes.trainer, made=gpus.add)
     if checkpoint is not None:
         engine_start.compare()
         gpus.switch_to(trainer)

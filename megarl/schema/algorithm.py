@@ -101,7 +101,8 @@ class CriticConfig:
     value_clip: float | None = 0.5
     """A new value counts at most this far from the old one (PPO's value clipping); none without."""
     warmup_steps: int = 0
-    """First steps in which the critic alone learns and the policy stays."""
+    """First steps in which the critic alone learns and the policy stays; the schedule of the policy's learning rate
+    is of the steps that follow."""
 
 
 @dataclass

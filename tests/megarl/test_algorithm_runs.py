@@ -54,6 +54,8 @@ def critic_learns_first(history: Sequence[dict[str, Any]]) -> None:
     assert mean(warm_up[-2:], "value/loss") < 0.8 * warm_up[0]["value/loss"]
     assert mean(warm_up[-2:], "value/explained_variance") > warm_up[0]["value/explained_variance"] + 0.15
     assert mean(rest[-2:], "reward/mean") > mean(warm_up, "reward/mean") + 0.3
+    # The decay ends with the policy's own steps, four to a rollout, and not with as many as the critic takes.
+    assert rest[-1]["policy/learning_rate"] == pytest.approx(1.9e-3 + 1e-4 / (4 * len(rest)), rel=1e-9)
 
 
 def implicit_rewards_tell_right_from_wrong(history: Sequence[dict[str, Any]]) -> None:
@@ -113,6 +115,7 @@ RUNS = (
             "checkpoint.every=7",  # before the policy has made a step
             "critic.megatron.lr=2e-3",
             "critic.megatron.min_lr=2e-3",
+            "megatron.min_lr=1.9e-3",
             "algorithm.updates_per_step=4",
             "loop.prompts_per_step=16",
             "loop.steps=20",
