@@ -244,6 +244,7 @@ def _rest(t: _Translation) -> None:
         t.recipe.set_option(override.key_or_group, override.value(), assignment.origin.split()[-1])
     for why, flags in script.left_out.items():
         t.recipe.always.setdefault(why, []).extend(flags)
+    t.recipe.decay_over_the_whole_run(f"--num-critic-only-steps {t.recipe.get('critic.warmup_steps')}")
     _compare(t, script.model)
 
 

@@ -48,6 +48,22 @@ class TranslatedRecipe:
             place = place[name]
         return place
 
+    def decay_over_the_whole_run(self, warm_up: str) -> None:
+        """Let the policy's decay end with the run, steps of the critic alone included, as verl and slime have it.
+
+        Where the length of the run is open, that is said under `warm_up`, the setting of these steps.
+        """
+        is_constant = self.get("megatron.lr_decay_style", "constant") == "constant"
+        if not self.get("critic.warmup_steps") or is_constant or self.get("megatron.lr_decay_steps"):
+            return
+        steps, updates = self.get("loop.steps"), self.get("algorithm.updates_per_step", 1)
+        if steps == OPEN:
+            why = f"the policy's learning rate decays in it, too: megatron.lr_decay_steps is loop.steps times {updates}"
+            self.absent.setdefault(why, []).append(warm_up)
+        else:
+            warm = self.get("megatron.lr_warmup_steps") or 0
+            self.set("megatron.lr_decay_steps", max(steps * updates, warm + 1))
+
     def yaml(self, title: str) -> str:
         """The recipe, with what could not be translated before it."""
         lines = [f"# {title}"]

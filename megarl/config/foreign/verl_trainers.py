@@ -90,3 +90,4 @@ def critic(t: Translation) -> None:
     t.recipe.set("critic.value_clip", t.take("critic.cliprange_value"))
     if warmup := t.take("trainer.critic_warmup"):
         t.recipe.set("critic.warmup_steps", warmup)
+        t.recipe.decay_over_the_whole_run(f"trainer.critic_warmup={warmup}")

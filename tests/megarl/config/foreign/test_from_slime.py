@@ -210,6 +210,27 @@ def test_the_critic_of_earlier_versions_has_its_own_settings(tmp_path: Path) -> 
     assert "--critic-lr 1e-5" in none.always["this advantage has no critic"]
 
 
+@pytest.mark.parametrize(
+    ("steps", "given", "ends"),
+    [
+        ("--num-rollout 300", "", None),
+        ("--num-rollout 300", "--num-critic-only-steps 9", 300 * 4),
+        ("--num-rollout 300", "--num-critic-only-steps 9 --lr-decay-iters 7", 7),
+        ("--num-epoch 3", "--num-critic-only-steps 9", None),
+    ],
+)
+def test_steps_of_the_critic_alone_are_steps_of_the_decay(
+    tmp_path: Path, steps: str, given: str, ends: int | None
+) -> None:
+    text = script(tmp_path, "--advantage-estimator grpo", f"--advantage-estimator ppo {given}").read_text()
+    text = text.replace("--lr-decay-style constant", "--lr-decay-style cosine").replace("--num-rollout 300", steps)
+    (tmp_path / "run.sh").write_text(text)
+    recipe = from_slime(tmp_path / "run.sh", {"BASE": "/b"})
+    assert recipe.get("megatron.lr_decay_steps") == ends
+    is_open = steps == "--num-epoch 3"
+    assert ("--num-critic-only-steps 9" in [each for flags in recipe.absent.values() for each in flags]) == is_open
+
+
 def test_the_seed_of_rollouts_is_the_seed_here(tmp_path: Path) -> None:
     recipe = from_slime(script(tmp_path, "--use-tis", "--rollout-seed 7 --seed 8"), {"BASE": "/b"})
     assert recipe.get("loop.seed") == 7

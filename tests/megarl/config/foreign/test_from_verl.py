@@ -272,6 +272,22 @@ def test_a_warm_up_in_steps_counts_before_one_in_a_share() -> None:
     assert WARM_UPS[0] in said(recipe.always)
 
 
+@pytest.mark.parametrize(
+    ("given", "ends"),
+    [
+        (["trainer.critic_warmup=5", f"{ACTOR}optim.lr_decay_style=cosine"], 2 * 100),
+        (["trainer.critic_warmup=5", f"{ACTOR}optim.lr_decay_style=cosine", f"{ACTOR}optim.lr_decay_steps=40"], 2 * 40),
+        (["trainer.critic_warmup=5", f"{ACTOR}optim.lr_decay_style=cosine", f"{ACTOR}optim.lr_warmup_steps=150"], 301),
+        (["trainer.critic_warmup=5"], None),
+        ([f"{ACTOR}optim.lr_decay_style=cosine"], None),
+    ],
+)
+def test_steps_of_the_critic_alone_are_steps_of_the_decay(given: list[str], ends: int | None) -> None:
+    recipe = from_verl([*PPO, "trainer.total_training_steps=100", *given], {})
+    check(recipe)
+    assert recipe.get("megatron.lr_decay_steps") == ends
+
+
 # From verl/utils/reward_score of verl 0.10.0.dev: a value of data_source of each function, wrong and right.
 SCORES = {
     "openai/gsm8k": (0.0, 1.0),
