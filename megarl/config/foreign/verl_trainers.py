@@ -88,6 +88,7 @@ def critic(t: Translation) -> None:
     if (path := t.take("critic.model.path")) not in (None, t.recipe.get("model.path")):
         t.recipe.set("critic.path", path)
     t.recipe.set("critic.value_clip", t.take("critic.cliprange_value"))
-    if warmup := t.take("trainer.critic_warmup"):
-        t.recipe.set("critic.warmup_steps", warmup)
+    # verl counts steps from 1, and lets the policy learn in the one of this number.
+    if (warmup := t.take("trainer.critic_warmup") or 0) > 1:
+        t.recipe.set("critic.warmup_steps", warmup - 1)
         t.recipe.decay_over_the_whole_run(f"trainer.critic_warmup={warmup}")

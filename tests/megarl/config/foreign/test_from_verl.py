@@ -272,6 +272,14 @@ def test_a_warm_up_in_steps_counts_before_one_in_a_share() -> None:
     assert WARM_UPS[0] in said(recipe.always)
 
 
+@pytest.mark.parametrize(("given", "alone"), [(0, None), (1, None), (2, 1), (20, 19)])
+def test_the_critic_is_alone_before_the_step_that_is_named(given: int, alone: int | None) -> None:
+    """verl counts steps from 1 and updates its actor where critic_warmup <= global_steps."""
+    recipe = from_verl([*PPO, f"trainer.critic_warmup={given}"], {})
+    assert recipe.get("critic.warmup_steps") == alone
+    assert recipe.absent == {}
+
+
 @pytest.mark.parametrize(
     ("given", "ends"),
     [

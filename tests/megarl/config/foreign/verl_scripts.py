@@ -116,7 +116,7 @@ python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megat
     critic.optim.lr=1e-2 \\
     critic.model.path="${{MODEL_PATH}}" \\
     critic.ppo_micro_batch_size_per_gpu=4 \\
-    trainer.critic_warmup=1 \\
+    trainer.critic_warmup=2 \\
     trainer.experiment_name='ppo' \\
     trainer.n_gpus_per_node=2
 """
