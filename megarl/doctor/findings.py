@@ -132,9 +132,9 @@ def _check_gpus(inventory: Inventory) -> Iterator[Finding]:
         why = f"{len(inventory.gpus)} GPUs stay unused: the installed torch is a CPU build"
         yield Finding(False, "training on the GPUs", why, "make setup CUDA=1")
         return
-    for name, use in (("transformer-engine", "fused layers and FP8"), ("flash-attn", "fast packed attention")):
-        if not inventory.packages[name]:
-            yield Finding(False, use, f"{name} is not installed", "make setup CUDA=1")
+    if not inventory.packages["transformer-engine"]:
+        why = "transformer-engine is not installed"
+        yield Finding(False, "fused layers and FP8", why, "make setup CUDA=1")
 
 
 def _check_loggers(inventory: Inventory) -> Iterator[Finding]:

