@@ -210,7 +210,13 @@ def open_processes(
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
         roles = [
-            trainer_role(name, options.parallel, config.cluster, is_deterministic=options.is_deterministic)
+            trainer_role(
+                name,
+                options.parallel,
+                config.cluster,
+                is_deterministic=options.is_deterministic,
+                steps_on_host=options.steps_on_host,
+            )
             for name, options in models.items()
         ]
         if engines:

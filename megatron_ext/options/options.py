@@ -89,6 +89,11 @@ class MegatronOptions:
         return bool(self.transformer.get(DETERMINISTIC))
 
     @property
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer, or a part of it, computes on the host."""
+        return bool(self.optimizer.get("optimizer_cpu_offload"))
+
+    @property
     def micro_batch_multiple(self) -> int:
         """The number of micro-batches is a multiple of this: interleaved pipeline stages run them group by group."""
         if self.parallel.chunks == 1:

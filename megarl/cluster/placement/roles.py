@@ -37,24 +37,35 @@ def trainer_role(
     cluster: ClusterConfig,
     *,
     is_deterministic: bool = False,
+    steps_on_host: bool = False,
     has_gpus: bool | None = None,
 ) -> Role:
     """The Megatron ranks of a model, each with a GPU of its own where the cluster has any; a TP group belongs together.
 
-    Without `has_gpus`, Ray is asked whether the cluster has GPUs.
+    Without `has_gpus`, Ray is asked whether the cluster has GPUs. A rank has one thread, but beside a GPU with
+    `steps_on_host`, where its optimizer computes on the host, as many as there are cores for each GPU.
 
     They are numbered as Megatron numbers them: tensor parallelism varies fastest.
     """
     has_gpus = _has_gpus() if has_gpus is None else has_gpus
     kernels = _DETERMINISTIC if is_deterministic else {}
+    threads = {_THREADS: str(_cores_per_gpu(cluster))} if has_gpus and steps_on_host else {}
     return Role(
         name,
         sizes.world_size,
         _cpus(cluster, cluster.trainer_cpus),
         _gpus(cluster, 1) if has_gpus else 0,
         group=sizes.tensor_model_parallel_size,
-        environment={**_environment(cluster), **_queues(sizes), **kernels, **cluster.environment},
+        environment={**_environment(cluster), **threads, **_queues(sizes), **kernels, **cluster.environment},
     )
+
+
+def _cores_per_gpu(cluster: ClusterConfig) -> int:
+    """How many cores each GPU has a right to, on the machine where these are fewest."""
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
+    # In a cluster of its own a run does not tell Ray how many cores the machine has.
+    here = len(os.sched_getaffinity(0)) if cluster.address is None else None
+    return max(1, int(min(((here or each.get("CPU", 1)) / each["GPU"] for each in machines), default=1)))
 
 
 def _queues(sizes: ParallelSizes) -> dict[str, str]:

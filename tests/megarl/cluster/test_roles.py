@@ -91,24 +91,49 @@ def test_libraries_of_deterministic_ranks_are_told_as_they_start(gpus):
     assert not asked.keys() & ranks().environment.keys()
 
 
-def test_a_run_asks_for_deterministic_ranks_where_a_models_options_do(monkeypatch):
+@pytest.mark.parametrize(("address", "threads"), [(None, 6), ("auto", 16)])
+def test_an_optimizer_on_the_host_has_the_cores_that_there_are_for_a_gpu(gpus, monkeypatch, address, threads):
+    nodes = [(True, {"CPU": 8.0}), (True, {"CPU": 192.0, "GPU": 8.0}), (True, {"CPU": 131.0, "GPU": 8.0})]
+    nodes.append((False, {"CPU": 1.0, "GPU": 8.0}))
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": alive, "Resources": each} for alive, each in nodes])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(52)))
+
+    def threads_of(*, on_host, **environment):
+        cluster = ClusterConfig(address=address, environment=environment)
+        role = trainer_role("trainer", ParallelSizes(), cluster, steps_on_host=on_host)
+        return int(role.environment["OMP_NUM_THREADS"])
+
+    assert threads_of(on_host=True) == (threads if gpus else 1)
+    assert threads_of(on_host=False) == 1
+    assert threads_of(on_host=True, OMP_NUM_THREADS="3") == 3
+
+
+def test_a_run_asks_for_what_the_options_of_a_model_need(monkeypatch):
     class ReservedError(Exception):
         pass
 
     def reserve(roles, _cluster):
-        raise ReservedError({role.name: role.environment.get("NCCL_ALGO") for role in roles})
+        names = "NCCL_ALGO", "OMP_NUM_THREADS"
+        raise ReservedError({role.name: [role.environment.get(name) for name in names] for role in roles})
 
     monkeypatch.setattr(opening, "ray_cluster", lambda _cluster: nullcontext())
     monkeypatch.setattr(opening, "reserve", reserve)
-    monkeypatch.setattr(ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 1.0})
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 1.0, "GPU": 1.0}}])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {0, 1, 2, 3})
     models = {
-        name: MegatronOptions(ParallelSizes(), torch.bfloat16, transformer={"deterministic_mode": name == "trainer"})
+        name: MegatronOptions(
+            ParallelSizes(),
+            torch.bfloat16,
+            transformer={"deterministic_mode": name == "trainer"},
+            optimizer={"optimizer_cpu_offload": name == "critic"},
+        )
         for name in ("trainer", "critic")
     }
     config = MegarlConfig()
     with pytest.raises(ReservedError) as reserved, opening.open_processes(config, models, engines=False):
         pass
-    assert reserved.value.args == ({"trainer": "Ring", "critic": None},)
+    assert reserved.value.args == ({"trainer": ["Ring", "1"], "critic": [None, "4"]},)
 
 
 def test_an_engine_computes_with_the_cores_that_idle_during_a_rollout(gpus, monkeypatch):
