@@ -137,13 +137,6 @@ _KEPT: Mapping[type, Callable[[Any, ModelConfig], str | None]] = {
 }
 """`quant_method` of a module -> why the module's parameters are not what was loaded into them; None if they are."""
 
-_SCALES_OF_EXPERTS: Mapping[type, str] = {
-    Fp8MoEMethod: "weight_scale_inv",
-    CompressedTensorsW8A8Int8MoEMethod: "weight_scale",
-    CompressedTensorsW8A8Mxfp8MoEMethod: "weight_scale",
-}
-"""`quant_method` of experts -> how the parameters with the scales of both of their matrices end."""
-
 _DERIVED: Mapping[type[nn.Module], Callable[[Any, ModelConfig], None]] = {
     # Its own parameters are views of, or for FP8 copies from, the weight of its `kv_b_proj`.
     MLAAttention: lambda module, config: module.process_weights_after_loading(config.dtype),
@@ -213,21 +206,9 @@ def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
     """Recompute what vLLM derives from weights, after they were written straight into the parameters."""
     with torch.no_grad():
         for module in model.modules():
-            if type(getattr(module, "quant_method", None)) in _SCALES_OF_EXPERTS:
-                _read_scales_from_parameters(module)
             for kind, derive in _DERIVED.items():
                 if isinstance(module, kind):
                     derive(module, config)
-
-
-def _read_scales_from_parameters(experts: Any) -> None:
-    """Let the kernel of experts that are codes multiply by the scales that are the module's parameters.
-
-    vLLM 0.32's reload makes the kernel with tensors of its own, then puts the parameters of before back in their place:
-    the kernel would go on with the scales of that reload.
-    """
-    scales, name = experts.quant_method.moe_quant_config, _SCALES_OF_EXPERTS[type(experts.quant_method)]
-    scales._w1.scale, scales._w2.scale = getattr(experts, f"w13_{name}"), getattr(experts, f"w2_{name}")
 
 
 def _reason(module: nn.Module, config: ModelConfig) -> str | None:

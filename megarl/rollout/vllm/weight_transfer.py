@@ -10,10 +10,10 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megarl.resharding.loader.buckets import Bucket, loadable
 from megarl.resharding.shared_memory import map_segment
+from megarl.rollout.vllm.reload import Reload
 
 BACKEND = "shm"
 
@@ -38,6 +38,8 @@ class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
 
     init_info_cls = Segments
     update_info_cls = BucketWritten
+    _first_reload: Reload | None = None
+    _reload: Reload | None = None
 
     def init_transfer_engine(self, init_info: Segments) -> None:
         """Map the segments."""
@@ -46,10 +48,10 @@ class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
     def start_weight_update(self) -> None:
         """Let vLLM collect the tensors of each layer and process the layer once it has them all."""
         # After an update that failed half-way, layers still wait for tensors that will never come.
-        if getattr(self, "_loading", False):
-            finalize_layerwise_reload(self.model, self.model_config)
-        initialize_layerwise_reload(self.model)
-        self._loading = True
+        if self._reload is not None:
+            self._reload.finish()
+        self._reload = Reload(self.model, self.model_config)
+        self._first_reload = self._first_reload or self._reload
 
     def update_weights(self, update_info: dict[str, object]) -> None:
         """Load one bucket. The inherited method synchronizes an accelerator, which not every machine has."""
@@ -64,8 +66,9 @@ class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
 
     def finish_weight_update(self) -> None:
         """Process what is left: attention layers, and layers that have padding."""
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._loading = False
+        assert self._reload is not None
+        self._reload.finish()
+        self._reload = None
 
     def shutdown(self) -> None:
         """Unmap the segments."""
