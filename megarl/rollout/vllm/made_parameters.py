@@ -6,8 +6,17 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 from torch.nn import Parameter
 from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO, _get_original_loader
-from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+
+def note_biases() -> None:
+    """Let vLLM's reload note how biases were made, too, before a model is built.
+
+    vLLM 0.32 leaves them out, and loads into the ones that are there. Humming's kernels and Marlin's permute them, in
+    plain parameters that no loader takes.
+    """
+    SKIP_TENSORS.discard("bias")
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from megarl.rollout.vllm import (
     cpu_number_formats,
     cpu_routed_experts,
     kv_scales,
+    made_parameters,
     processes,
     quantised_load,
     routers,
@@ -40,6 +41,7 @@ adapter_slot.register()
 processes.listen_where_asked()
 routers.keep_logits_in_float32()
 quantised_load.quantise_what_is_read()
+made_parameters.note_biases()
 if current_platform.is_cpu():
     cpu.install()
     cpu_fp8.install()

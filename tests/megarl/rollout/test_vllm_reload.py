@@ -2,10 +2,11 @@
 
 import weakref
 
+import pytest
 import torch
 
 from converters.architectures import read_architecture
-from converters.number_formats import MXFP8
+from converters.number_formats import MXFP8, NVFP4
 from megarl.quickstart.tiny_models import IN_BLOCKS
 from megarl.rollout.vllm.kind import VLLM
 
@@ -23,7 +24,7 @@ def codes(shapes, names, number_format, seed=1):
 
 def quantised(tiny_config, name, number_format, **fields):
     """A folder with a model's config, the engine's arguments, and what `codes` takes."""
-    folder, config = tiny_config(name, **{**IN_BLOCKS[name], **fields})
+    folder, config = tiny_config(name, **{**IN_BLOCKS.get(name, IN_BLOCKS["qwen3"]), **fields})
     architecture = read_architecture(config)
     names = number_format.quantised_names(architecture)
     return folder, VLLM.quantised({}, number_format, architecture), architecture.hf_shapes, names, number_format
@@ -85,3 +86,45 @@ def _addresses_and_values(rank, *weights):
 def test_tensors_of_kernels_stay_where_graphs_read_them(ranks, tiny_config):
     folder, given, *weights = quantised(tiny_config, "qwen3_moe", MXFP8)
     assert ranks(_addresses_and_values, folder, given, *weights) == [([True] * 4, True)]
+
+
+def _as_humming_leaves_biases(model):
+    """Padded and in another order, in plain parameters."""
+
+    def process(_self, layer):
+        if layer.bias is not None:
+            layer.bias = torch.nn.Parameter(_permuted(layer.bias.data), requires_grad=False)
+
+    layers = [module for module in model.modules() if hasattr(module, "scheme")]
+    type(layers[0].scheme.kernel).process_weights_after_loading = process
+    for layer in layers:
+        process(None, layer)
+
+
+def _permuted(bias):
+    return torch.nn.functional.pad(bias.flip(0), (0, 8))
+
+
+def _trace_and_reload(rank, shapes, *others):
+    from megarl.rollout.vllm.tracing import trace_model
+
+    _as_humming_leaves_biases(rank.model)
+    weights = list(codes(shapes, *others))
+    given = {name: tuple(tensor.shape) for name, tensor in weights}, {name: tensor.dtype for name, tensor in weights}
+    trace = trace_model(rank.model, rank.config.model_config, *given)
+    attention = rank.model.model.layers[1].self_attn.qkv_proj
+    captured = attention.bias
+    _reload(rank, shapes, *others)
+    loaded = torch.cat([dict(weights)[f"model.layers.1.self_attn.{each}_proj.bias"] for each in "qkv"])
+    kept = attention.bias is captured
+    return trace.refused, set(trace.untraced), kept, torch.equal(attention.bias, _permuted(loaded))
+
+
+@pytest.mark.parametrize("number_format", [MXFP8, NVFP4], ids=lambda each: each.name)
+def test_biases_that_a_kernel_permutes_are_loaded_anew(ranks, tiny_config, number_format):
+    folder, given, *weights = quantised(tiny_config, "qwen2", number_format, head_dim=16)
+    ((refused, untraced, kept, right),) = ranks(_trace_and_reload, folder, given, *weights)
+    assert refused == {}
+    assert {name for name in weights[0] if name.endswith(".bias")} <= untraced
+    assert kept
+    assert right
