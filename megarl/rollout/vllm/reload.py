@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import ModelConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_w4a4_nvfp4 import (  # noqa: E501
+    CompressedTensorsW4A4Nvfp4MoEMethod,
+)
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
 _Path = tuple[Any, ...]
 
@@ -33,6 +37,8 @@ class Reload:
         self._before = [
             (module, path, dict(_fields(holder))) for module in model.modules() for path, holder in _holders(module)
         ]
+        for module in model.modules():
+            _expect_no_scales_of_activations(module)
         initialize_layerwise_reload(model)
 
     def finish(self) -> None:
@@ -41,6 +47,19 @@ class Reload:
         with torch.no_grad():
             for module, path, before in self._before:
                 _put_back(module, path, before)
+
+
+def _expect_no_scales_of_activations(module: nn.Module) -> None:
+    """Let experts in NVFP4 be complete without scales of activations in four bits, which no checkpoint of ours has.
+
+    vLLM 0.32 has parameters for them in any case. A layer that waited for them would keep all that is loaded until the
+    reload ends: each worker a whole checkpoint.
+    """
+    method = getattr(module, "quant_method", None)
+    if isinstance(method, CompressedTensorsW4A4Nvfp4MoEMethod) and method.use_a16:
+        made = LAYERWISE_INFO[module].restore_metadata[0]
+        for name in ("w13_input_global_scale", "w2_input_global_scale"):
+            made[name].weight_loader_numel = 0
 
 
 def _holders(module: nn.Module) -> Iterator[tuple[_Path, Any]]:

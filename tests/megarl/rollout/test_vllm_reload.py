@@ -128,3 +128,23 @@ def test_biases_that_a_kernel_permutes_are_loaded_anew(ranks, tiny_config, numbe
     assert {name for name in weights[0] if name.endswith(".bias")} <= untraced
     assert kept
     assert right
+
+
+def _waiting(rank, *weights):
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    from megarl.rollout.vllm.reload import Reload
+
+    reload = Reload(rank.model, rank.config.model_config)
+    with torch.no_grad():
+        rank.model.load_weights(codes(*weights))
+    waiting = {type(module).__name__ for module in rank.model.modules() if LAYERWISE_INFO[module].loaded_weights}
+    reload.finish()
+    return waiting
+
+
+@pytest.mark.parametrize("number_format", [MXFP8, NVFP4], ids=lambda each: each.name)
+def test_layers_are_complete_with_what_a_refit_brings(ranks, tiny_config, number_format):
+    folder, given, *weights = quantised(tiny_config, "qwen3_moe", number_format)
+    # These two have rows of padding.
+    assert ranks(_waiting, folder, given, *weights) == [{"VocabParallelEmbedding", "ParallelLMHead"}]
