@@ -24,6 +24,7 @@ from megarl.rollout.vllm import (
     cpu_kv_cache,
     cpu_number_formats,
     cpu_routed_experts,
+    int8,
     kv_scales,
     made_parameters,
     processes,
@@ -42,6 +43,7 @@ processes.listen_where_asked()
 routers.keep_logits_in_float32()
 quantised_load.quantise_what_is_read()
 made_parameters.note_biases()
+int8.leave_blackwell_to_triton()
 if current_platform.is_cpu():
     cpu.install()
     cpu_fp8.install()
