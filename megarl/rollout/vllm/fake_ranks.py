@@ -16,6 +16,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import kE2M1ToFloat_handle
 
 _FAKE = "fake"
 
@@ -75,5 +76,7 @@ def _patches() -> list[Any]:
         # The ranks of a machine find each other through its memory, and unpickle what they are sent: here any bytes.
         patch.object(parallel_state, "in_the_same_node_as", _on_one_machine),
         patch.object(MessageQueue, "create_from_process_group", staticmethod(lambda *_, **__: None)),
+        # A table of the process, which layers in NVFP4 move to where their weights are.
+        patch.object(kE2M1ToFloat_handle, "val", kE2M1ToFloat_handle.val),
         patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda _self: False),
     ]

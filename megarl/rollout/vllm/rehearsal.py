@@ -59,11 +59,22 @@ def _rehearse(
     with fake_rank(config, worker), set_default_torch_dtype(model_config.dtype):
         with WithoutMemory():
             model = initialize_model(config, model_config=model_config)
+            _fill_scales_of_tensors(model)
             process_weights_after_loading(model, model_config, torch.device("cpu"))
         longest = sum(spec.max_memory_usage_bytes(config) for spec in _caches(config))
         trace = trace_distinct_layers(model, model_config, hf_shapes, hf_dtypes)
         group = config.parallel_config.data_parallel_index
         return RehearsedWorker(held_bytes(model), longest, model_config.max_model_len, group, trace)
+
+
+def _fill_scales_of_tensors(model: nn.Module) -> None:
+    """Give memory to the numbers of NVFP4, one for each matrix, that vLLM compares after loading."""
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if name.endswith("_global_scale"):
+                module._parameters[name] = materialize_meta_tensor(parameter).fill_(1)
 
 
 def held_bytes(model: nn.Module) -> int:
