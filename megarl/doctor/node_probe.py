@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.cluster.ray.network_environment import RdmaPort, look_at
+from megarl.cluster.ray.network_environment import look_at
 from megarl.doctor.inventory import PACKAGES, installed_version
 from megarl.doctor.limits import Limits, limits_here
 from megarl.process.gpudirect import gpudirect_obstacle
 from megarl.process.raised_limits import raise_limits
-from megarl.process.rdma_devices import has_verbs
+from megarl.process.rdma_devices import RdmaPort, has_verbs
 
 if TYPE_CHECKING:
     import torch

@@ -37,13 +37,14 @@ def look_at_rdma(trainer: TrainerGroup, engines: Engines, timeout_s: float) -> R
 
 
 def without_ports(of_ranks: Sequence[bool], of_workers: Sequence[bool]) -> str:
-    """Which processes have no port for RDMA; empty if all have."""
+    """Which processes have no port for RDMA that is up; empty if all have."""
     named = _named([not has_port for has_port in of_ranks], [not has_port for has_port in of_workers])
     if not named:
         return ""
     return (
-        f", but by way of sockets: no port of InfiniBand, RoCE or EFA is seen by {named} (/dev/infiniband). If"
-        " the machines have ports, show them to the containers; else refit.delta=true lets changes alone travel"
+        f", but by way of sockets: no active port of InfiniBand, RoCE or EFA is seen by {named} (ibstat,"
+        " /dev/infiniband). If the machines have ports, bring them up and show them to the containers; else"
+        " refit.delta=true lets changes alone travel"
     )
 
 

@@ -114,8 +114,8 @@ def begin_and_be_killed(config):
         metrics = job.refit(0)
         assert (metrics["refit/direct"], metrics["refit/bytes"]) == (1, 0)
         assert job.refit.description.startswith(
-            "direct, through rdma, but by way of sockets: no port of InfiniBand, RoCE or EFA is seen by trainer rank 0,"
-            " engine worker 0 (/dev/infiniband). If "
+            "direct, through rdma, but by way of sockets: no active port of InfiniBand, RoCE or EFA is seen by trainer"
+            " rank 0, engine worker 0 (ibstat, /dev/infiniband). If "
         )
         check_step(train_step(job, Clock()))
         job.save()

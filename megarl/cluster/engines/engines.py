@@ -125,7 +125,7 @@ class Engines:
         return list(chain.from_iterable(handle.worker_nodes for handle in self.handles))
 
     def rdma_ports(self, timeout_s: float) -> list[bool]:
-        """Whether the machine of every worker of every engine has a port of InfiniBand, RoCE or EFA."""
+        """Whether the machine of every worker of every engine has a port of InfiniBand, RoCE or EFA that is up."""
         asking = self.begin(Engine.call_receivers, WeightReceiver.has_rdma_port)
         return list(chain.from_iterable(wait_in_refit(asking, timeout_s)))
 

@@ -9,17 +9,9 @@ from pathlib import Path
 import psutil
 
 from converters.errors import UserError
-from megarl.process.rdma_devices import rdma_devices
+from megarl.process.rdma_devices import RdmaPort, active_ports
 
 _ROOT = Path("/")
-
-
-@dataclass(frozen=True)
-class RdmaPort:
-    """A port of InfiniBand or RoCE that is up and can be used, such as RdmaPort("mlx5_0:1", 400)."""
-
-    name: str
-    gbit_per_s: float
 
 
 @dataclass(frozen=True)
@@ -88,16 +80,5 @@ def look_at(address: str, root: Path = _ROOT) -> Network | None:
     """The network of this machine, which has the address; None where no interface has it, as behind a translation."""
     for interface, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
-            return Network(interface, _ports(root))
+            return Network(interface, active_ports(root))
     return None
-
-
-def _ports(root: Path) -> tuple[RdmaPort, ...]:
-    """Ports that are up, as the kernel shows them: state "4: ACTIVE", rate "400 Gb/sec (4X NDR)"."""
-    devices = rdma_devices(root)
-    ports = sorted((root / "sys/class/infiniband").glob("*/ports/*"))
-    return tuple(
-        RdmaPort(f"{port.parents[1].name}:{port.name}", float((port / "rate").read_text().split()[0]))
-        for port in ports
-        if port.parents[1].name in devices and "ACTIVE" in (port / "state").read_text()
-    )

@@ -191,7 +191,7 @@ class TrainerWorker:
         return host, self.store.port
 
     def has_rdma_port(self) -> bool:
-        """Whether this machine has a port of InfiniBand, RoCE or EFA."""
+        """Whether this machine has a port of InfiniBand, RoCE or EFA that is up."""
         return has_port()
 
     def gpudirect_obstacle(self) -> str:

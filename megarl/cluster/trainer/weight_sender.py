@@ -41,7 +41,7 @@ class WeightSender:
         self._ranks.call("write", bucket)
 
     def rdma_ports(self) -> list[bool]:
-        """Whether the machine of each rank has a port of InfiniBand, RoCE or EFA."""
+        """Whether the machine of each rank has a port of InfiniBand, RoCE or EFA that is up."""
         return self._ranks.call("has_rdma_port")
 
     def gpudirect_obstacles(self) -> list[str]:

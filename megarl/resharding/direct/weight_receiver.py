@@ -67,7 +67,7 @@ class WeightReceiver:
         return self._of_transfer(lambda destination: destination.compare(version))
 
     def has_rdma_port(self) -> bool:
-        """Whether this machine has a port of InfiniBand, RoCE or EFA."""
+        """Whether this machine has a port of InfiniBand, RoCE or EFA that is up."""
         return has_port()
 
     def gpudirect_obstacle(self) -> str:

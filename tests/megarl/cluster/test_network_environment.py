@@ -10,11 +10,11 @@ from converters.errors import UserError
 from megarl.cluster.ray.network_environment import (
     DEFAULTS,
     Network,
-    RdmaPort,
     address_of,
     look_at,
     network_environment,
 )
+from megarl.process.rdma_devices import RdmaPort
 
 
 def values(network):

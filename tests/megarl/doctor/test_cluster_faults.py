@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.cluster.ray.network_environment import RdmaPort
 from megarl.doctor.cluster_check import rounds
 from megarl.doctor.cluster_faults import find_faults
 from megarl.doctor.limits import Limits
 from megarl.doctor.node_probe import Compute, Link, Node
 from megarl.doctor.slow_links import SLOW
+from megarl.process.rdma_devices import RdmaPort
 
 GIB = 1024**3
 GPUS = [Compute(f"cuda:{index}", "H200", 139 * GIB, 700.0, is_right=True) for index in range(2)]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.process.rdma_devices import rdma_devices
+from megarl.process.rdma_devices import RdmaPort, active_ports, rdma_devices
+from megarl.resharding.direct.transports.nixl_agent import has_port
 
 
 @pytest.fixture
@@ -37,6 +38,32 @@ def test_one_counts_whose_file_can_be_opened(root):
     # As one that the container may not use: it is there, and opening it fails.
     (root / "dev/infiniband/uverbs1").mkdir()
     assert rdma_devices(root) == {"mlx5_2"}
+
+
+def give_port(root, device, number, state):
+    """A port of a device that the container was given."""
+    for verbs in (root / "sys/class/infiniband_verbs").iterdir():
+        if (verbs / "ibdev").read_text().strip() == device:
+            (root / "dev/infiniband" / verbs.name).touch()
+    port = root / f"sys/class/infiniband/{device}/ports/{number}"
+    port.mkdir(parents=True)
+    (port / "state").write_text(f"{state}\n")
+    (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
+
+
+@pytest.mark.parametrize("state", ["1: DOWN", "2: INIT", "3: ARMED", "5: ACTIVE_DEFER"])
+def test_a_port_that_is_not_up_is_none(root, state):
+    give_port(root, "mlx5_0", 1, state)
+    assert rdma_devices(root) == {"mlx5_0"}
+    assert active_ports(root) == ()
+    assert not has_port(root)
+
+
+def test_one_that_is_up_suffices(root):
+    give_port(root, "mlx5_0", 1, "1: DOWN")
+    give_port(root, "mlx5_0", 2, "4: ACTIVE")
+    assert active_ports(root) == (RdmaPort("mlx5_0:2", 400),)
+    assert has_port(root)
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from converters.errors import UserError
-from megarl.process.rdma_devices import rdma_devices
+from megarl.process.rdma_devices import active_ports
 from megarl.resharding.direct.connections import TransferError
 from megatron_ext import device
 
@@ -51,9 +52,9 @@ def is_installed() -> bool:
     return _package() is not None
 
 
-def has_port() -> bool:
-    """Whether this process may use a port of InfiniBand, RoCE or EFA; without, UCX takes memory and sockets."""
-    return bool(rdma_devices())
+def has_port(root: Path = Path("/")) -> bool:
+    """Whether this process may use a port of InfiniBand, RoCE or EFA that is up; UCX has memory and sockets else."""
+    return bool(active_ports(root))
 
 
 def check_installed() -> None:

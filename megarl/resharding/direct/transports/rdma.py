@@ -33,6 +33,12 @@ _TRIAL_BYTES = 4 * 2**20
 """Bytes that are read when two ranks meet, so that an error on the way between them shows then: as many as go the way
 of a whole bucket, which is another than that of few bytes.
 """
+_NO_WAY = (
+    "no network card reads from there by itself; look at the ports of both machines and the fabric between them"
+    " (ibstat, ib_read_bw), at GPUDirect on the other machine (megarl doctor), and at UCX_NET_DEVICES and UCX_TLS,"
+    " which may leave sockets alone. UCX_PROTO_EMULATION_ENABLE=y lets software copy, many times slower"
+)
+"""The remedy where nothing is known to keep network cards from the memory of GPUs here."""
 
 
 @dataclass(frozen=True)
@@ -149,10 +155,8 @@ class RdmaRecvEndpoint:
             # A source that is gone, of which NIXL says no less, says so itself.
             self._check()
             here = gpudirect_obstacle()
-            raise TransferError(
-                f"{error}: network cards do not reach the memory of GPUs on both sides by themselves"
-                f"{f' (here {here})' if here else ''}; {GPUDIRECT}, or set refit.transport=tcp"
-            ) from error
+            reason = f"network cards do not reach the memory of GPUs here: {here}; {GPUDIRECT}" if here else _NO_WAY
+            raise TransferError(f"{error}: {reason}, or set refit.transport=tcp") from error
 
     def _begin_reads(self, source: int, reads: Sequence[tuple[Tensor, int]]) -> Read:
         return self._agent.begin_reads(reads, self._offers[source].memory, self._names[source], self._peer(source))
