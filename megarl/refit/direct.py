@@ -49,7 +49,7 @@ class DirectPath:
         self, trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig
     ) -> None:
         self._trainer = trainer
-        self._engines = engines
+        self._engines = self._all_engines = engines
         self._config = config
         dtypes = trainer.weights.dtypes()
         quantisation = _quantisation(engines, architecture, dtypes)
@@ -110,10 +110,10 @@ class DirectPath:
         return f"direct, through {within}{self._transport}{self._rdma.restriction}{staged}"
 
     def connect(self) -> None:
-        """Connect all ranks with the workers that they send to; earlier connections are closed."""
+        """Connect all ranks with the workers that they send to; earlier connections are closed, also of others."""
         timeout_s = self._config.timeout_s
         workers = len(self._engines) * len(self._spec.traces)
-        # Receivers of an earlier transfer let go of mapped memory before its senders free it, as CUDA asks for.
+        self._disconnect()
         relay_listeners = self._engines.open_transfer(self._spec, timeout_s)
         rendezvous = self._trainer.weights.open_transfer(self._spec, self._transport, workers, timeout_s)
         topology = self._spec.topology if self._are_apart else None
@@ -162,9 +162,17 @@ class DirectPath:
         """Free the buckets, until the next `connect`."""
         self._is_connected = False
         try:
+            self._disconnect()
             self._engines.close_transfer(self._config.timeout_s)
         finally:
             self._trainer.weights.close_transfer()
+
+    def _disconnect(self) -> None:
+        """Let all engines let go of memory that they map before anybody frees it, as CUDA asks for.
+
+        This path may lead to a part of the engines: the others serve, and map what earlier transfers gave them.
+        """
+        self._all_engines.disconnect_transfer(self._config.timeout_s)
 
     def _send(self, version: int, receiving: Sequence[Call[Any]]) -> TransferStats:
         sending = self._trainer.weights.begin_send(version, delta=self._config.delta)

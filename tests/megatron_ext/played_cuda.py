@@ -1,6 +1,7 @@
 """CUDA's runtime, played by shared memory: what buckets ask of it, and what is held at any time."""
 
 import ctypes
+import fcntl
 import os
 from dataclasses import dataclass, field
 
@@ -45,12 +46,16 @@ class PlayedCuda:
     """Address -> descriptor and size."""
     opened: dict[int, tuple[bytes, int, int]] = field(default_factory=dict)
     """Address -> handle, size, and how often it is open."""
+    freed_while_open: list[int] = field(default_factory=list)
+    """Addresses that were given back while somebody had them open, after which CUDA may do anything."""
     calls: list[str] = field(default_factory=list)
     refusals: dict[str, list[int]] = field(default_factory=dict)
     """By function, the errors of its next calls; 0 is none."""
     last_error: int = 0
     maps_own: bool = False
     """Whether it maps memory of its own process, too, which CUDA does not."""
+    _locks: dict[int, int] = field(default_factory=dict)
+    """By address that is open, the descriptor of a lock that its owner sees, and that ends with this process."""
 
     def __getattr__(self, name):
         if name in CONSTANTS:
@@ -96,6 +101,8 @@ class PlayedCuda:
 
     def _cudaFree(self, address):  # noqa: N802
         descriptor, size = self.allocated.pop(address)
+        if _is_locked(descriptor):
+            self.freed_while_open.append(address)
         os.close(descriptor)
         _libc.munmap(address, size)
         return (0,)
@@ -117,8 +124,9 @@ class PlayedCuda:
                 self.opened[address] = raw, length, count + 1
                 return 0, address
         descriptor = os.open(path, os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
         address = _map(descriptor, int(size))
-        os.close(descriptor)
+        self._locks[address] = descriptor
         self.opened[address] = handle.raw, int(size), 1
         return 0, address
 
@@ -128,7 +136,20 @@ class PlayedCuda:
             self.opened[address] = raw, size, count - 1
         else:
             _libc.munmap(address, size)
+            os.close(self._locks.pop(address))
         return (0,)
+
+
+def _is_locked(descriptor):
+    """Whether somebody else has the memory open."""
+    own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
+    try:
+        fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(own)
+    return False
 
 
 def _map(descriptor, size):

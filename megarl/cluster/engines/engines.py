@@ -267,8 +267,13 @@ class Engines:
         """Begin to look, in every worker, which parameters would change if weights were received."""
         return self.begin(Engine.call_receivers, WeightReceiver.compare, version)
 
+    def disconnect_transfer(self, timeout_s: float) -> None:
+        """Let the workers of all that are up let go of what ranks and neighbours gave them for a transfer, if any."""
+        disconnecting = [handle.begin(Engine.call_receivers, WeightReceiver.disconnect) for handle in self.up]
+        wait_in_refit(disconnecting, timeout_s)
+
     def close_transfer(self, timeout_s: float) -> None:
-        """Free what belongs to the transfer that was opened, if any."""
+        """Free what belongs to the transfer that was opened, if any, after `disconnect_transfer`."""
         wait_in_refit(self.begin(Engine.call_receivers, WeightReceiver.close), timeout_s)
 
     def _first(self, ended: SimpleQueue[tuple[int, Future[list[Turn]]]]) -> tuple[int, Future[list[Turn]]]:

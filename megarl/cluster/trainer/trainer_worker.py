@@ -201,7 +201,7 @@ class TrainerWorker:
     def connect_transfer(self, rendezvous: Rendezvous) -> None:
         """Wait for the receivers. See `Sender.connect`."""
         assert self.sender is not None
-        with self._closing_on_error():
+        with self._disconnecting_on_error():
             self.sender.connect(rendezvous)
             self.sender.load_kernels()
 
@@ -209,21 +209,23 @@ class TrainerWorker:
         """Send the present weights as `version`; how much was sent. See `Sender.send`."""
         assert self.sender is not None
         self.model.complete_weights()
-        with self._closing_on_error(), self.model.trained_weights():
+        with self._disconnecting_on_error(), self.model.trained_weights():
             return self.sender.send(version, delta=delta)
 
     def close_transfer(self) -> None:
-        """Free what a transfer holds."""
+        """Free what a transfer holds, when receivers have let go of it."""
         if self.sender is not None:
             self.sender.close()
             self.sender = None
 
     @contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
+    def _disconnecting_on_error(self) -> Iterator[None]:
         try:
             yield
         except BaseException:
-            self.close_transfer()
+            # Receivers hear of it so, and let go of the buckets, which are freed after that, by the next transfer.
+            if self.sender is not None:
+                self.sender.disconnect()
             raise
 
     def export(self, folder: Path, copy_from: Path) -> None:

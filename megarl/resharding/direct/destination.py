@@ -27,8 +27,8 @@ from megatron_ext.loopback import LOOPBACK
 class Destination:
     """The part of destination rank `rank` in every refit: `messages` says what comes into its `tensors` and goes on.
 
-    `connect` brings it together with its peers; after an error of any method only `close` is left. Raises ValueError
-    for a relay of something that no source sends.
+    `connect` brings it together with its peers; after an error of any method only `disconnect` and `close` are left.
+    Raises ValueError for a relay of something that no source sends.
     """
 
     def __init__(
@@ -89,12 +89,17 @@ class Destination:
         self._take(version, lambda receiver: names.update(receiver.compare(version, staged)))
         return names | self._staging.differing() if self._staging is not None else names
 
-    def close(self) -> None:
-        """End the links and let go of all memory."""
-        self._to_neighbours.close()
+    def disconnect(self) -> None:
+        """End the links and let go of what peers gave. Neighbours may map what this rank gave them until `close`."""
+        self._to_neighbours.disconnect()
         for receiver in (self._from_sources, self._from_neighbours):
             if receiver is not None:
                 receiver.close()
+
+    def close(self) -> None:
+        """End the links and let go of all memory, when neighbours have let go of it."""
+        self.disconnect()
+        self._to_neighbours.close()
 
     def _take(self, version: int, take: Callable[[Receiver], None]) -> None:
         assert self._from_sources is not None

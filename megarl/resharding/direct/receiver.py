@@ -141,6 +141,7 @@ class Receiver:
         self._views, self._held, self._whole = {}, {}, None
         if self._endpoint is not None:
             self._endpoint.close()
+            self._endpoint = None
 
     def _check_on_all(self) -> None:
         """Raise TransferError if what is done here is aborted, or if a source is gone or failed."""

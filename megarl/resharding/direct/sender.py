@@ -38,7 +38,7 @@ from megatron_ext import device
 class Sender:
     """The part of sending rank `rank` in every refit: `messages` says what it sends to whom, out of its `tensors`.
 
-    `connect` waits for its receivers; after an error of any method only `close` is left.
+    `connect` waits for its receivers; after an error of any method only `disconnect` and `close` are left.
     """
 
     def __init__(self, rank: int, messages: MessagesByPeer, tensors: Mapping[str, Tensor], host: str) -> None:
@@ -140,11 +140,15 @@ class Sender:
         self._listener.abort(reason)
         notify_failure(self._links, reason)
 
-    def close(self) -> None:
-        """End the links and free the buckets."""
+    def disconnect(self) -> None:
+        """End the links. The buckets stay until `close`: receivers may map them still."""
         self._listener.close()
         for link in self._links.values():
             link.close()
+
+    def close(self) -> None:
+        """End the links and free the buckets, of which all receivers that live have let go."""
+        self.disconnect()
         self._views, self._sent = {}, None
         if self._endpoint is not None:
             self._endpoint.close()

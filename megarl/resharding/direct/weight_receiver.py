@@ -39,6 +39,7 @@ class WeightReceiver:
         self._model = model
         self._worker = worker
         self._destination: Destination | None = None
+        self._is_disconnected = False
 
     def open(self, spec: TransferSpec, replica: int) -> Address:
         """Prepare to be written along `spec`, of which the engine is number `replica`; an earlier transfer is closed.
@@ -51,6 +52,7 @@ class WeightReceiver:
         messages = spec.incoming(rank)
         staging = Staging(spec.quantised[self._worker] if spec.quantised else None, messages, tensors)
         self._destination = Destination(rank, messages, tensors, staging)
+        self._is_disconnected = False
         return self._destination.address
 
     def connect(self, rendezvous: Rendezvous) -> None:
@@ -74,19 +76,28 @@ class WeightReceiver:
         """Why network cards do not reach the memory of GPUs, if they do not. See `gpudirect.gpudirect_obstacle`."""
         return gpudirect_obstacle()
 
+    def disconnect(self) -> None:
+        """Let go of what others gave for the transfer that was opened, if any, before they free it.
+
+        Neighbours may map what this worker gave them until `close`.
+        """
+        self._is_disconnected = True
+        if self._destination is not None:
+            self._destination.disconnect()
+
     def close(self) -> None:
-        """Free what belongs to the transfer that was opened, if any."""
+        """Free what belongs to the transfer that was opened, if any, when neighbours have let go of it."""
         if self._destination is not None:
             self._destination.close()
             self._destination = None
 
     def _of_transfer(self, action: Callable[[Destination], R]) -> R:
-        if self._destination is None:
+        if self._destination is None or self._is_disconnected:
             raise TransferError("the engine is not connected for a transfer")
         try:
             return action(self._destination)
         except BaseException:
-            self.close()
+            self.disconnect()
             raise
 
 

@@ -39,6 +39,7 @@ def path_of(asked, **of_engines):
     path = object.__new__(DirectPath)
     path._trainer = SimpleNamespace(weights=Noting("trainer", asked, open_transfer=RENDEZVOUS))
     path._engines = Noting("engines", asked, open_transfer=[("here", 1)], **of_engines)
+    path._all_engines = Noting("all engines", asked)
     path._spec, path._config = SimpleNamespace(traces=[None]), RefitConfig(verify="off")
     path._are_apart, path._transport, path._rdma = False, "rdma", Rdma(by_hardware=True, restriction="")
     return path
@@ -49,13 +50,14 @@ def test_receivers_let_go_of_memory_before_it_is_freed_and_all_know_how_it_is_re
     asked = []
     path_of(asked).connect()
     assert [each[:2] for each in asked] == [
+        ("all engines", "disconnect_transfer"),
         ("engines", "open_transfer"),
         ("trainer", "open_transfer"),
         ("trainer", "begin_connect"),
         ("engines", "begin_connect"),
     ]
     meeting = replace(RENDEZVOUS, relay_listeners=[("here", 1)], with_checksum=False, by_hardware=True)
-    assert [each[2] for each in asked[2:]] == [meeting] * 2
+    assert [each[2] for each in asked[3:]] == [meeting] * 2
 
 
 @pytest.mark.parametrize("failure", [None, RuntimeError("the engine is gone")])
@@ -67,4 +69,8 @@ def test_both_ends_are_closed_the_receiving_one_first(failure):
     else:
         with pytest.raises(RuntimeError, match="the engine is gone"):
             path.close()
-    assert [each[:2] for each in asked] == [("engines", "close_transfer"), ("trainer", "close_transfer")]
+    assert [each[:2] for each in asked] == [
+        ("all engines", "disconnect_transfer"),
+        ("engines", "close_transfer"),
+        ("trainer", "close_transfer"),
+    ]

@@ -75,6 +75,7 @@ def test_ranks_of_one_machine_go_through_memory_whatever_the_others_use(set_up, 
         {"MappedRecvEndpoint": [1], outside: [0]},
     ]
     stage.bytes_of_refit(1)
+    stage.call(stage.destinations, "disconnect")
     assert stage.call([*stage.sources, *stage.destinations], "close") == [0] * 4
 
 

@@ -114,6 +114,9 @@ class DestinationRank:
     def compare(self, version):
         return self._destination.compare(version)
 
+    def disconnect(self):
+        self._destination.disconnect()
+
     def abort(self, reason):
         self._destination._from_sources.abort(reason)
 

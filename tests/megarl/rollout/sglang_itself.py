@@ -40,6 +40,7 @@ WRITES = {
 READS = {
     "stop_profiler": ("stop_profiler",),
     "close": ("call_receiver", WeightReceiver.close),
+    "disconnect": ("call_receiver", WeightReceiver.disconnect),
     "connect": ("call_receiver", WeightReceiver.connect, None),
 }
 

@@ -73,7 +73,7 @@ def test_a_worker_that_keeps_copies_of_its_weights_takes_no_others(itself, reaso
         assert answers[call].startswith("UpdateError: ")
         assert sentence in answers[call]
         assert not usual[call].startswith("UpdateError")
-    for call in ("stop_profiler", "connect", "close"):
+    for call in ("stop_profiler", "connect", "close", "disconnect"):
         assert answers[call] == usual[call]
 
 
