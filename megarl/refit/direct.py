@@ -123,6 +123,7 @@ class DirectPath:
             topology=topology,
             relay_listeners=relay_listeners,
             with_checksum=checked,
+            with_changes=self._config.delta,
             by_hardware=self._rdma.by_hardware,
         )
         connecting = [*self._trainer.weights.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]

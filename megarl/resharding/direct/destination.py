@@ -152,6 +152,7 @@ def _inside_nodes(rendezvous: Rendezvous) -> Rendezvous:
         listeners=rendezvous.relay_listeners,
         store=None,
         topology=None,
+        with_changes=False,
         relay_listeners=(),
         senders="engine worker",
     )

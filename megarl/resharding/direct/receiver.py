@@ -28,7 +28,7 @@ from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvou
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megarl.resharding.direct.zero_copy import zero_copy_pieces
 from megarl.resharding.kernels import Block
-from megarl.resharding.kernels.first_launch import launch_scatter
+from megarl.resharding.kernels.first_launch import launch_gather, launch_scatter
 from megatron_ext import device
 
 
@@ -99,6 +99,9 @@ class Receiver:
         """Launch once what unpacks the messages, after `connect`; no other thread launches anything meanwhile."""
         if any(self._messages.values()):
             launch_scatter(with_checksum=self._rendezvous.with_checksum)
+            if self._rendezvous.with_changes:
+                # See `_become_whole`.
+                launch_gather(None, with_checksum=False)
 
     def receive(self, version: int) -> None:
         """Write everything that the sources send as `version`; returns when all of it came, each message once.

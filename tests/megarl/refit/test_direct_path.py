@@ -35,20 +35,21 @@ class Noting:
 RENDEZVOUS = Rendezvous("rdma", b"", [], None, 1, 1.0)
 
 
-def path_of(asked, **of_engines):
+def path_of(asked, *, delta=False, **of_engines):
     path = object.__new__(DirectPath)
     path._trainer = SimpleNamespace(weights=Noting("trainer", asked, open_transfer=RENDEZVOUS))
     path._engines = Noting("engines", asked, open_transfer=[("here", 1)], **of_engines)
     path._all_engines = Noting("all engines", asked)
-    path._spec, path._config = SimpleNamespace(traces=[None]), RefitConfig(verify="off")
+    path._spec, path._config = SimpleNamespace(traces=[None]), RefitConfig(verify="off", delta=delta)
     path._are_apart, path._transport, path._rdma = False, "rdma", Rdma(by_hardware=True, restriction="")
     return path
 
 
-def test_receivers_let_go_of_memory_before_it_is_freed_and_all_know_how_it_is_read(monkeypatch):
+@pytest.mark.parametrize("delta", [False, True])
+def test_receivers_let_go_of_memory_before_it_is_freed_and_all_know_how_it_is_read(monkeypatch, delta):
     monkeypatch.setattr(direct, "wait_together", lambda *_: None)
     asked = []
-    path_of(asked).connect()
+    path_of(asked, delta=delta).connect()
     assert [each[:2] for each in asked] == [
         ("all engines", "disconnect_transfer"),
         ("engines", "open_transfer"),
@@ -56,7 +57,9 @@ def test_receivers_let_go_of_memory_before_it_is_freed_and_all_know_how_it_is_re
         ("trainer", "begin_connect"),
         ("engines", "begin_connect"),
     ]
-    meeting = replace(RENDEZVOUS, relay_listeners=[("here", 1)], with_checksum=False, by_hardware=True)
+    meeting = replace(
+        RENDEZVOUS, relay_listeners=[("here", 1)], with_checksum=delta, with_changes=delta, by_hardware=True
+    )
     assert [each[2] for each in asked[3:]] == [meeting] * 2
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_side_stream import SCENE
 from transfer_ranks import DestinationRank, SourceRank
+from transfer_scenes import STEP
 
 from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0, INT8_CHANNEL, MXFP8
 from megarl.resharding.direct import sender
@@ -36,27 +37,33 @@ def launches(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("with_checksum", [True, False])
-def test_every_kernel_of_a_refit_was_launched_by_the_thread_that_connected(launches, with_checksum):
+@pytest.mark.parametrize(("with_checksum", "with_changes"), [(True, False), (False, False), (True, True)])
+def test_every_kernel_of_a_refit_was_launched_by_the_thread_that_connected(launches, with_checksum, with_changes):
     source = SourceRank(SCENE, 0)
     workers = [DestinationRank(SCENE, rank) for rank in range(SCENE.workers)]
-    everyone = [source, *workers]
+    everyone, sizes = [source, *workers], []
     listeners, relay_listeners = [source.open()], [worker.open() for worker in workers]
     key = secrets.token_bytes(16)
     rendezvous = Rendezvous(SCENE.transport, key, listeners, None, len(workers), 20.0, relay_listeners)
-    rendezvous = replace(rendezvous, with_checksum=with_checksum)
+    rendezvous = replace(rendezvous, with_checksum=with_checksum, with_changes=with_changes)
     with ThreadPoolExecutor(len(everyone), CONNECTS) as pool:
         try:
             list(pool.map(lambda rank: rank.connect(rendezvous), everyone))
             first = list(launches)
             launches.clear()
-            moves = [lambda: source.send(0), *(lambda worker=worker: worker.receive(0) for worker in workers)]
-            list(pool.map(lambda move: move(), moves))
+            for version in (0, STEP)[: 1 + with_changes]:
+                source.fill(version)
+                sending = pool.submit(source.send, version, with_changes)
+                list(pool.map(lambda worker, version=version: worker.receive(version), workers))
+                sizes.append(sending.result().size_bytes)
         finally:
             for rank in everyone:
                 rank.close()
-    # The source packs; both workers take from it and from each other, and pass on.
-    assert sorted(launch[1:] for launch in first) == [("gather", with_checksum)] * 3 + [("scatter", with_checksum)] * 4
+    # The source packs; both workers take from it and from each other, pass on, and make changes whole.
+    made_whole = [("gather", False)] * 2 if with_changes else []
+    moved = [("gather", with_checksum)] * 3 + [("scatter", with_checksum)] * 4
+    assert sorted(launch[1:] for launch in first) == made_whole + moved
+    assert not with_changes or sizes[1] < sizes[0]
     assert all(thread.startswith(CONNECTS) for thread, *_ in first)
     assert {launch[1:] for launch in launches} == {launch[1:] for launch in first}
     assert not all(thread.startswith(CONNECTS) for thread, *_ in launches)
