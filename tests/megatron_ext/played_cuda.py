@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from megatron_ext import cuda_memory, device
 
-OUT_OF_MEMORY, INVALID_DEVICE_CONTEXT, MAP_FAILED = 2, 201, 205
+OUT_OF_MEMORY, INVALID_DEVICE_CONTEXT, MAP_FAILED, NOT_SUPPORTED = 2, 201, 205, 801
 NAMES = {
     OUT_OF_MEMORY: (b"cudaErrorMemoryAllocation", b"out of memory"),
     INVALID_DEVICE_CONTEXT: (b"cudaErrorDeviceUninitialized", b"invalid device context"),
     MAP_FAILED: (b"cudaErrorMapBufferObjectFailed", b"mapping of buffer object failed"),
+    NOT_SUPPORTED: (b"cudaErrorNotSupported", b"operation not supported"),
 }
 GPU = "GPU-played"
 

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from played_cuda import MAP_FAILED, OUT_OF_MEMORY, play_cuda
+from played_cuda import MAP_FAILED, NOT_SUPPORTED, OUT_OF_MEMORY, play_cuda
 
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transports.endpoint import Rendezvous
@@ -67,6 +67,15 @@ def test_the_reason_of_cuda_for_mapping_nothing_is_said(cuda, segment):
     cuda.refusals["cudaIpcOpenMemHandle"] = [MAP_FAILED]
     with pytest.raises(TransferError, match=r"GPU-cccc \(cudaErrorMapBufferObjectFailed, mapping of .*PID namespace;"):
         MappedCudaSegment(segment.handle(), SIZE)
+
+
+def test_the_reason_of_cuda_for_sharing_nothing_is_said(cuda, segment):
+    cuda.refusals["cudaIpcGetMemHandle"] = [NOT_SUPPORTED]
+    with pytest.raises(
+        TransferError,
+        match=r"^GPU GPU-cccc does not share .* \(cudaErrorNotSupported, operation not supported\), as .* or tcp do ",
+    ):
+        segment.handle()
 
 
 def test_buckets_stay_when_all_have_mapped_them_and_end_when_both_ends_close(cuda):

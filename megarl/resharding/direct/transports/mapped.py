@@ -21,6 +21,8 @@ from megarl.resharding.shared_memory import Segment, map_segment
 from megatron_ext import device
 from megatron_ext.cuda_memory import CudaMemoryError, MappedMemory
 
+_WITHOUT = "if the run is on one machine, refit.transport=rdma or tcp do without"
+
 
 class CudaSegment:
     """New memory on this process's GPU: `memory` (uint8 [size_bytes]), and a handle for processes that reach the GPU.
@@ -33,8 +35,17 @@ class CudaSegment:
         self.memory = self._own.tensor
 
     def handle(self) -> tuple[str, bytes]:
-        """The GPU's UUID and CUDA's handle, for any number of `MappedCudaSegment`."""
-        return device.uuid(), self._own.handle()
+        """The GPU's UUID and CUDA's handle, for any number of `MappedCudaSegment`.
+
+        Raises TransferError, with CUDA's reason, where memory of this GPU is not shared at all.
+        """
+        try:
+            return device.uuid(), self._own.handle()
+        except CudaMemoryError as error:
+            raise TransferError(
+                f"GPU {device.uuid()} does not share its memory with other processes ({error}), as CUDA IPC does;"
+                f" {_WITHOUT}"
+            ) from error
 
     def all_mapped(self) -> None:
         """Do nothing: the memory is needed."""
@@ -84,8 +95,7 @@ _Mapped: TypeAlias = MappedSegment | MappedCudaSegment
 def _unreachable(uuid: str, reason: str) -> TransferError:
     return TransferError(
         f"GPU {device.uuid()} does not map the memory of GPU {uuid} ({reason}): CUDA IPC needs NVLink or PCIe peer "
-        "access, and containers of one machine that share a PID namespace; if the run is on one machine, "
-        "refit.transport=rdma or tcp do without"
+        f"access, and containers of one machine that share a PID namespace; {_WITHOUT}"
     )
 
 
