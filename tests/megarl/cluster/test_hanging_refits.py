@@ -18,7 +18,7 @@ LIMIT_S = 15
 class Ranks:
     """Ranks that write nothing, since nobody reads it."""
 
-    def weight_dtypes(self):
+    def dtypes(self):
         return {"weight": torch.float32}
 
     def map_segments(self, segments, segment_bytes):
@@ -30,7 +30,8 @@ class Ranks:
 
 def through_the_loader(engines):
     model = SimpleNamespace(hf_shapes={"weight": (4,)})
-    return LoaderPath(Ranks(), engines, model, RefitConfig(path="loader", timeout_s=LIMIT_S))
+    trainer = SimpleNamespace(weights=Ranks())
+    return LoaderPath(trainer, engines, model, RefitConfig(path="loader", timeout_s=LIMIT_S))
 
 
 def test_an_engine_that_hangs_in_its_loader_is_ended_and_the_others_have_the_weights(open_group, script, capsys):
