@@ -182,7 +182,8 @@ def _check_router_replay(config: MegarlConfig) -> None:
     if config.algorithm.router_replay == "none":
         return
     key = f"algorithm.router_replay={config.algorithm.router_replay}"
-    asked_for = ENGINES[config.rollout.engine].returning_experts
+    engine = ENGINES[config.rollout.engine]
+    asked_for = engine.returning_experts
     if asked_for is None:
         able = ", ".join(name for name, kind in ENGINES.items() if kind.returning_experts is not None)
         raise UserError(
@@ -199,6 +200,7 @@ def _check_router_replay(config: MegarlConfig) -> None:
             raise UserError(
                 f"rollout.engine_args.{name}={config.rollout.engine_args[name]} contradicts {key}: leave it out"
             )
+    engine.check({**config.rollout.engine_args, **asked_for})
     if config.megatron.get("moe_router_fusion"):
         raise UserError(
             f"megatron.moe_router_fusion chooses the experts within a kernel, and {key} needs others: leave it out"

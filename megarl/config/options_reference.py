@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.config.renamed_keys import OWNED
 from megarl.rollout import ENGINES
-from megarl.rollout.kind import EngineKind
+from megarl.rollout.kind import REPLAY, EngineKind
 from megatron_ext.options import model_fields, supported_options
 from megatron_ext.options.arguments import fields_of_groups
 from megatron_ext.options.refusal import Refusal
@@ -81,7 +81,14 @@ _CLASSES = {
 def _engine(kind: EngineKind) -> list[str]:
     lines = [f"## {kind.title}: works and tested", "", "| argument | test below `tests/` |", "|---|---|"]
     lines += [f"| `{name}` | `{test}` |" for name, test in kind.tested.items()]
-    return [*lines, "", f"## {kind.title}: refused", "", *_refusals(kind.refused)] if kind.refused else lines
+    refused = [
+        *_refusals(kind.refused),
+        *(
+            f"| `{name}` | Not with `{REPLAY}`: {each.reason} | {each.others} |"
+            for name, each in kind.beside_returned_experts.items()
+        ),
+    ]
+    return [*lines, "", f"## {kind.title}: refused", "", *refused] if kind.refused else lines
 
 
 def _refusals(refused: Mapping[str, Refusal]) -> list[str]:

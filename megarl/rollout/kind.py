@@ -19,6 +19,8 @@ Arguments = Mapping[str, Any]
 """`rollout.engine_args`: options of an engine by the engine's own names."""
 
 
+REPLAY = "algorithm.router_replay=rollout"
+"""The setting for which engines say which experts each token went to."""
 QUANTISATION = "quantization_config"
 """The field of config.json by which megarl gives an engine a number format."""
 NUMBER_FORMAT = "megarl_number_format"
@@ -170,6 +172,8 @@ class EngineKind:
     kind can. UserError for arguments with which there are none."""
     returning_experts: Arguments | None = None
     """With these arguments an engine says which experts each token went to; None where no engine of this kind does."""
+    beside_returned_experts: Mapping[str, Refusal] = field(default_factory=dict)
+    """Arguments, or values of them, with which an engine would not start with those, or would say something else."""
     layout_versions: Sequence[str] = ()
     """Versions (major.minor) of which it is known where a worker keeps its weights; empty where any version says so."""
     rehearsal: tuple[str, str] | None = None
@@ -207,6 +211,8 @@ class EngineKind:
                 advice = did_you_mean(name, known, f"{PREFIX}{{}}")
                 raise UserError(f"{PREFIX}{name}: the installed {self.title} has no such option{advice}")
         refuse(given, self.refused, PREFIX)
+        if self.returning_experts is not None and self.returning_experts.items() <= given.items():
+            refuse(given, self.beside_returned_experts, PREFIX, f" with {REPLAY}")
         check_values(given, self.values, known)
         for name in self.only_known & given.keys() & known.keys():
             check_type(name, given[name], replace(known[name], kinds=known[name].kinds - {"str"}))

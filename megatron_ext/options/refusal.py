@@ -14,16 +14,22 @@ class Refusal(NamedTuple):
     reason: str
     allowed: tuple[Any, ...] = _OFF
     """All others are refused; a list is allowed where each of its items is, a table where each of its keys is."""
+    at_least: float | None = None
+    """Numbers from this one on are allowed, too."""
 
     def covers(self, value: Any) -> bool:
         """Whether this value is refused."""
         values = value if isinstance(value, list | dict) else [value]
-        return any(each not in self.allowed for each in values)
+        return not all(each in self.allowed or self._is_large_enough(each) for each in values)
+
+    def _is_large_enough(self, value: Any) -> bool:
+        return self.at_least is not None and isinstance(value, int | float) and value >= self.at_least
 
     @property
     def others(self) -> str:
         """The allowed values beside null and false, in words."""
-        return " or ".join(str(each) for each in self.allowed if each not in _OFF or (each == 0 and each is not False))
+        named = [str(each) for each in self.allowed if each not in _OFF or (each == 0 and each is not False)]
+        return " or ".join(named if self.at_least is None else [*named, f"{self.at_least:g} or more"])
 
 
 def refuse(options: Mapping[str, Any], refused: Mapping[str, Refusal], prefix: str, where: str = "") -> None:

@@ -169,6 +169,29 @@ _REFUSED: Mapping[str, Refusal] = {
     "enable_multimodal": Refusal(_TOKENS),
 }
 
+_NO_ROOM = (
+    "the server has room for the experts of max_running_requests tokens alone, and dies when it computes more at a time"
+)
+_BESIDE_EXPERTS: Mapping[str, Refusal] = {
+    "moe_a2a_backend": Refusal(
+        "each worker chooses the experts of a part of the tokens, and SGLang puts the parts together for DeepEP alone:"
+        " tokens would be recorded with experts of others",
+        (None, "none", "deepep", "deepep_v2"),
+    ),
+    "enable_prefill_cp": Refusal(
+        "experts are chosen for tokens in the order of the workers that have them, and tokens would be recorded with"
+        " experts of others"
+    ),
+    "enable_two_batch_overlap": Refusal("the experts of one half of a batch are recorded over those of the other"),
+    "chunked_prefill_size": Refusal(_NO_ROOM, (None,), at_least=1),
+    "enable_mis": Refusal(f"it has prompts computed in one piece, and {_NO_ROOM}"),
+    "moe_runner_backend": Refusal(
+        "it chooses experts within a kernel, and none are recorded",
+        (None, *(each for each in EXPERT_KERNELS if each not in ("triton_kernel", "flashinfer_mxfp4"))),
+    ),
+}
+"""Arguments that work, but with which SGLang 0.5.23 does not return the experts of tokens."""
+
 _TESTED: Mapping[str, str] = {
     "context_length": "megarl/rollout/conftest.py",
     "max_total_tokens": "megarl/rollout/conftest.py",
@@ -339,6 +362,7 @@ SGLANG = EngineKind(
     able_to_sleep={"enable_memory_saver": True, "enable_weights_cpu_backup": True},
     float32_logits={"enable_fp32_lm_head": True},
     returning_experts={"enable_return_routed_experts": True},
+    beside_returned_experts=_BESIDE_EXPERTS,
     layout_versions=("0.5",),
     packages={"cuda": "sglang", "cpu": "sglang"},
     own_environment=OwnEnvironment(installed_version, VERSIONS, SET_UP),

@@ -81,6 +81,10 @@ REFUSED = {
         },
         r"enable_return_routed_experts=False contradicts algorithm\.router_replay=rollout: leave it out",
     ),
+    "an engine that would name the experts of other tokens": (
+        {**REPLAY, "rollout": RolloutConfig(engine="sglang", engine_args={"moe_a2a_backend": "mooncake"})},
+        r"moe_a2a_backend=mooncake is not supported with algorithm\.router_replay=rollout: .*of others; use none",
+    ),
     "experts of each response and one prompt for all": (
         {"shared": True, **REPLAY},
         r"router_replay=rollout and loop\.shared_prefixes=true: .*; leave out one of the two",

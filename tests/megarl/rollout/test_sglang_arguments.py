@@ -128,6 +128,30 @@ def test_another_model_and_what_stays_from_older_weights_is_refused(folders, giv
 
 
 @pytest.mark.parametrize(
+    ("name", "refused", "says", "taken"),
+    [
+        ("moe_a2a_backend", "mooncake", "recorded with experts of others; use none or deepep or deepep_v2", "deepep"),
+        ("moe_a2a_backend", "flashinfer_megamoe", "recorded with experts of others", None),
+        ("enable_prefill_cp", True, "recorded with experts of others; leave it out", False),
+        ("enable_two_batch_overlap", True, "recorded over those of the other", False),
+        ("chunked_prefill_size", -1, "dies when it computes more at a time; use 1 or more", 2048),
+        ("chunked_prefill_size", 0, "dies when it computes more at a time", None),
+        ("enable_mis", True, "in one piece, and the server", False),
+        ("moe_runner_backend", "triton_kernel", "within a kernel, and none are recorded; use auto", "triton"),
+        ("moe_runner_backend", "flashinfer_mxfp4", "within a kernel", "flashinfer_trtllm"),
+    ],
+)
+def test_what_returns_no_experts_or_those_of_others_is_refused_where_they_are_asked_for(
+    folders, name, refused, says, taken
+):
+    asked = SGLANG.returning_experts
+    with pytest.raises(UserError, match=rf"{name}={refused} is not supported with algorithm\.router_replay=.*{says}"):
+        server_arguments(folders[0], {**asked, name: refused}, 1, "key")
+    for given in ({name: refused}, {**asked, name: taken}, {name: refused, **dict.fromkeys(asked, False)}):
+        assert given.items() <= server_arguments(folders[0], given, 1, "key").items()
+
+
+@pytest.mark.parametrize(
     ("given", "largest"),
     [
         ({}, 512),

@@ -34,6 +34,7 @@ def test_the_tables_name_arguments_that_the_server_has(itself):
     known = {*itself["arguments"]}
     assert {*SGLANG.refused, *SGLANG.tested, *SGLANG.without_weights, *SGLANG.able_to_sleep} <= known
     assert {*SGLANG.float32_logits, *SGLANG.gpu_share(0.5), *(SGLANG.returning_experts or {})} <= known
+    assert {*SGLANG.beside_returned_experts} <= known
     assert {*GRAPH_CHOICES, "cuda_graph_backend_decode", "cuda_graph_config"} <= known
 
 
