@@ -94,12 +94,13 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
 
     from megarl.rollout.vllm import adapter_slot, weight_transfer
 
+    # Before what a GPU refuses is left out on a CPU.
+    VLLM.check(_own_left_out(given))
     if device.backend() == "gloo":
         given = cpu_routed_experts.without_argument(cpu.without_arguments_of_gpus(given))
         cpu_fp8.take_float32_activations()
     backend = adapter_slot.BACKEND if given.get(ADAPTER_SLOT) else weight_transfer.BACKEND
     required = {**REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": backend}}
-    VLLM.check(_own_left_out(given))
     hf_config = json.loads((model_path / "config.json").read_text())
     if device.backend() == "gloo":
         cpu_kv_cache.check(hf_config, given)

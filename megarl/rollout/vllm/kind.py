@@ -104,6 +104,15 @@ _REFUSED: Mapping[str, Refusal] = {
     ),
 }
 
+_BESIDE_EXPERTS: Mapping[str, Refusal] = {
+    "pipeline_parallel_size": Refusal("each stage knows the experts of its own layers alone", (None, 1)),
+    "decode_context_parallel_size": Refusal(
+        "each rank has the keys and values of a part of the tokens, with which their experts are kept", (None, 1)
+    ),
+    "enable_prefix_caching": Refusal("experts of tokens are kept as the prefix cache keeps their blocks", (None, True)),
+}
+"""Arguments that work, but with which vLLM 0.32.0 does not start on a GPU if it is to return the experts of tokens."""
+
 _TESTED: Mapping[str, str] = {
     "speculative_config": "megarl/rollout/test_vllm_draft.py",
     "dtype": "megarl/rollout/test_vllm_arguments.py",
@@ -319,6 +328,7 @@ VLLM = EngineKind(
     float32_logits={"hf_overrides": {"head_dtype": "float32"}},
     bounded_kv=_bounded_kv,
     returning_experts={"enable_return_routed_experts": True},
+    beside_returned_experts=_BESIDE_EXPERTS,
     # In which the tables of `tracing` were compared with the sources.
     layout_versions=("0.32",),
     rehearsal=("megarl.rollout.vllm.rehearsal", "rehearse_workers"),

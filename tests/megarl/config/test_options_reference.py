@@ -57,6 +57,27 @@ def test_an_engine_of_data_parallel_ranks_is_on_one_machine() -> None:
     VLLM.check({"data_parallel_size": 1, "nnodes": 2})
 
 
+@pytest.mark.parametrize(
+    ("argument", "refused", "taken"),
+    [
+        ("pipeline_parallel_size", 2, 1),
+        ("decode_context_parallel_size", 2, 1),
+        ("enable_prefix_caching", False, True),
+    ],
+)
+def test_what_cannot_return_experts_is_refused_where_they_are_asked_for(
+    argument: str, refused: object, taken: object
+) -> None:
+    asked = VLLM.returning_experts
+    assert asked is not None
+    with pytest.raises(
+        UserError, match=rf"^rollout\.engine_args\.{argument}={refused} is not supported with algorithm\.router_replay="
+    ):
+        VLLM.check({argument: refused, **asked})
+    VLLM.check({argument: refused})
+    VLLM.check({argument: taken, **asked})
+
+
 def test_what_is_switched_off_is_not_refused() -> None:
     VLLM.check({"data_parallel_backend": "mp", "kv_cache_dtype": "fp8", "trust_remote_code": False})
     VLLM.check({"hf_overrides": {"head_dtype": "float32"}})

@@ -105,6 +105,10 @@ def test_what_engines_on_gpus_alone_have_is_left_out_on_a_cpu(vllm_process, mode
             r"engine_args\.logprobs_mode=raw_logprobs is not supported: it is set by megarl",
         ),
         ({"max_num_batched_tokens": 1}, r"vLLM refuses rollout\.engine_args=.*max_num_batched_tokens"),
+        (
+            {"enable_return_routed_experts": True, "pipeline_parallel_size": 2},
+            r"pipeline_parallel_size=2 is not supported with algorithm\.router_replay=rollout: .* stage .*; use 1",
+        ),
         ({"dtype": "float13"}, r"engine_args\.dtype=float13 cannot be: it takes .*; did you mean float32"),
     ],
 )
