@@ -107,7 +107,8 @@ class SequencesInFlight:
                 if sequence.request.listener is not None:
                     sequence.request.listener(output.new_token_ids)
             if output.routed_experts is not None:
-                sequence.experts.append(output.routed_experts)
+                # Rows of vLLM 0.32 are a part of those of all that a step computed, in pinned memory.
+                sequence.experts.append(output.routed_experts.copy())
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
                 sequence.finish(finish_reason(str(output.finish_reason)), self._returned)

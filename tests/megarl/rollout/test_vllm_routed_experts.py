@@ -1,13 +1,18 @@
 """Routed experts of vLLM: each token's own, whatever is computed with it, computed again, or ended early."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import numpy as np
 import pytest
 from engine_host import PROMPTS, Served
 
 from converters.errors import UserError
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.request_in_flight import RequestInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.cpu_routed_experts import without_argument
+from megarl.rollout.vllm.sequences import SequencesInFlight, _SequenceInFlight
 
 
 def test_the_experts_of_every_token_are_those_of_a_plain_forward(engines, folders, half_generated, check_experts):
@@ -31,6 +36,21 @@ def test_the_experts_of_every_token_are_those_of_a_plain_forward(engines, folder
     engine.resume()
     for turn in (aborted, *other):
         check_experts(folders[0], turn, routing)
+
+
+def test_a_response_does_not_keep_what_a_step_recorded_for_others():
+    sequences = SequencesInFlight(mock.Mock(), 512, 64)
+    request = RequestInFlight(Request([5], SamplingParameters(samples=2)))
+    kept = sequences._sequences["0"] = _SequenceInFlight(request=request, sample=0, asked=None)
+    of_step = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
+    output = SimpleNamespace(
+        request_id="0", prefill_stats=None, new_token_ids=[], routed_experts=of_step[2:4], finish_reason=None
+    )
+    sequences.collect([output], 0)
+    (rows,) = kept.experts
+    assert rows.tolist() == of_step[2:4].tolist()
+    assert rows.base is None
+    assert not np.shares_memory(rows, of_step)
 
 
 def test_layers_without_experts_are_left_out_of_rows(model_folder):
