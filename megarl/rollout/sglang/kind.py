@@ -120,6 +120,9 @@ _REFUSED: Mapping[str, Refusal] = {
     "enable_nvidia_megakernel": Refusal(_COPIES),
     "enable_amd_monokernel": Refusal(_COPIES),
     "enable_paged_experts": Refusal(_COPIES),
+    "dcp_replicate_q_proj": Refusal(_COPIES),
+    "enable_cp_decode_attn_tp": Refusal(_COPIES),
+    "dwdp_size": Refusal(_COPIES, (None, 1)),
     "kv_cache_dtype": Refusal(
         "keys and values in any other type have not been compared with the trainer's",
         (None, "auto", "bfloat16", "bf16", FP8_KEYS_AND_VALUES),

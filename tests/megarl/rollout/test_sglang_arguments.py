@@ -74,6 +74,7 @@ def test_what_would_sample_from_another_distribution_is_refused(folders, given):
 
 def test_what_is_switched_off_is_not_refused(folders):
     given = {"enable_watermark": False, "preferred_sampling_params": None, "weight_cache_mode": "off"}
+    given |= {"dcp_size": 2, "dcp_replicate_q_proj": False, "dwdp_size": 1}
     server_arguments(folders[0], given, 1, "key")
 
 
@@ -83,6 +84,9 @@ def test_what_is_switched_off_is_not_refused(folders):
         ("enable_nvidia_megakernel", True),
         ("enable_amd_monokernel", True),
         ("enable_paged_experts", True),
+        ("dcp_replicate_q_proj", True),
+        ("enable_cp_decode_attn_tp", True),
+        ("dwdp_size", 2),
         ("weight_cache_mode", "daemon"),
         ("weight_cache_mode", "client"),
     ],
