@@ -18,27 +18,13 @@ from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.arguments import environment_of_context, server_arguments
 from megarl.rollout.sglang.calls import ARGUMENTS, FOLDER_VARIABLE, REFUSED, CallFolder
 from megarl.rollout.sglang.client import CallRefusedError, Client, ServerGoneError
+from megarl.rollout.sglang.environment import server_environment
 from megarl.rollout.sglang.installation import installation
 from megarl.rollout.sglang.kind import SGLANG
 from megarl.rollout.sglang.parent import PARENT_VARIABLE
 from megatron_ext import device
 
 _POLL_S = 0.1
-
-_ENVIRONMENT: Mapping[str, str] = {
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # An aborted sample that waits has the tokens that were told of: all but the last few.
-    "SGLANG_FORCE_STREAM_INTERVAL": "8",
-}
-
-_NEVER: Mapping[str, str] = {
-    # It interleaves the rows of experts anew at the end of each update.
-    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
-    # It packs weights in FP8, and takes no others in their place.
-    "SGLANG_FORCE_FP8_MARLIN": "0",
-}
-"""Whatever the environment says."""
 
 
 class Server:
@@ -91,10 +77,7 @@ class Server:
     def _begin(self, python: str, paths: list[str], particular: Mapping[str, str]) -> subprocess.Popen[bytes]:
         given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = {
-            **_ENVIRONMENT,
-            **particular,
-            **os.environ,
-            **_NEVER,
+            **server_environment(os.environ, particular),
             "PYTHONPATH": os.pathsep.join([*paths, *given]),
             # Sockets and caches of a server that is killed go with its folder.
             "TMPDIR": str(self._folder),

@@ -23,6 +23,7 @@ from sglang.kernels.ops.gemm import bf16_fp32  # noqa: E402 (what it needs is ab
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.arg_groups.arg_utils import record_fields  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.environ import EnvField, Envs  # noqa: E402
 from sglang.srt.layers.moe import topk  # noqa: E402
 from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType  # noqa: E402
 from sglang.srt.model_executor.model_runner_components import weight_updater  # noqa: E402
@@ -125,6 +126,7 @@ def main():
         "ends": ends(),
         "choices in the kernel": choices_in_the_kernel(),
         "expert kernels": [each.value for each in MoeRunnerBackend],
+        "variables": [name for name, field in vars(Envs).items() if isinstance(field, EnvField)],
         "arguments": [field.name for field in record_fields(ServerArgs)],
         "sampling": {name: getattr(SamplingParams(), name) for name in SamplingParams.__struct_fields__},
     }

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.sglang import installation
+from megarl.rollout.sglang.environment import WITHHELD
 from megarl.rollout.sglang.kind import EXPERT_KERNELS, GRAPH_CHOICES, SGLANG
 from megarl.rollout.sglang.samples import NEUTRAL, Limits, question
 
@@ -36,6 +37,10 @@ def test_the_tables_name_arguments_that_the_server_has(itself):
     assert {*SGLANG.float32_logits, *SGLANG.gpu_share(0.5), *(SGLANG.returning_experts or {})} <= known
     assert {*SGLANG.beside_returned_experts} <= known
     assert {*GRAPH_CHOICES, "cuda_graph_backend_decode", "cuda_graph_config"} <= known
+
+
+def test_variables_that_no_server_sees_are_variables_that_it_would_read(itself):
+    assert {*WITHHELD} <= {*itself["variables"]}
 
 
 def test_all_kernels_of_experts_but_one_may_be_chosen(itself):

@@ -1,0 +1,43 @@
+"""The environment that a server of SGLang's is started in."""
+
+import pytest
+
+from megarl.rollout.sglang import installation
+from megarl.rollout.sglang.environment import WITHHELD
+from megarl.rollout.sglang.process import Server
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch, folders):
+    """Starts a program in the place of a server, with the arguments given; gives the environment that it had."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nenv --null > "$3/environment"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv(installation.PYTHON_VARIABLE, str(python))
+
+    def started(**arguments):
+        server = Server(folders[0], arguments)
+        try:
+            assert server.wait() == 0
+            printed = (server._folder / "environment").read_text()
+        finally:
+            server.close()
+        return dict(line.split("=", 1) for line in printed.split("\0") if line)
+
+    return started
+
+
+@pytest.mark.parametrize("name", [*WITHHELD, "SGL_RETURN_ORIGINAL_LOGPROB", "SGL_FORCE_FP8_MARLIN"])
+def test_what_would_change_samples_in_silence_is_withheld(environment, monkeypatch, name):
+    """SGLang takes the value of a name with SGL_ for one with SGLANG_."""
+    monkeypatch.setenv(name, "1")
+    assert name not in environment()
+
+
+def test_all_else_of_a_run_reaches_its_servers(environment, monkeypatch):
+    monkeypatch.setenv("SGLANG_FORCE_STREAM_INTERVAL", "2")
+    monkeypatch.setenv("SGLANG_LOG_MS", "1")
+    monkeypatch.setenv("SGL_LOG_GC", "1")
+    found = environment()
+    names = ("SGLANG_FORCE_STREAM_INTERVAL", "SGLANG_LOG_MS", "SGL_LOG_GC", "HF_HUB_OFFLINE")
+    assert [found[name] for name in names] == ["2", "1", "1", "1"]
