@@ -1,5 +1,6 @@
 """The environment of an SGLang server: what is in it beside that of the run, and what of that it does not see."""
 
+import re
 from collections.abc import Mapping
 
 _USUAL: Mapping[str, str] = {
@@ -29,8 +30,20 @@ WITHHELD = (
 _OLD, _NEW = "SGL_", "SGLANG_"
 """How names of its variables begin; SGLang 0.5.23 takes a value under the old name in place of one under the new."""
 
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Names by which torch takes the settings of its allocator."""
+_EXPANDABLE = re.compile(r"(^|,)\s*expandable_segments\s*:[^,]*")
 
-def server_environment(of_run: Mapping[str, str], particular: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a server: `of_run`, over what is usual and what is `particular` to this server."""
+
+def server_environment(of_run: Mapping[str, str], particular: Mapping[str, str], sleeps: bool) -> dict[str, str]:
+    """The environment of a server: `of_run`, over what is usual and what is `particular` to this server.
+
+    One that `sleeps` has no expandable segments. With them torch_memory_saver, by which SGLang gives memory back, ends
+    the server under one of the two names, and under the other, at which it does not look, would give nothing back.
+    """
     withheld = {*WITHHELD, *(name.replace(_NEW, _OLD, 1) for name in WITHHELD)}
-    return {**_USUAL, **particular, **{name: value for name, value in of_run.items() if name not in withheld}}
+    found = {**_USUAL, **particular, **{name: value for name, value in of_run.items() if name not in withheld}}
+    for name in _ALLOCATOR if sleeps else ():
+        if name in found:
+            found[name] = _EXPANDABLE.sub("", found[name]).lstrip(",")
+    return found

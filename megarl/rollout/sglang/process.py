@@ -43,6 +43,7 @@ class Server:
             environment = environment_of_context(model_path, engine_args)
             if device.backend() == "gloo":
                 environment |= cpu.environment(SGLANG.workers(engine_args))
+            environment = server_environment(os.environ, environment, bool(arguments.get("enable_memory_saver")))
             self._process = self._begin(python, paths, environment)
             self._left = left.pop_all()
         self.calls = CallFolder(self._folder)
@@ -74,10 +75,10 @@ class Server:
         self._process.wait()
         self._left.close()
 
-    def _begin(self, python: str, paths: list[str], particular: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def _begin(self, python: str, paths: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = {
-            **server_environment(os.environ, particular),
+            **environment,
             "PYTHONPATH": os.pathsep.join([*paths, *given]),
             # Sockets and caches of a server that is killed go with its folder.
             "TMPDIR": str(self._folder),

@@ -4,7 +4,9 @@ import pytest
 
 from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.environment import WITHHELD
+from megarl.rollout.sglang.kind import SGLANG
 from megarl.rollout.sglang.process import Server
+from megatron_ext import device
 
 
 @pytest.fixture
@@ -41,3 +43,21 @@ def test_all_else_of_a_run_reaches_its_servers(environment, monkeypatch):
     found = environment()
     names = ("SGLANG_FORCE_STREAM_INTERVAL", "SGLANG_LOG_MS", "SGL_LOG_GC", "HF_HUB_OFFLINE")
     assert [found[name] for name in names] == ["2", "1", "1", "1"]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ("expandable_segments:True", ""),
+        ("expandable_segments:True,max_split_size_mb:512", "max_split_size_mb:512"),
+        ("roundup_power2_divisions:[256:1,>:2], expandable_segments : True", "roundup_power2_divisions:[256:1,>:2]"),
+        ("max_split_size_mb:512,expandable_segments:True,backend:native", "max_split_size_mb:512,backend:native"),
+    ],
+)
+def test_a_server_that_sleeps_has_no_expandable_segments(environment, monkeypatch, name, given, left):
+    monkeypatch.setenv(name, given)
+    assert environment()[name] == given
+    monkeypatch.setattr(device, "backend", lambda: "nccl")
+    assert environment()[name] == given
+    assert environment(**SGLANG.able_to_sleep)[name] == left
