@@ -17,6 +17,7 @@ from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT
 from megatron_ext import device
 
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_UPDATER_OF_SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _STREAM = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _ENDS = "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id"
@@ -44,6 +45,8 @@ def register() -> None:
     HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLER_OF_BATCHES}._build_sampling_mask_output", keep_one_mask_column, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.begin_weight_update", wait_for_what_runs, HookType.BEFORE)
+    release = f"{_UPDATER_OF_SCHEDULER}.release_memory_occupation"
+    HookRegistry.register(release, wait_until_all_have_released, HookType.AFTER)
     HookRegistry.register(_ROUTING_IN_KERNEL, choose_experts_where_they_are_told, HookType.AROUND)
     for block in _ROUTED:
         HookRegistry.register(f"{block}.__init__", keep_logits_in_float32, HookType.AFTER)
@@ -169,6 +172,15 @@ def wait_for_what_runs(_updater: Any) -> None:
     that batch reads; a pause that keeps requests in their place does not wait for it.
     """
     device.synchronize()
+
+
+def wait_until_all_have_released(_answer: Any, updater: Any, *_: Any) -> None:
+    """Have the answer that memory was released wait for all workers.
+
+    SGLang 0.5.23 has the first worker answer, and the others meet it before they release weights, not after: trainers
+    would take memory of a GPU that still holds them.
+    """
+    torch.distributed.barrier(group=updater.tp_cpu_group)
 
 
 def choose_experts_where_they_are_told(original: Callable[[Any], bool], config: Any) -> bool:

@@ -4,13 +4,16 @@ It runs in the environment that has SGLang: `python sglang_itself.py`.
 """
 
 import json
+import multiprocessing
 import os
 import tempfile
+import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from torch import distributed as dist
 
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout.protocol import UpdateError
@@ -26,6 +29,8 @@ from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.environ import EnvField, Envs  # noqa: E402
 from sglang.srt.layers.moe import topk  # noqa: E402
 from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType  # noqa: E402
+from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput  # noqa: E402
+from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager  # noqa: E402
 from sglang.srt.model_executor.model_runner_components import weight_updater  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
@@ -94,8 +99,6 @@ def asked(folder, updater, method, *arguments):
 
 def ends():
     """Tokens that end a response, with our hooks: config.json says 5, and generation_config.json each of these."""
-    hooks.register()
-    HookRegistry.apply_hooks()
     given = {"none": None, "another": GenerationConfig(eos_token_id=[7, 8]), "no token": GenerationConfig()}
     found = {}
     for name, generation in given.items():
@@ -117,11 +120,51 @@ def choices_in_the_kernel():
     return found
 
 
+def release(rank, store, says):
+    """Release memory as a worker whose allocator takes its time in the second one; says when it has answered."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group = dist.group.WORLD
+    runner = SimpleNamespace(model=torch.nn.Linear(2, 2))
+    updater = SimpleNamespace(
+        scheduler=None,
+        is_fully_idle=lambda **_: True,
+        offload_tags=set(),
+        memory_saver_adapter=SimpleNamespace(pause=lambda _tag: time.sleep(2 * rank)),
+        flush_cache=lambda: None,
+        tp_worker=SimpleNamespace(model_runner=runner),
+        tp_cpu_group=group,
+        _assert_weight_cache_inactive=lambda _call: None,
+    )
+    asked = ReleaseMemoryOccupationReqInput(tags=["weights"])
+    SchedulerWeightUpdaterManager.release_memory_occupation(updater, asked)
+    says.put((rank, time.monotonic()))
+    dist.barrier(group)
+
+
+def seconds_of_an_answer_before_all_released():
+    """How long before the second worker of two the first one says that memory was released."""
+    forked = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        says = forked.SimpleQueue()
+        workers = [forked.Process(target=release, args=(rank, f"{folder}/store", says)) for rank in (0, 1)]
+        for worker in workers:
+            worker.start()
+        said = dict(says.get() for _ in workers)
+        for worker in workers:
+            worker.join()
+    return said[1] - said[0]
+
+
 def main():
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER_VARIABLE] = folder
         answers = updates(CallFolder.of_this_server())
+    early = [seconds_of_an_answer_before_all_released()]
+    hooks.register()
+    HookRegistry.apply_hooks()
+    early.append(seconds_of_an_answer_before_all_released())
     found = {
+        "early": early,
         "updates": answers,
         "ends": ends(),
         "choices in the kernel": choices_in_the_kernel(),

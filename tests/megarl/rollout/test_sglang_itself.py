@@ -86,3 +86,10 @@ def test_a_worker_that_keeps_copies_of_its_weights_takes_no_others(itself, reaso
 def test_a_response_ends_where_other_engines_end_it(itself):
     """By generation_config.json, and by config.json where there is none; SGLang takes the tokens of both."""
     assert itself["ends"] == {"none": [5], "another": [7, 8], "no token": []}
+
+
+def test_memory_was_released_by_all_workers_when_one_says_so(itself):
+    """One of them takes two seconds; SGLang by itself does not wait for it."""
+    by_itself, with_hooks = itself["early"]
+    assert by_itself > 1
+    assert abs(with_hooks) < 0.5
