@@ -105,6 +105,10 @@ _REFUSED: Mapping[str, Refusal] = {
     "disaggregation_mode": Refusal(_WHOLE, (None, "null")),
     "enable_eplb": Refusal(MOVED_EXPERTS),
     "elastic_ep_backend": Refusal(MOVED_EXPERTS),
+    "enable_hierarchical_cache": Refusal(
+        "a refit or sleep would fail on keys and values that are on their way to the host's memory: an engine that is"
+        " paused does not look whether they have arrived"
+    ),
     "hicache_storage_backend": Refusal(OUTLIVES_WEIGHTS),
     "enable_lmcache": Refusal(OUTLIVES_WEIGHTS),
     "enable_flexkv": Refusal(OUTLIVES_WEIGHTS),

@@ -120,6 +120,7 @@ def test_a_request_leaves_nothing_of_its_distribution_to_the_defaults_of_a_serve
         ({"enable_unified_cache_external_linker": True}, "outlive the weights"),
         ({"radix_cache_backend": "flexkv"}, "outlive the weights"),
         ({"enable_flexkv": True}, "outlive the weights"),
+        ({"enable_hierarchical_cache": True}, "an engine that is paused does not look whether they have arrived"),
         ({"elastic_ep_backend": "mooncake"}, "experts would move"),
         ({"attn_dp_size": 2}, "one group of tensor-parallel workers"),
         ({"delete_ckpt_after_loading": True}, "the model's folder"),
