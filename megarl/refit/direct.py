@@ -18,12 +18,12 @@ from megarl.cluster.engines.engines import REFIT_LIMIT, Engines
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.calls import wait, wait_together
 from megarl.cluster.workers.worker import Call, WorkerFailed
-from megarl.refit.rdma_restrictions import NO_RDMA, look_at_rdma
+from megarl.refit.rdma_restrictions import NO_RDMA, between_machines
 from megarl.resharding.direct.abort import abort_rendezvous
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation
 from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces, held_dtypes
-from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT, between_machines
+from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
 from megarl.resharding.transfer_stats import TransferStats
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
@@ -66,11 +66,11 @@ class DirectPath:
         worker_nodes = engines.worker_nodes()
         self._are_apart = len({*trainer_nodes, *worker_nodes}) > 1
         self._within = MAPPED_MEMORY_TRANSPORT[trainer.backend]
-        usual = between_machines() if self._are_apart else self._within
-        self._transport = usual if config.transport == "auto" else config.transport
-        self._rdma = NO_RDMA
-        if self._are_apart and self._transport == "rdma":
-            self._rdma = look_at_rdma(trainer, engines, config.timeout_s)
+        if self._are_apart:
+            self._transport, self._rdma = between_machines(trainer, engines, config.transport, config.timeout_s)
+        else:
+            self._transport = self._within if config.transport == "auto" else config.transport
+            self._rdma = NO_RDMA
         self._spec = TransferSpec(
             architecture,
             trainer.parallel,

@@ -1,4 +1,4 @@
-"""Restrictions of refits by rdma, as the end of a sentence that says through what they go: who, why, and what to do."""
+"""Refits by rdma: where they are, and their restrictions, as the end of a sentence that says through what they go."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from megarl.cluster.engines.engines import Engines
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.process.gpudirect import GPUDIRECT
+from megarl.resharding.direct.transports.nixl_agent import INSTALL, is_installed
 
 _NAMED = 4
 
 
 @dataclass(frozen=True)
 class Rdma:
-    """Whether hardware alone is to move bytes, and what restricts it.
+    """Whether hardware alone is to move bytes, and what restricts it, or why there is none.
 
     Example: `Rdma(by_hardware=True, restriction="")`.
     """
@@ -25,6 +26,20 @@ NO_RDMA = Rdma(by_hardware=False, restriction="")
 """Where nothing goes by it."""
 
 
+def between_machines(trainer: TrainerGroup, engines: Engines, asked: str, timeout_s: float) -> tuple[str, Rdma]:
+    """The transport between ranks and workers of several machines, and what there is to say of rdma.
+
+    Where `auto` is asked for it is rdma, or tcp where this environment or a worker's is without the package for it.
+    """
+    if asked == "auto":
+        restriction = without_nixl(engines.have_nixl(timeout_s)) if is_installed() else ""
+        if restriction or not is_installed():
+            return "tcp", Rdma(by_hardware=False, restriction=restriction)
+    elif asked != "rdma":
+        return asked, NO_RDMA
+    return "rdma", look_at_rdma(trainer, engines, timeout_s)
+
+
 def look_at_rdma(trainer: TrainerGroup, engines: Engines, timeout_s: float) -> Rdma:
     """Ask all ranks and workers for their ports, and for what keeps these from GPUs."""
     restriction = without_ports(trainer.weights.rdma_ports(), engines.rdma_ports(timeout_s))
@@ -34,6 +49,12 @@ def look_at_rdma(trainer: TrainerGroup, engines: Engines, timeout_s: float) -> R
         of_ranks, of_workers = trainer.weights.gpudirect_obstacles(), engines.gpudirect_obstacles(timeout_s)
         restriction = without_gpudirect(of_ranks, of_workers)
     return Rdma(by_hardware=True, restriction=restriction)
+
+
+def without_nixl(of_workers: Sequence[bool]) -> str:
+    """Which workers have an environment, an engine's own, that lacks NIXL; empty if none does."""
+    named = _named([], [not has_nixl for has_nixl in of_workers])
+    return f", as the Python of {named} has no NIXL for rdma: in its environment {INSTALL}" if named else ""
 
 
 def without_ports(of_ranks: Sequence[bool], of_workers: Sequence[bool]) -> str:

@@ -129,6 +129,11 @@ class Engines:
         asking = self.begin(Engine.call_receivers, WeightReceiver.has_rdma_port)
         return list(chain.from_iterable(wait_in_refit(asking, timeout_s)))
 
+    def have_nixl(self, timeout_s: float) -> list[bool]:
+        """Whether the environment of every worker of every engine has what rdma needs."""
+        asking = self.begin(Engine.call_receivers, WeightReceiver.has_nixl)
+        return list(chain.from_iterable(wait_in_refit(asking, timeout_s)))
+
     def gpudirect_obstacles(self, timeout_s: float) -> list[str]:
         """Why network cards do not reach the memory of each worker's GPU; empty where no obstacle is known."""
         asking = self.begin(Engine.call_receivers, WeightReceiver.gpudirect_obstacle)

@@ -12,7 +12,7 @@ from megarl.resharding.direct.destination import Destination
 from megarl.resharding.direct.staging import Staging
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports.endpoint import Rendezvous
-from megarl.resharding.direct.transports.nixl_agent import has_port
+from megarl.resharding.direct.transports.nixl_agent import has_port, is_installed
 from megarl.resharding.direct.wire import Failure
 
 R = TypeVar("R")
@@ -71,6 +71,10 @@ class WeightReceiver:
     def has_rdma_port(self) -> bool:
         """Whether this machine has a port of InfiniBand, RoCE or EFA that is up."""
         return has_port()
+
+    def has_nixl(self) -> bool:
+        """Whether this worker's environment, which may be of its engine's own, has what rdma needs."""
+        return is_installed()
 
     def gpudirect_obstacle(self) -> str:
         """Why network cards do not reach the memory of GPUs, if they do not. See `gpudirect.gpudirect_obstacle`."""

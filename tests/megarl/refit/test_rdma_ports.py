@@ -5,7 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.process.gpudirect import GPUDIRECT
-from megarl.refit.rdma_restrictions import Rdma, look_at_rdma, without_gpudirect, without_ports
+from megarl.refit.rdma_restrictions import (
+    NO_RDMA,
+    Rdma,
+    between_machines,
+    look_at_rdma,
+    without_gpudirect,
+    without_ports,
+)
+from megarl.resharding.direct.transports import nixl_agent
 
 
 def test_where_all_have_a_port_nothing_is_said():
@@ -51,3 +59,25 @@ def test_software_may_stand_in_where_a_port_is_missing_alone(ports, obstacle, ba
     assert found == Rdma(by_hardware, found.restriction)
     assert found.restriction.startswith(says)
     assert bool(found.restriction) == bool(says)
+
+
+def chosen(asked, *of_workers):
+    """The transport between machines whose workers have NIXL, or not, and all else."""
+    weights = SimpleNamespace(rdma_ports=lambda: [True], gpudirect_obstacles=lambda: [""])
+    engines = SimpleNamespace(
+        have_nixl=lambda _: of_workers, rdma_ports=lambda _: [True], gpudirect_obstacles=lambda _: [""]
+    )
+    return between_machines(SimpleNamespace(weights=weights, backend="nccl"), engines, asked, 1.0)
+
+
+def test_rdma_is_chosen_where_ranks_and_workers_have_nixl(monkeypatch):
+    by_hardware = Rdma(by_hardware=True, restriction="")
+    assert chosen("auto", True, True) == ("rdma", by_hardware)
+    assert chosen("tcp", True) == ("tcp", NO_RDMA)
+    # An engine's own environment, which has Python packages of its own.
+    transport, why = chosen("auto", True, False)
+    assert transport == "tcp"
+    assert why.restriction.startswith(", as the Python of engine worker 1 has no NIXL for rdma: in its environment pip")
+    assert chosen("rdma", True, False) == ("rdma", by_hardware)
+    monkeypatch.setattr(nixl_agent, "_PACKAGES", ())
+    assert chosen("auto", True, True) == ("tcp", NO_RDMA)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from megarl.resharding.direct.transports.endpoint import Rendezvous, Transport
 from megarl.resharding.direct.transports.mapped import CUDA_IPC, SHARED_MEMORY
-from megarl.resharding.direct.transports.nixl_agent import is_installed
 from megarl.resharding.direct.transports.per_pair import per_pair
 from megarl.resharding.direct.transports.rdma import RDMA
 from megarl.resharding.direct.transports.tcp import TCP
@@ -27,8 +26,3 @@ def transport_of(rendezvous: Rendezvous) -> Transport:
     if rendezvous.topology is None:
         return between
     return per_pair(TRANSPORTS[MAPPED_MEMORY_TRANSPORT[device.backend()]], between)
-
-
-def between_machines() -> str:
-    """Name of the transport between ranks of several machines: rdma, or tcp without the package for it."""
-    return "rdma" if is_installed() else "tcp"

@@ -4,6 +4,7 @@ UCX, below NIXL, takes the best way that it finds between two processes: InfiniB
 memory is a GPU's; memory of the host between processes of one; else TCP.
 """
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from megarl.process.rdma_devices import active_ports
 from megarl.resharding.direct.connections import TransferError
 from megatron_ext import device
 
+INSTALL = "pip install nixl-cu12, or nixl-cu13 beside a torch for CUDA 13"
+"""Advice where there is no NIXL."""
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 # An operator's own UCX_TCP_TX_SEG_SIZE wins. At UCX's 8 KiB a read over TCP moves half as many bytes a second.
@@ -61,8 +64,8 @@ def check_installed() -> None:
     """Raise UserError if no package of NIXL is here."""
     if not is_installed():
         raise UserError(
-            "refit.transport=rdma needs NIXL, which is not installed: pip install nixl-cu12, or nixl-cu13 beside a "
-            "torch for CUDA 13, or set refit.transport to auto or tcp"
+            f"refit.transport=rdma needs NIXL, which is not installed for {sys.executable}: {INSTALL}, or set"
+            " refit.transport to auto or tcp"
         )
 
 
