@@ -21,8 +21,7 @@ _UPDATER_OF_SCHEDULER = "sglang.srt.managers.scheduler_components.weight_updater
 _STREAM = "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator"
 _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _ENDS = "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id"
-_SAMPLER = "sglang.srt.layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch"
-_SAMPLER_OF_BATCHES = "sglang.srt.layers.sampler.Sampler"
+_SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _ROUTING_IN_KERNEL = "sglang.srt.layers.moe.topk._can_bypass_trtllm_routing"
 _ROUTED = ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock", "sglang.srt.models.mixtral.MixtralMoE")
@@ -42,8 +41,8 @@ def register() -> None:
     HookRegistry.register(f"{_LOADER}._get_all_weights", quantise_what_is_read, HookType.AROUND)
     HookRegistry.register(_ENDS, end_where_others_do, HookType.AROUND)
     HookRegistry.register(f"{_SAMPLING}.from_schedule_batch", draw_by_seed, HookType.AFTER)
-    HookRegistry.register(_SAMPLER, cut_by_top_k_first, HookType.AROUND)
-    HookRegistry.register(f"{_SAMPLER_OF_BATCHES}._build_sampling_mask_output", keep_one_mask_column, HookType.AFTER)
+    HookRegistry.register(f"{_SAMPLER}._sample_from_probs", cut_by_top_k_first, HookType.AROUND)
+    HookRegistry.register(f"{_SAMPLER}._build_sampling_mask_output", keep_one_mask_column, HookType.AFTER)
     HookRegistry.register(f"{_UPDATER}.begin_weight_update", wait_for_what_runs, HookType.BEFORE)
     release = f"{_UPDATER_OF_SCHEDULER}.release_memory_occupation"
     HookRegistry.register(release, wait_until_all_have_released, HookType.AFTER)
@@ -147,12 +146,17 @@ def draw_by_seed(info: Any, _class: type, batch: Any, *_: Any, **__: Any) -> Non
         info.sampling_seed = torch.tensor(seeds, dtype=torch.int64, device=info.temperatures.device)
 
 
-def cut_by_top_k_first(original: Callable[..., Any], probs: Tensor, top_ks: Tensor, *rest: Any, **named: Any) -> Any:
+def cut_by_top_k_first(original: Callable[..., Any], sampler: Any, probs: Tensor, info: Any, *rest: Any) -> Any:
     """Have `top_p` be a share of what `top_k` keeps, as in other engines; SGLang 0.5.23 has it be one of all tokens."""
-    last = top_ks.clamp(max=probs.shape[-1]).long().view(-1, 1) - 1
-    least = probs.sort(-1, descending=True).values.gather(-1, last)
-    kept = probs.masked_fill(probs < least, 0)
-    return original(kept / kept.sum(-1, keepdim=True), top_ks, *rest, **named)
+    if info.need_top_k_sampling and info.need_top_p_sampling:
+        all_tokens = probs.shape[-1]
+        # None where a sample of the batch has no `top_k`: those of the others are on the GPU alone.
+        most = min(info.max_top_k or all_tokens, all_tokens)
+        last = info.top_ks.clamp(max=all_tokens).long().view(-1, 1) - 1
+        least = probs.topk(most, -1).values.gather(-1, last)
+        kept = probs.masked_fill(probs < least, 0)
+        probs = kept / kept.sum(-1, keepdim=True)
+    return original(sampler, probs, info, *rest)
 
 
 def keep_one_mask_column(mask: Any, *_: Any, **__: Any) -> None:

@@ -2,9 +2,14 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.rollout.sglang.hooks import cut_by_top_k_first, keep_logits_in_float32, keep_one_mask_column
+
+ALL = 1 << 30
+"""SGLang's `top_k` of a sample from all tokens."""
 
 
 def sglang_cut(probs, top_ks, top_ps):
@@ -16,22 +21,78 @@ def sglang_cut(probs, top_ks, top_ps):
     return torch.zeros_like(probs).scatter(-1, order, ordered / ordered.sum(-1, keepdim=True))
 
 
+def cut(probs, top_ks, top_ps):
+    """Shares of the tokens that SGLang samples from in a batch, with the hook."""
+    found = (top_ks < ALL).tolist()
+    info = SimpleNamespace(
+        top_ks=top_ks,
+        top_ps=top_ps,
+        need_top_k_sampling=any(found),
+        need_top_p_sampling=bool((top_ps != 1).any()),
+        max_top_k=int(top_ks.max()) if all(found) else None,
+    )
+    return cut_by_top_k_first(lambda _sampler, probs, info: sglang_cut(probs, info.top_ks, info.top_ps), 0, probs, info)
+
+
+def cut_by_sorting(probs, top_ks, top_ps):
+    """The same, by the definition."""
+    least = probs.sort(-1, descending=True).values.gather(-1, top_ks.clamp(max=probs.shape[-1]).long()[:, None] - 1)
+    kept = probs.masked_fill(probs < least, 0)
+    return sglang_cut(kept / kept.sum(-1, keepdim=True), top_ks, top_ps)
+
+
+class Order(TorchDispatchMode):
+    """Counts how many columns are put in order, by which operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = []
+
+    def __torch_dispatch__(self, function, _types, arguments=(), named=None):
+        name = function.overloadpacket.__name__
+        if name in ("sort", "topk"):
+            self.columns.append((name, arguments[1] if name == "topk" else arguments[0].shape[-1]))
+        return function(*arguments, **(named or {}))
+
+
 def test_top_p_is_a_share_of_what_top_k_keeps():
     probs = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).repeat(4, 1)
-    top_ks, top_ps = torch.tensor([2, 2, 1 << 30, 3], dtype=torch.int32), torch.tensor([0.5, 0.6, 0.65, 1.0])
+    top_ks, top_ps = torch.tensor([2, 2, ALL, 3], dtype=torch.int32), torch.tensor([0.5, 0.6, 0.65, 1.0])
     # The first alone is 0.57 of 0.4 and 0.3.
     expected = torch.tensor(
         [[0, 1, 0, 0], [0, 4 / 7, 3 / 7, 0], [0, 4 / 7, 3 / 7, 0], [0, 4 / 9, 3 / 9, 2 / 9]],
     )
-    torch.testing.assert_close(cut_by_top_k_first(sglang_cut, probs, top_ks, top_ps), expected)
+    torch.testing.assert_close(cut(probs, top_ks, top_ps), expected)
+    torch.testing.assert_close(cut(probs[[0, 1, 3]], top_ks[[0, 1, 3]], top_ps[[0, 1, 3]]), expected[[0, 1, 3]])
     assert sglang_cut(probs[:1], top_ks[:1], top_ps[:1])[0, 2] > 0
     assert probs.tolist() == torch.tensor([[0.1, 0.4, 0.3, 0.2]]).repeat(4, 1).tolist()
 
 
 def test_tokens_as_likely_as_the_last_that_top_k_keeps_are_left_to_the_server():
     probs = torch.tensor([[0.25, 0.25, 0.25, 0.25]])
-    found = cut_by_top_k_first(sglang_cut, probs, torch.tensor([2]), torch.tensor([1.0]))
+    found = cut(probs, torch.tensor([2]), torch.tensor([0.9]))
     assert sorted(found[0].tolist()) == [0, 0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "ordered"),
+    [
+        ([ALL, ALL], [0.9, 0.5], []),
+        ([20, 7], [1.0, 1.0], []),
+        ([20, 7], [0.9, 1.0], [("topk", 20)]),
+        ([20, 5000], [0.9, 1.0], [("topk", 1000)]),
+        ([ALL, 7], [0.9, 0.9], [("topk", 1000)]),
+    ],
+)
+def test_as_many_tokens_are_put_in_order_as_both_cuts_need(top_k, top_p, ordered):
+    """The server's own sort, for each draw by a seed, comes after."""
+    probs = torch.randn(2, 1000, generator=torch.Generator().manual_seed(0)).mul(3).softmax(-1)
+    top_ks, top_ps = torch.tensor(top_k, dtype=torch.int32), torch.tensor(top_p)
+    with Order() as order:
+        found = cut(probs, top_ks, top_ps)
+    assert order.columns == [*ordered, ("sort", 1000)]
+    torch.testing.assert_close(found, cut_by_sorting(probs, top_ks, top_ps))
+    assert torch.equal(found > 0, cut_by_sorting(probs, top_ks, top_ps) > 0)
 
 
 def test_of_the_tokens_that_are_kept_one_is_told_of_and_log_probs_stay():
