@@ -21,7 +21,7 @@ help:
 	@echo "make test-slurm [ARGS=...]   jobs of slurm/ on a real Slurm of two nodes, which they start; needs root, slurm-wlm and munge"
 	@echo "make test-megatron-next [ARGS=...]   the tests of megatron_ext with the newest megatron-core that works"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
-	@echo "make setup [CUDA=1] [SGLANG=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install; SGLang beside it"
+	@echo "make setup [CUDA=1] [SGLANG=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install; SGLang beside it, in an environment of its own on CUDA"
 	@echo "make docs              docs/configuration.md, docs/metrics.md and docs/options.md from the code"
 	@echo "make benchmark         seconds per stage, beside TRL"
 	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp, mbridge and megatron-bridge"
@@ -107,10 +107,14 @@ docs: setup
 	$(PYTHON) -m megarl.diagnostics.reference docs/metrics.md
 	$(PYTHON) -m megarl.config.options_reference docs/options.md
 
-# What SGLang needs in other versions than .venv has lies beside it, and only its server sees it.
-.venv-sglang: constraints/sglang.txt | environment
+# What SGLang needs in other versions than .venv has lies beside it, and only its server sees it. On CUDA another torch is
+# among it, and so it is a whole environment.
+PIP_FOR_SGLANG = -m pip install --quiet --no-deps --retries 10
+.venv-sglang: constraints/sglang.txt constraints/sglang_cuda.txt | environment
 	rm -rf $@ $@.partial
-	@$(PYTHON) -m pip install --quiet --no-deps --retries 10 --target $@.partial --requirement $< || { rm -rf $@.partial; \
+	@if grep --quiet '"variant": "cuda"' .venv/megarl-setup.json; then \
+		$(PYTHON) -m venv $@.partial && $@.partial/bin/python $(PIP_FOR_SGLANG) --requirement constraints/sglang_cuda.txt; \
+	else $(PYTHON) $(PIP_FOR_SGLANG) --target $@.partial --requirement constraints/sglang.txt; fi || { rm -rf $@.partial; \
 		echo "[setup] error: SGLang could not be installed, as pip says above; all else is there. Run the same command again" >&2; exit 1; }
 	mv $@.partial $@
 	touch $@

@@ -41,6 +41,34 @@ def test_sglang_is_installed_once_after_the_environment(target):
     assert not any("tools/setup_environment.py" in command for command in commands[place:])
 
 
+@pytest.mark.parametrize(
+    ("variant", "program", "lock"),
+    [
+        ("cpu", "--target .venv-sglang.partial", "sglang.txt"),
+        ("cuda", ".venv-sglang.partial/bin/python", "sglang_cuda.txt"),
+    ],
+)
+def test_on_cuda_sglang_has_an_environment_of_its_own(tmp_path, variant, program, lock):
+    """Run by a `make` in another folder, whose Python writes down what it is told."""
+    told = tmp_path / "told"
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "constraints").mkdir()
+    for name in ("sglang.txt", "sglang_cuda.txt"):
+        (tmp_path / "constraints" / name).touch()
+    python = tmp_path / ".venv" / "bin" / "python"
+    places = '[ "$2" != venv ] || { mkdir -p $3/bin; cp $0 $3/bin/python; }; mkdir -p .venv-sglang.partial'
+    python.write_text(f'#!/bin/sh\necho "$0 $*" >> {told}\n{places}\n')
+    python.chmod(0o755)
+    (tmp_path / ".venv" / "megarl-setup.json").write_text(f'{{\n "variant": "{variant}"\n}}')
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    make = ["make", "--file", ROOT / "Makefile", "--old-file", "environment", ".venv-sglang"]
+    subprocess.run(make, cwd=tmp_path, env=environment, check=True)
+    installs = told.read_text().splitlines()[-1]
+    assert program in installs
+    assert installs.endswith(f"--requirement constraints/{lock}")
+    assert (tmp_path / ".venv-sglang").is_dir()
+
+
 @pytest.mark.parametrize("target", ["setup", "quickstart", "test"])
 def test_who_does_not_ask_for_sglang_gets_none(target):
     commands = planned(*ANEW, target)

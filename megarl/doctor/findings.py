@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megarl.doctor.inventory import Inventory
+from megarl.doctor.inventory import NIXL, Inventory
 from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
 from megarl.process.gpudirect import GPUDIRECT
 from megarl.rollout import ENGINES
@@ -53,11 +53,20 @@ def _check_engine(inventory: Inventory) -> Iterator[Finding]:
 def _check_own_environments(inventory: Inventory) -> Iterator[Finding]:
     for name, kind in ENGINES.items():
         own, package = kind.own_environment, kind.packages.get(inventory.device, "")
-        if own is None or inventory.packages.get(package) in own.versions:
+        if own is None:
             continue
         version, known = inventory.packages.get(package), " or ".join(own.versions)
-        why = f"{kind.title} {version} is there, not {known}" if version else f"{kind.title} {known} is not installed"
-        yield Finding(False, f"rollout.engine={name}", why, own.set_up)
+        if version not in own.versions:
+            is_there = f"{kind.title} {version} is there, not {known}"
+            why = is_there if version else f"{kind.title} {known} is not installed"
+            yield Finding(False, f"rollout.engine={name}", why, own.set_up[inventory.device])
+        elif (there := inventory.own_packages.get(name)) is not None:
+            if lacking := [each for each in own.needed[inventory.device] if each not in there]:
+                why = f"beside {kind.title} there is no {', no '.join(lacking)}"
+                yield Finding(False, f"rollout.engine={name}", why, own.set_up[inventory.device])
+            elif not any(each in there for each in NIXL):
+                why = f"beside {kind.title} there is no NIXL: its refits between machines go by tcp"
+                yield Finding(False, "refit.transport=rdma", why, f"pip install {' or '.join(NIXL)} there")
 
 
 def _check_layouts(inventory: Inventory) -> Iterator[Finding]:

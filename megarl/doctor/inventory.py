@@ -5,8 +5,10 @@ import platform
 import shutil
 import socket
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, requires, version
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -36,6 +38,8 @@ PACKAGES = (
     "torchcodec",
     *(kind.package for kind in LOGGERS.values() if kind.package),
 )
+NIXL = ("nixl-cu12", "nixl-cu13")
+"""Packages of which one is needed by rdma."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -73,6 +77,8 @@ class Inventory:
     """Whether the library is there by which NCCL uses `rdma_devices`."""
     gpudirect_obstacle: str = ""
     """Why `rdma_devices` do not reach the memory of GPUs, as far as the kernel shows it."""
+    own_packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Name of an engine that has an environment of its own -> the packages there that it needs, and NIXL."""
 
     @property
     def torch_has_cuda(self) -> bool:
@@ -95,10 +101,12 @@ class Inventory:
 def take_inventory() -> Inventory:
     """Look at this machine, at the environment this Python runs in, and at those of engines that have their own."""
     memory = psutil.virtual_memory()
+    own = _own_packages()
     return Inventory(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        packages={name: installed_version(name) for name in PACKAGES} | _in_own_environments(),
+        packages={name: installed_version(name) for name in PACKAGES} | _engines_of(own),
+        own_packages=own,
         unmet_requirements=_unmet_requirements(),
         cpu_cores=len(os.sched_getaffinity(0)),
         memory_bytes=memory.total,
@@ -122,12 +130,17 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def _in_own_environments() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for kind in ENGINES.values():
+def _own_packages() -> dict[str, Mapping[str, str]]:
+    found: dict[str, Mapping[str, str]] = {}
+    for name, kind in ENGINES.items():
         if kind.own_environment is not None:
-            found |= dict.fromkeys(kind.packages.values(), kind.own_environment.installed_version())
+            names = {*kind.packages.values(), *chain(*kind.own_environment.needed.values()), *NIXL}
+            found[name] = kind.own_environment.installed_versions(sorted(names))
     return found
+
+
+def _engines_of(own: Mapping[str, Mapping[str, str]]) -> dict[str, str | None]:
+    return {package: own[name].get(package) for name in own for package in ENGINES[name].packages.values()}
 
 
 def _unmet_requirements() -> list[str]:

@@ -89,12 +89,14 @@ class EngineCuts(NamedTuple):
 class OwnEnvironment(NamedTuple):
     """The environment of an engine that is installed apart from megarl."""
 
-    installed_version: Callable[[], str | None]
-    """The version of the engine there; None where there is none."""
+    installed_versions: Callable[[Sequence[str]], Mapping[str, str]]
+    """Versions of those of some packages that are there."""
     versions: Sequence[str]
-    """The versions of which one has to be there."""
-    set_up: str
-    """The command that installs it."""
+    """The versions of the engine of which one has to be there."""
+    set_up: Mapping[str, str]
+    """Device -> the command that installs it."""
+    needed: Mapping[str, Sequence[str]]
+    """Device -> packages without which the engine does not serve on it."""
 
 
 @dataclass(frozen=True, kw_only=True)

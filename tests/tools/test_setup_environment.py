@@ -15,6 +15,7 @@ from distributions import canonical, read_lock
 from packaging.requirements import Requirement
 
 from megarl.rollout import ENGINES
+from megarl.rollout.sglang.installation import KERNELS, OF_MEGARL
 from megarl.rollout.sglang.kind import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,6 +121,18 @@ def test_sglang_has_only_what_differs_and_neither_torch_nor_what_is_built_on_it(
     assert not {"torch", "transformers", "triton", "numpy"} & beside.keys()
     assert [name for name in beside if cpu.get(name) == beside[name]] == []
     assert beside["sglang"] in VERSIONS
+
+
+def test_sglang_on_cuda_has_a_torch_of_its_own_kernels_and_what_megarl_needs_there() -> None:
+    cuda, own = (
+        read_lock(setup_environment.CUDA_LOCK),
+        read_lock(setup_environment.ROOT / "constraints/sglang_cuda.txt"),
+    )
+    assert own["sglang"] in VERSIONS
+    assert own["torch"] != cuda["torch"]
+    assert KERNELS in own
+    shared = {*OF_MEGARL, "nixl-cu13"}
+    assert {name: own.get(name) for name in shared} == {name: cuda[name] for name in shared}
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 from converters.errors import UserError, did_you_mean
 from megarl.rollout.kind import NUMBER_FORMAT, QUANTISATION
 from megarl.rollout.sglang import cpu, cpu_kv_cache
+from megarl.rollout.sglang.installation import SET_UP
 from megarl.rollout.sglang.kind import (
     ADAPTER_SLOT,
     GRAPH_CHOICES,
@@ -39,7 +40,7 @@ def check_version(installed: str) -> None:
     if installed not in VERSIONS:
         raise UserError(
             f"SGLang {installed} is installed, and rollout.engine=sglang knows {' and '.join(VERSIONS)} alone: install"
-            " that, with make setup SGLANG=1"
+            f" that, with {SET_UP['cpu' if device.backend() == 'gloo' else 'cuda']}"
         )
 
 

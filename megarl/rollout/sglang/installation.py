@@ -1,8 +1,10 @@
 """Where SGLang is installed: in an environment beside megarl's, which needs other versions of some packages."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,41 +12,80 @@ from pathlib import Path
 from converters.errors import UserError
 
 PACKAGES = ".venv-sglang"
-"""The folder beside megarl's environment that has SGLang, and what it needs in other versions than megarl."""
+"""The folder beside megarl's environment that has SGLang.
+
+On a CPU there is what it needs in other versions than megarl, on CUDA an environment with a torch of its own.
+"""
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
 """The environment variable that names the Python of another environment that has SGLang."""
-SET_UP = "make setup SGLANG=1"
+SET_UP: Mapping[str, str] = {
+    "cpu": "make setup SGLANG=1",
+    "cuda": f"rm -rf {PACKAGES}; make setup CUDA=1 SGLANG=1",
+}
+"""Device -> the command that installs it; on CUDA a folder that was made for a CPU may be there."""
+KERNELS = "sglang-kernel"
+"""The package with its kernels for GPUs, without which its server does not start on one."""
+OF_MEGARL = ("isal", "llvmlite", "numpy", "omegaconf", "pyarrow", "safetensors")
+"""Packages that megarl's part in its processes needs beside torch."""
 _ROOT = Path(__file__).resolve().parents[3]
-_ASK = "from importlib.metadata import version; print(version('sglang'))"
+_ASK = """
+import json, sys
+from importlib.metadata import distributions
+found = {name: [each.version for each in distributions(name=name)] for name in sys.argv[1:]}
+print(json.dumps({name: versions[0] for name, versions in found.items() if versions}))
+"""
 _ASK_S = 60
 
 
-def installation() -> tuple[str, list[str]]:
-    """The Python that has SGLang, and the folders for its PYTHONPATH. Raises UserError where there is none."""
+def installation(on: str = "cpu") -> tuple[str, list[str]]:
+    """The Python that has SGLang, and the folders for its PYTHONPATH. Raises UserError where there is none.
+
+    Where it is to serve `on` cuda, that is also raised for one that lacks what it needs there.
+    """
+    python, folders = _found(on)
+    versions = _versions(python, folders, (KERNELS, *OF_MEGARL)) if on == "cuda" else None
+    if versions is not None and (lacking := [name for name in (KERNELS, *OF_MEGARL) if name not in versions]):
+        raise UserError(
+            f"rollout.engine=sglang: beside the SGLang of {python} there is no {', no '.join(lacking)}, without which"
+            f" it serves on no GPU: {_advice(on)}"
+        )
+    return python, folders
+
+
+def installed_versions(names: Sequence[str]) -> Mapping[str, str]:
+    """Versions of those of these packages that are where SGLang is; empty where there is none, or no Python runs."""
+    try:
+        python, folders = _found("cpu")
+    except UserError:
+        return {}
+    return _versions(python, folders, names) or {}
+
+
+def _found(on: str) -> tuple[str, list[str]]:
     if python := os.environ.get(PYTHON_VARIABLE):
         return python, [str(_ROOT)]
     packages = Path(sys.prefix).parent / PACKAGES
+    if (own := packages / "bin" / "python").is_file():
+        return str(own), [str(_ROOT)]
     if (packages / "sglang").is_dir():
         return sys.executable, [str(packages), str(_ROOT)]
     if find_spec("sglang") is not None:
         return sys.executable, [str(_ROOT)]
-    raise UserError(
-        f"rollout.engine=sglang, and SGLang is not installed: run {SET_UP}, or let"
-        f" {PYTHON_VARIABLE} name the Python of an environment that has it"
-    )
+    raise UserError(f"rollout.engine=sglang, and SGLang is not installed: {_advice(on)}")
 
 
-def installed_version() -> str | None:
-    """The version of SGLang that `installation` leads to; None where there is none, or its Python does not run."""
-    try:
-        python, folders = installation()
-    except UserError:
-        return None
+def _advice(on: str) -> str:
+    return f"run {SET_UP[on]}, or let {PYTHON_VARIABLE} name the Python of an environment that has it"
+
+
+def _versions(python: str, folders: Sequence[str], names: Sequence[str]) -> Mapping[str, str] | None:
+    """Versions of those of these packages that are there; None where the Python does not run."""
     if python == sys.executable:
-        found = distributions(name="sglang", path=[*folders, *sys.path])
-        return next((each.version for each in found), None)
+        path = [*folders, *sys.path]
+        found = {name: next((each.version for each in distributions(name=name, path=path)), "") for name in names}
+        return {name: version for name, version in found.items() if version}
     try:
-        asked = subprocess.run([python, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_S)
+        asked = subprocess.run([python, "-c", _ASK, *names], capture_output=True, text=True, timeout=_ASK_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return asked.stdout.strip() if asked.returncode == 0 else None
+    return json.loads(asked.stdout) if asked.returncode == 0 else None

@@ -20,7 +20,7 @@ from megarl.rollout.kind import (
     two_at_most,
 )
 from megarl.rollout.refusal_reasons import DRAFT, MOVED_EXPERTS, OTHER_DISTRIBUTION, OUTLIVES_WEIGHTS, SET_BY_MEGARL
-from megarl.rollout.sglang.installation import SET_UP, installed_version
+from megarl.rollout.sglang.installation import KERNELS, OF_MEGARL, SET_UP, installed_versions
 from megarl.rollout.slot_limits import SlotLimits
 from megatron_ext.options.refusal import Refusal, refuse
 
@@ -372,5 +372,7 @@ SGLANG = EngineKind(
     beside_returned_experts=_BESIDE_EXPERTS,
     layout_versions=("0.5",),
     packages={"cuda": "sglang", "cpu": "sglang"},
-    own_environment=OwnEnvironment(installed_version, VERSIONS, SET_UP),
+    own_environment=OwnEnvironment(
+        installed_versions, VERSIONS, SET_UP, {"cpu": OF_MEGARL, "cuda": (KERNELS, *OF_MEGARL)}
+    ),
 )

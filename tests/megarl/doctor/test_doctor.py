@@ -93,7 +93,7 @@ def test_an_engine_in_an_environment_of_its_own_is_seen(
     assert look() == (VERSIONS[0], None)
     # A Python of another environment.
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho 0.5.1\n")
+    python.write_text("""#!/bin/sh\necho '{"sglang": "0.5.1"}'\n""")
     python.chmod(0o755)
     monkeypatch.setenv(PYTHON_VARIABLE, str(python))
     version_, finding = look()

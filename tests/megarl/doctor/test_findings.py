@@ -9,6 +9,7 @@ from distributions import read_lock
 from megarl.doctor.findings import GIB, Finding, find
 from megarl.doctor.inventory import PACKAGES, Gpu, Inventory
 from megarl.doctor.limits import Limits
+from megarl.rollout.sglang.installation import KERNELS, OF_MEGARL
 
 CPU_MACHINE = Inventory(
     python="3.11.7",
@@ -48,6 +49,10 @@ GPU_MACHINE = dataclasses.replace(
 def with_packages(inventory: Inventory, **versions: str | None) -> Inventory:
     changes = {name.replace("_", "-"): version for name, version in versions.items()}
     return dataclasses.replace(inventory, packages=inventory.packages | changes)
+
+
+def with_sglang(inventory: Inventory, *packages: str) -> Inventory:
+    return dataclasses.replace(inventory, own_packages={"sglang": dict.fromkeys(packages, "1.0")})
 
 
 def test_infiniband_without_its_library_is_told_of() -> None:
@@ -136,6 +141,9 @@ def test_what_blocks_the_main_job(inventory: Inventory, says: str) -> None:
         (with_packages(GPU_MACHINE, vllm="0.31.2"), "where vLLM 0.31.2 keeps its weights is not known, only of 0.32"),
         (with_packages(GPU_MACHINE, sglang=None), "SGLang 0.5.23 is not installed"),
         (with_packages(GPU_MACHINE, sglang="0.5.21"), "SGLang 0.5.21 is there, not 0.5.23"),
+        (with_sglang(GPU_MACHINE, *OF_MEGARL, "nixl-cu13"), "beside SGLang there is no sglang-kernel"),
+        (with_sglang(GPU_MACHINE, KERNELS, *OF_MEGARL[2:], "nixl-cu12"), "beside SGLang there is no isal, no llvmlite"),
+        (with_sglang(GPU_MACHINE, *OF_MEGARL, KERNELS), "no NIXL: its refits between machines go by tcp"),
         (dataclasses.replace(CPU_MACHINE, gpus=GPU_MACHINE.gpus), "1 GPUs stay unused: the installed torch is a CPU"),
     ],
 )

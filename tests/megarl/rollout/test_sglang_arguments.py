@@ -1,8 +1,6 @@
 """SGLang's arguments, its version and where it is installed: what is refused, and what the server is given."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +11,6 @@ from converters.number_formats import FP8_BLOCK
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.kind import QUANTISATION, quantisation
 from megarl.rollout.protocol import Request, SamplingParameters
-from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.arguments import check_block_fp8, check_names, check_version, server_arguments
 from megarl.rollout.sglang.kind import LARGEST_GRAPH, OVERRIDES, SGLANG, VERSIONS
 from megarl.rollout.sglang.samples import Limits, question
@@ -237,15 +234,3 @@ def test_the_server_is_told_to_serve_the_oldest_draw_first(folders):
     limits = Limits(512, 64)
     asked = question(Request([5], SamplingParameters(samples=2), priority=4096), limits, interval=64)
     assert asked["priority"] == 4096
-
-
-def test_no_installation_is_told_with_what_to_do(monkeypatch, tmp_path):
-    monkeypatch.delenv(installation.PYTHON_VARIABLE, raising=False)
-    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
-    with pytest.raises(UserError, match="make setup SGLANG=1"):
-        installation.installation()
-    packages = tmp_path / installation.PACKAGES / "sglang"
-    packages.mkdir(parents=True)
-    python, paths = installation.installation()
-    assert (python, paths[0]) == (sys.executable, str(packages.parent))
-    assert (Path(paths[1]) / "megarl").is_dir()

@@ -13,7 +13,7 @@ from megatron_ext import device
 def environment(tmp_path, monkeypatch, folders):
     """Starts a program in the place of a server, with the arguments given; gives the environment that it had."""
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nenv --null > "$3/environment"\n')
+    python.write_text('#!/bin/sh\n[ "$1" = -m ] && env --null > "$3/environment"\n')
     python.chmod(0o755)
     monkeypatch.setenv(installation.PYTHON_VARIABLE, str(python))
 
