@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError, did_you_mean
@@ -33,7 +34,8 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "training_dtype": "bf16",
     "lora": None,
     "keeps_reference": False,
-    "memory_share": _ENGINE.memory_share({}),
+    "memory_share": partial(_ENGINE.memory_share, {}),
+    "computes_beside": _ENGINE.computes_beside,
     "prefill_tokens": _ENGINE.prefill_tokens({}),
     "is_eager": False,
     "kv_bytes": 2,
@@ -179,7 +181,8 @@ def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
         "engine_tp": sizes.tensor,
         "engine_ep": sizes.expert,
         "engine_dtype": number_format(config.rollout.weights) or held,
-        "memory_share": kind.memory_share(config.rollout.engine_args),
+        "memory_share": partial(kind.memory_share, config.rollout.engine_args),
+        "computes_beside": kind.computes_beside,
         "prefill_tokens": kind.prefill_tokens(config.rollout.engine_args),
         "is_eager": sizes.is_eager,
         "kv_bytes": sizes.kv_bytes,

@@ -95,14 +95,18 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
     training = TrainingOptions.of(options.megatron, options.training_dtype)
     if options.recompute is not None:
         training = replace(training, recompute=replace(training.recompute, is_full=options.recompute == "full"))
+    device = described_device(options.device, options.gpu_gbyte)
+    share = options.memory_share(device.memory_bytes, refit.engine_architecture.multi_latent_attention)
     return PlannedStep(
         refit=refit,
         workload=Workload(**work),
-        device=described_device(options.device, options.gpu_gbyte),
+        device=device,
         training=replace(
             training, expert_load=options.expert_load, lora=options.lora, keeps_reference=options.keeps_reference
         ),
-        engine=EngineOptions(options.memory_share, options.is_eager, options.kv_bytes, options.prefill_tokens),
+        engine=EngineOptions(
+            share, options.is_eager, options.kv_bytes, options.prefill_tokens, options.computes_beside
+        ),
         staleness=options.staleness,
         sends_whole_tensors=options.sends_whole_tensors,
     )

@@ -17,6 +17,7 @@ from converters.number_formats import NumberFormat, number_format
 from megarl.planning.memory.engine import engine_activation_bytes, engine_weight_bytes, kv_token_bytes
 from megarl.planning.memory.rank_weights import rank_weights
 from megarl.planning.refit import engine_sizes
+from megarl.rehearsal.need import Gpu
 from megarl.rehearsal.own_process import call_apart
 from megarl.resharding.direct.quantised_shard import Quantisation
 from megarl.resharding.direct.transfer_spec import check_traces, held_dtypes
@@ -46,6 +47,16 @@ class RehearsedEngine:
     """Where each worker keeps the weights; none where that could not be recorded."""
     why_not_direct: str = ""
     """Why weights cannot be planned to go straight into the engine, if they cannot."""
+    computes_beside: bool = False
+    """See `EngineKind.computes_beside`."""
+
+    def room(self, gpu: Gpu) -> int:
+        """Bytes of a worker's share for weights, keys and values."""
+        return round(gpu.room * self.share) if self.computes_beside else gpu.room_of(self.share) - self.activations
+
+    def taken(self, gpu: Gpu) -> int:
+        """Bytes of a worker with its whole share."""
+        return self.room(gpu) + self.activations
 
     def tokens(self, cache_bytes: int) -> int:
         """How many tokens an engine keeps whose workers have so much for keys and values."""
@@ -58,7 +69,9 @@ def quantisation(rollout: RolloutConfig, dtype: torch.dtype) -> Quantisation | N
     return None if chosen is None else Quantisation(chosen, dtype)
 
 
-def rehearse_engine(config: MegarlConfig, hf_config: Mapping[str, Any], dtype: torch.dtype) -> RehearsedEngine:
+def rehearse_engine(
+    config: MegarlConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, gpu_bytes: int
+) -> RehearsedEngine:
     """Rehearse an engine of a policy that is trained in `dtype`, or count it in closed form where that is not possible.
 
     Raises UserError where the engine's arguments, or its cut of the model, are refused by the engine itself.
@@ -67,7 +80,7 @@ def rehearse_engine(config: MegarlConfig, hf_config: Mapping[str, Any], dtype: t
     kind = engine_kind(rollout.engine)
     architecture = replace(read_architecture(hf_config), mtp_layers=0)
     if reason := _why_not_built(kind, rollout):
-        return _in_closed_form(config, rollout, architecture, reason)
+        return _in_closed_form(config, rollout, architecture, gpu_bytes, reason)
     chosen = quantisation(rollout, dtype)
     policy_dtypes = architecture.hf_dtypes(dtype)
     shapes = chosen.number_format.checkpoint(architecture)[0] if chosen else architecture.hf_shapes
@@ -90,9 +103,10 @@ def rehearse_engine(config: MegarlConfig, hf_config: Mapping[str, Any], dtype: t
         longest=largest.longest,
         longest_tokens=largest.longest_tokens,
         data_parallel=len({worker.data_parallel for worker in workers}),
-        share=kind.memory_share(rollout.engine_args),
+        share=kind.memory_share(rollout.engine_args, gpu_bytes, architecture.multi_latent_attention),
         traces=() if reasons else traces,
         why_not_direct="".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:1]),
+        computes_beside=kind.computes_beside,
     )
 
 
@@ -116,7 +130,7 @@ def _why_not_built(kind: EngineKind, rollout: RolloutConfig) -> str:
 
 
 def _in_closed_form(
-    config: MegarlConfig, rollout: RolloutConfig, architecture: Architecture, reason: str
+    config: MegarlConfig, rollout: RolloutConfig, architecture: Architecture, gpu_bytes: int, reason: str
 ) -> RehearsedEngine:
     kind = engine_kind(rollout.engine)
     sizes = kind.sizes(rollout.engine_args)
@@ -130,7 +144,8 @@ def _in_closed_form(
         longest=round(kv_token_bytes(architecture, parallel, sizes.kv_bytes) * tokens),
         longest_tokens=tokens,
         data_parallel=parallel.world_size // parallel.tensor_model_parallel_size,
-        share=kind.memory_share(rollout.engine_args),
+        share=kind.memory_share(rollout.engine_args, gpu_bytes, architecture.multi_latent_attention),
         traces=(),
         why_not_direct=reason,
+        computes_beside=kind.computes_beside,
     )

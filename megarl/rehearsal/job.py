@@ -66,7 +66,7 @@ def rehearse_job(
     policy, size = models[0], micro_batch_size(config)
     # Beside each other: both wait for a process of theirs.
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(rehearse_engine, config, hf_config, policy.options.params_dtype)
+        coming = pool.submit(rehearse_engine, config, hf_config, policy.options.params_dtype, gpu.memory)
         found = {trained.name: rehearse_model(trained, size) for trained in models}
         engine = coming.result()
     architecture = replace(policy.architecture(), mtp_layers=0)
@@ -92,7 +92,7 @@ def job_needs(
     policy, ranks = models[0], found[POLICY]
     # A rank and engines that share a GPU for good.
     engines = round(1 / config.cluster.gpu_share) - 1
-    whole = engines * (gpu.room_of(engine.share) + refit.of_worker)
+    whole = engines * (engine.taken(gpu) + refit.of_worker)
     of_policy = _by_part(ranks, beside_ranks(refit, takes_turns=takes_turns, whole_engine=whole))
     together = {name: pairs for name, pairs in found.items() if name in sharing}
     needs: list[Need] = []

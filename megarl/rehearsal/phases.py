@@ -52,8 +52,7 @@ def engine_needs(engine: RehearsedEngine, refit: RehearsedRefit, gpu: Gpu, *, bu
     """
     who = f"each of {engine.workers} workers" if engine.workers > 1 else "its worker"
     own = {"weights": engine.weights, "activations": engine.activations}
-    share = gpu.room_of(engine.share)
-    yield Need(_ENGINE, "longest response", who, {**own, _CACHE: engine.longest}, share)
+    yield Need(_ENGINE, "longest response", who, {**own, _CACHE: engine.longest}, engine.taken(gpu))
     cache = max(cache_bytes(engine, gpu), engine.longest)
     buckets = {_BUCKETS: refit.of_worker + buckets_of_ranks}
     yield Need(_ENGINE, "rollout", who, {**own, _CACHE: cache, **buckets}, gpu.room)
@@ -108,7 +107,7 @@ def most_beside(ranks: RankPairs, others: Mapping[str, Mapping[int, int]]) -> di
 
 def cache_bytes(engine: RehearsedEngine, gpu: Gpu) -> int:
     """Bytes that a worker's share leaves for keys and values."""
-    return gpu.room_of(engine.share) - engine.weights - engine.activations
+    return engine.room(gpu) - engine.weights
 
 
 def say_who(each: DistinctRank) -> str:

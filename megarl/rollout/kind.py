@@ -154,8 +154,11 @@ class EngineKind:
     """With these environment variables an engine listens on this machine alone."""
     kernel_folders: Mapping[str, str] = field(default_factory=dict)
     """Environment variable -> name of a folder, of kernels that an engine compiles and would keep at home."""
-    memory_share: Callable[[Arguments], float] = lambda _arguments: 0.9
-    """Share of a GPU that an engine with these arguments takes."""
+    memory_share: Callable[[Arguments, float, bool], float] = lambda _arguments, _memory_bytes, _is_latent: 0.9
+    """Share that an engine with these arguments takes of a GPU of so many bytes; the last says whether its model has
+    latent attention."""
+    computes_beside: bool = False
+    """Whether that share is for weights, keys and values alone, and what it computes with lies beside it."""
     prefill_tokens: Callable[[Arguments], int] = lambda _arguments: 8192
     """How many tokens of prompts an engine with these arguments computes at a time, on a GPU of 80 GB."""
     gpu_share: Callable[[float], Arguments] = lambda _share: {}

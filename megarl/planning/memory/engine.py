@@ -42,18 +42,24 @@ def engine_memory(
     utilization: float,
     prefill_tokens: int,
     kv_bytes: int = _BF16,
+    computes_beside: bool = False,
 ) -> EngineMemory:
     """Memory of one rank of an engine with the sizes `parallel`, which takes `utilization` of a GPU of `memory_bytes`.
 
-    The engine computes `prefill_tokens` of prompts at a time; one number of keys and values takes `kv_bytes`.
+    The engine computes `prefill_tokens` of prompts at a time; one number of keys and values takes `kv_bytes`. With
+    `computes_beside` its share is of what CUDA leaves, and for weights, keys and values alone.
     """
     weights = engine_weight_bytes(rank_weights(architecture, parallel, 0), number_format)
     widths = engine_activation_bytes(architecture, prefill_tokens)
+    if computes_beside:
+        room = utilization * (memory_bytes - _CONTEXT_BYTES)
+    else:
+        room = utilization * memory_bytes - widths - _CONTEXT_BYTES
     return EngineMemory(
         weights=round(weights),
         working=round(widths + _CONTEXT_BYTES),
         kv_token=kv_token_bytes(architecture, parallel, kv_bytes),
-        kv_cache=round(utilization * memory_bytes - weights - widths - _CONTEXT_BYTES),
+        kv_cache=round(room - weights),
         attention_ranks=parallel.world_size // parallel.tensor_model_parallel_size,
     )
 

@@ -29,6 +29,8 @@ class EngineOptions:
     """Bytes of a number of keys and values."""
     prefill_tokens: int = 16384
     """Tokens of prompts that are computed at a time: vLLM's `max_num_batched_tokens`."""
+    computes_beside: bool = False
+    """See `EngineKind.computes_beside`."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ class StepPrediction:
             utilization=self.step.engine.utilization,
             prefill_tokens=self.step.engine.prefill_tokens,
             kv_bytes=self.step.engine.kv_bytes,
+            computes_beside=self.step.engine.computes_beside,
         )
 
     @property

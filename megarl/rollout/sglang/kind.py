@@ -21,6 +21,7 @@ from megarl.rollout.kind import (
 )
 from megarl.rollout.refusal_reasons import DRAFT, MOVED_EXPERTS, OTHER_DISTRIBUTION, OUTLIVES_WEIGHTS, SET_BY_MEGARL
 from megarl.rollout.sglang.installation import KERNELS, OF_MEGARL, SET_UP, installed_versions
+from megarl.rollout.sglang.static_memory import static_share
 from megarl.rollout.slot_limits import SlotLimits
 from megatron_ext.options.refusal import Refusal, refuse
 
@@ -45,7 +46,9 @@ MAX_RUNNING_REQUESTS = 512
 SGLang's own choice, 2,048 or more by the memory that it finds, is known to its server alone."""
 LARGEST_GRAPH = "cuda_graph_max_bs_decode"
 """The argument that says for how many samples at most an engine has CUDA graphs."""
-GRAPH_CHOICES = (LARGEST_GRAPH, "cuda_graph_bs_decode", "disable_cuda_graph", "disable_decode_cuda_graph")
+GRAPH_SIZES = "cuda_graph_bs_decode"
+"""The argument that lists all sizes."""
+GRAPH_CHOICES = (LARGEST_GRAPH, GRAPH_SIZES, "disable_cuda_graph", "disable_decode_cuda_graph")
 """Arguments of which each says for itself which graphs there are; `cuda_graph_config` wins over them by itself."""
 CHUNKED_PREFILL_SIZE = 8192
 """Tokens of prompts that are computed at a time, unless `chunked_prefill_size` says otherwise: SGLang's own choice on
@@ -221,8 +224,13 @@ def _workers(arguments: Arguments) -> int:
     return math.prod(arguments.get(f"{kind}_size", 1) or 1 for kind in ("tp", "pp", "dp"))
 
 
-def _share(arguments: Arguments) -> float:
-    return arguments.get("mem_fraction_static") or 0.9
+def _share(arguments: Arguments, memory_bytes: float, is_latent: bool) -> float:
+    if given := arguments.get("mem_fraction_static"):
+        return given
+    sizes = arguments.get(GRAPH_SIZES)
+    largest = max(sizes) if sizes else arguments.get(LARGEST_GRAPH)
+    samples = arguments.get("max_running_requests", MAX_RUNNING_REQUESTS) or 0
+    return static_share(arguments, memory_bytes, is_latent=is_latent, largest_graph=largest or samples)
 
 
 def _prefill_tokens(arguments: Arguments) -> int:
@@ -361,6 +369,7 @@ SGLANG = EngineKind(
     quantised=_quantised,
     number_formats=("fp8_block", "fp8_block_ue8m0"),
     memory_share=_share,
+    computes_beside=True,
     prefill_tokens=_prefill_tokens,
     kernel_folders={"SGLANG_CACHE_DIR": "sglang", "SGLANG_JIT_CACHE_DIR": "sglang/jit"},
     gpu_share=lambda share: {"mem_fraction_static": share},

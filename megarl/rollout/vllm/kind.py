@@ -159,7 +159,7 @@ def _tiny(arguments: Arguments) -> Arguments:
     return {**two_at_most(arguments, [f"{kind}_parallel_size" for kind in ("data", "tensor", "pipeline")]), **machines}
 
 
-def _share(arguments: Arguments) -> float:
+def _share(arguments: Arguments, _memory_bytes: float, _is_latent: bool) -> float:
     return arguments.get("gpu_memory_utilization") or GPU_MEMORY_UTILIZATION
 
 

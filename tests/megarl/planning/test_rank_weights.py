@@ -56,6 +56,10 @@ def test_an_engine_in_fp8_has_the_bytes_of_its_formats(sizes: ParallelSizes) -> 
     expected = sum(held[each.hf_name].held(each.hf_box) for each in shard.placements)
     assert found.weights == pytest.approx(expected, rel=0.03)
     assert found.weights + found.working + found.kv_cache == pytest.approx(0.9 * 141e9)
+    beside = engine_memory(
+        architecture, sizes, FP8_BLOCK, memory_bytes=141e9, utilization=0.9, prefill_tokens=8192, computes_beside=True
+    )
+    assert beside.weights + beside.kv_cache == pytest.approx(0.9 * (141e9 - 3e9))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

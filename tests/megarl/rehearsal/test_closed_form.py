@@ -9,7 +9,8 @@ from megarl.rehearsal.engine import RehearsedEngine, rehearse_engine
 
 def counted(*words: str) -> RehearsedEngine:
     given = ["model.path=m", "output_dir=o", "rollout.engine=sglang", "~rollout.engine_args", *words]
-    return rehearse_engine(compose("grpo_qwen3_1_7b", given), known_model("qwen3_1_7b"), torch.bfloat16)
+    config = compose("grpo_qwen3_1_7b", given)
+    return rehearse_engine(config, known_model("qwen3_1_7b"), torch.bfloat16, gpu_bytes=80 * 2**30)
 
 
 def test_keys_and_values_in_fp8_take_half_as_much() -> None:
@@ -17,3 +18,9 @@ def test_keys_and_values_in_fp8_take_half_as_much() -> None:
     assert "no worker of" in whole.why_not_direct
     assert half.longest == whole.longest / 2
     assert half.weights == whole.weights
+
+
+def test_an_engine_takes_the_share_that_it_would_choose_on_this_gpu() -> None:
+    assert counted().share == 0.824
+    assert counted("+rollout.engine_args.mem_fraction_static=0.5").share == 0.5
+    assert counted().computes_beside

@@ -126,6 +126,9 @@ def test_a_critic_on_gpus_of_its_own_is_beside_nobody() -> None:
         (replace(ENGINE, longest=45), "longest response", -5),
         (replace(ENGINE, weights=90), "longest response", -29),
         (replace(ENGINE, share=0.99), "rollout", -6),
+        # A share of what is not kept free, for weights, keys and values alone.
+        (replace(ENGINE, share=0.5, computes_beside=True, longest=30), "longest response", -10),
+        (replace(ENGINE, share=0.9, computes_beside=True), "rollout", -3),
     ],
 )
 def test_an_engine_fits_with_its_longest_response_into_its_share_and_with_that_into_its_gpu(

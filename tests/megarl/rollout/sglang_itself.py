@@ -1,14 +1,17 @@
 """Program: print what the installed SGLang has and does itself, as JSON.
 
-It runs in the environment that has SGLang: `python sglang_itself.py`.
+It runs in the environment that has SGLang: `python sglang_itself.py FOLDER ...`, folders of models.
 """
 
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,13 +21,18 @@ from torch import distributed as dist
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout.protocol import UpdateError
 from megarl.rollout.sglang import cpu, hooks
+from megarl.rollout.sglang.arguments import server_arguments
 from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT, CallFolder
+from megarl.rollout.sglang.kind import SGLANG
+from megatron_ext import device
 
 cpu.install()
 
 from sglang.kernels.ops.gemm import bf16_fp32  # noqa: E402 (what it needs is above)
 from sglang.srt import runtime_context  # noqa: E402
+from sglang.srt.arg_groups import memory_hook, pipeline  # noqa: E402
 from sglang.srt.arg_groups.arg_utils import record_fields  # noqa: E402
+from sglang.srt.arg_groups.model_override_base import resolving_view  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.environ import EnvField, Envs  # noqa: E402
 from sglang.srt.layers.moe import topk  # noqa: E402
@@ -155,6 +163,59 @@ def seconds_of_an_answer_before_all_released():
     return said[1] - said[0]
 
 
+class SettledError(Exception):
+    """SGLang has chosen how much memory it takes."""
+
+
+SHARES = (
+    {},
+    {"tp_size": 8, "max_running_requests": 96},
+    {"chunked_prefill_size": 4096, "max_total_tokens": 3000},
+    {"chunked_prefill_size": -1, "max_prefill_tokens": 16384},
+    {"disable_cuda_graph": True},
+    {"disable_prefill_cuda_graph": True},
+    {"cuda_graph_backend_decode": "disabled"},
+    {"cuda_graph_bs_decode": [1, 8, 64]},
+    {"max_running_requests": None},
+    {"max_running_requests": None, "tp_size": 4},
+)
+"""Arguments on which the share depends that SGLang takes of a GPU."""
+
+
+def share_of(folder, arguments, mib):
+    """SGLang's own choice of `mem_fraction_static`, for a GPU of so many MiB."""
+    given = ServerArgs(**{**server_arguments(folder, arguments, 1, "key"), "device": "cuda"})
+    run, found = pipeline.run_hook, []
+
+    def until_settled(hook, record):
+        run(hook, record)
+        if hook is memory_hook.handle_gpu_memory_settings:
+            found.append(resolving_view(record).mem_fraction_static)
+            raise SettledError
+
+    with (
+        mock.patch.object(memory_hook, "get_device_memory_capacity", return_value=mib),
+        mock.patch.object(pipeline, "run_hook", until_settled),
+        suppress(SettledError),
+    ):
+        given.resolve_once()
+    return found[0]
+
+
+def shares(folders):
+    """Share by SGLang and by us, of GPUs of 16, 24, 46, 80, 141 and 180 GiB, for a model of each folder."""
+    found = []
+    with mock.patch.object(device, "backend", return_value="nccl"):
+        for folder, arguments, mib in product(folders, SHARES, (16384, 24564, 46068, 81559, 143771, 183359)):
+            # By itself on a GPU alone.
+            switched_off = {"disable_cuda_graph", "disable_prefill_cuda_graph"} & arguments.keys()
+            given = arguments if switched_off else {"cuda_graph_backend_prefill": "breakable", **arguments}
+            is_latent = "kv_lora_rank" in json.loads((Path(folder) / "config.json").read_text())
+            by_us = SGLANG.memory_share(arguments, mib * 2**20, is_latent)
+            found.append((Path(folder).name, str(arguments), mib, share_of(Path(folder), given, mib), by_us))
+    return found
+
+
 def main():
     with tempfile.TemporaryDirectory() as folder:
         os.environ[FOLDER_VARIABLE] = folder
@@ -165,6 +226,7 @@ def main():
     early.append(seconds_of_an_answer_before_all_released())
     found = {
         "early": early,
+        "shares": shares(sys.argv[1:]),
         "updates": answers,
         "ends": ends(),
         "choices in the kernel": choices_in_the_kernel(),

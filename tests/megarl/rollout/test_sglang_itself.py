@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.environment import WITHHELD
@@ -23,11 +24,14 @@ MADE_BY_ITSELF = {
 
 
 @pytest.fixture(scope="module")
-def itself():
+def itself(tmp_path_factory):
+    folders = [write_tiny_model(name, tmp_path_factory.mktemp(name)) for name in ("qwen3", "deepseek_v3")]
     python, paths = installation.installation()
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
     program = Path(__file__).with_name("sglang_itself.py")
-    printed = subprocess.run([python, program], env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    printed = subprocess.run(
+        [python, program, *folders], env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
     return json.loads(printed.splitlines()[-1])
 
 
@@ -93,3 +97,8 @@ def test_memory_was_released_by_all_workers_when_one_says_so(itself):
     by_itself, with_hooks = itself["early"]
     assert by_itself > 1
     assert abs(with_hooks) < 0.5
+
+
+def test_the_share_of_a_gpu_that_it_takes_is_known(itself):
+    assert len(itself["shares"]) == 120
+    assert [each for each in itself["shares"] if each[3] != each[4]] == []
