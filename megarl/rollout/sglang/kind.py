@@ -70,6 +70,11 @@ EXPERT_KERNELS = (
     *("aiter", "intel_xpu"),
 )
 """Values of `moe_runner_backend` but hpc_ops, of whose padded scales CUDA graphs read the first copy for ever."""
+EXPERT_EXCHANGES = (
+    *("none", "deepep", "deepep_v2", "mooncake", "nixl", "mori", "pplx", "flashinfer", "flashinfer_megamoe"),
+    *("ascend_fuseep", "ascend_tp"),
+)
+"""Values of `moe_a2a_backend` but megamoe, which puts the rows of experts in another order at the start alone."""
 _READ_IN_FORMATS = ("auto", "safetensors", "dummy")
 _READERS = (*_READ_IN_FORMATS, "fastsafetensors", "instanttensor", "runai_streamer")
 
@@ -124,6 +129,10 @@ _REFUSED: Mapping[str, Refusal] = {
         (None, "off"),
     ),
     "moe_runner_backend": Refusal(_COPIES, (None, *EXPERT_KERNELS)),
+    "moe_a2a_backend": Refusal(
+        "it puts the rows of experts in an order of its own when they are loaded, and never those that come later",
+        (None, *EXPERT_EXCHANGES),
+    ),
     "enable_nvidia_megakernel": Refusal(_COPIES),
     "enable_amd_monokernel": Refusal(_COPIES),
     "enable_paged_experts": Refusal(_COPIES),

@@ -36,7 +36,7 @@ from sglang.srt.arg_groups.model_override_base import resolving_view  # noqa: E4
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.environ import EnvField, Envs  # noqa: E402
 from sglang.srt.layers.moe import topk  # noqa: E402
-from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType  # noqa: E402
+from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend, RoutingMethodType  # noqa: E402
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput  # noqa: E402
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager  # noqa: E402
 from sglang.srt.model_executor.model_runner_components import weight_updater  # noqa: E402
@@ -231,6 +231,7 @@ def main():
         "ends": ends(),
         "choices in the kernel": choices_in_the_kernel(),
         "expert kernels": [each.value for each in MoeRunnerBackend],
+        "expert exchanges": [each.value for each in MoeA2ABackend],
         "variables": [name for name, field in vars(Envs).items() if isinstance(field, EnvField)],
         "arguments": [field.name for field in record_fields(ServerArgs)],
         "sampling": {name: getattr(SamplingParams(), name) for name in SamplingParams.__struct_fields__},

@@ -44,6 +44,7 @@ def test_what_megarl_sets_cannot_be_given(folders):
     refused = {"speculative_algorithm": "EAGLE", "dp_size": 2, "kv_cache_dtype": "fp8_e5m2", "schedule_policy": "lpm"}
     refused["max_queued_requests"] = 4
     refused["moe_runner_backend"] = "hpc_ops"
+    refused["moe_a2a_backend"] = "megamoe"
     for name, value in refused.items():
         with pytest.raises(UserError, match=name):
             SGLANG.check({name: value})

@@ -11,7 +11,7 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.environment import WITHHELD
-from megarl.rollout.sglang.kind import EXPERT_KERNELS, GRAPH_CHOICES, SGLANG
+from megarl.rollout.sglang.kind import EXPERT_EXCHANGES, EXPERT_KERNELS, GRAPH_CHOICES, SGLANG
 from megarl.rollout.sglang.samples import NEUTRAL, Limits, question
 
 pytestmark = pytest.mark.sglang
@@ -49,6 +49,8 @@ def test_variables_that_no_server_sees_are_variables_that_it_would_read(itself):
 
 def test_all_kernels_of_experts_but_one_may_be_chosen(itself):
     assert {*EXPERT_KERNELS, "hpc_ops"} == {*itself["expert kernels"]}
+    # The last is for those who bring one of their own.
+    assert {*EXPERT_EXCHANGES, "megamoe", "customized"} == {*itself["expert exchanges"]}
 
 
 def test_experts_are_chosen_where_they_are_told_of(itself):
