@@ -20,7 +20,7 @@ from torch import distributed as dist
 
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.rollout.protocol import UpdateError
-from megarl.rollout.sglang import cpu, hooks
+from megarl.rollout.sglang import cpu, hooks, tracing
 from megarl.rollout.sglang.arguments import server_arguments
 from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT, CallFolder
 from megarl.rollout.sglang.kind import SGLANG
@@ -37,6 +37,7 @@ from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 from sglang.srt.environ import EnvField, Envs  # noqa: E402
 from sglang.srt.layers.moe import topk  # noqa: E402
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend, RoutingMethodType  # noqa: E402
+from sglang.srt.layers.quantization import fp8  # noqa: E402
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput  # noqa: E402
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager  # noqa: E402
 from sglang.srt.model_executor.model_runner_components import weight_updater  # noqa: E402
@@ -163,6 +164,43 @@ def seconds_of_an_answer_before_all_released():
     return said[1] - said[0]
 
 
+def experts_in_blocks():
+    """Kernel of experts -> whether SGLang leaves them as they were loaded in block FP8, and our reason if it may not.
+
+    As on a GPU, without one: on a CPU it packs them for instructions that this one may lack.
+    """
+    found = {}
+    for backend in MoeRunnerBackend:
+        method = object.__new__(fp8.Fp8MoEMethod)
+        method.__dict__ |= dict.fromkeys(("is_fp4_expert", "use_mxfp8", "convert_mxfp8_to_block"), False)
+        method.block_quant = method._owns_moe_runner = True
+        method.quant_config = SimpleNamespace(weight_block_size=[128, 128], is_checkpoint_fp8_serialized=True)
+        method.moe_runner_config = SimpleNamespace(**dict.fromkeys(("gemm1_alpha", "gemm1_beta", "swiglu_limit")))
+        method.moe_runner_config.gemm1_clamp_limit = None
+        method.runner = SimpleNamespace(runner_backend=backend)
+        layer = torch.nn.Module()
+        layer.num_local_experts, layer.quant_method = 2, method
+        for name, shape in {"w13_weight": (2, 512, 256), "w2_weight": (2, 256, 256)}.items():
+            scales = torch.rand(shape[0], shape[1] // 128, shape[2] // 128)
+            setattr(layer, name, torch.nn.Parameter(torch.randn(shape).to(torch.float8_e4m3fn), requires_grad=False))
+            setattr(layer, f"{name}_scale_inv", torch.nn.Parameter(scales, requires_grad=False))
+        before = {name: (each, each.data_ptr(), each.float()) for name, each in layer.named_parameters()}
+        with (
+            mock.patch.object(fp8, "_is_cpu", False),
+            mock.patch.object(fp8, "get_moe_runner_backend", return_value=backend),
+            mock.patch.object(fp8.Fp8MoEMethod, "_prepare_hpc_ops_weights"),
+        ):
+            method.process_weights_after_loading(layer)
+            reason = tracing._reason(layer)
+        after = dict(layer.named_parameters())
+        is_kept = all(
+            after[name] is each and each.data_ptr() == place and torch.equal(each.float(), values)
+            for name, (each, place, values) in before.items()
+        )
+        found[backend.value] = (is_kept and before.keys() == after.keys(), reason)
+    return found
+
+
 class SettledError(Exception):
     """SGLang has chosen how much memory it takes."""
 
@@ -231,6 +269,7 @@ def main():
         "ends": ends(),
         "choices in the kernel": choices_in_the_kernel(),
         "expert kernels": [each.value for each in MoeRunnerBackend],
+        "experts in blocks": experts_in_blocks(),
         "expert exchanges": [each.value for each in MoeA2ABackend],
         "variables": [name for name, field in vars(Envs).items() if isinstance(field, EnvField)],
         "arguments": [field.name for field in record_fields(ServerArgs)],

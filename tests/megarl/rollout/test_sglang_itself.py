@@ -53,6 +53,13 @@ def test_all_kernels_of_experts_but_one_may_be_chosen(itself):
     assert {*EXPERT_EXCHANGES, "megamoe", "customized"} == {*itself["expert exchanges"]}
 
 
+def test_experts_in_blocks_are_written_straight_where_sglang_leaves_them_as_they_were_loaded(itself):
+    found = itself["experts in blocks"]
+    straight = {backend for backend, (_, reason) in found.items() if reason is None}
+    assert straight == {"triton", "flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm"}
+    assert all(is_kept for is_kept, reason in found.values() if reason is None)
+
+
 def test_experts_are_chosen_where_they_are_told_of(itself):
     assert itself["choices in the kernel"] == [True, False]
 
