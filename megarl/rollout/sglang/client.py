@@ -66,10 +66,19 @@ class Client:
 
     def close(self) -> None:
         """End what is under way, and the thread."""
-        self.begin(self._session.close()).result()
+        self.begin(self._end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end(self) -> None:
+        await self._session.close()
+        # A loop that stops with work in it complains of that work when it is collected.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for work in left:
+            work.cancel()
+        if left:
+            await asyncio.wait(left)
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
         try:

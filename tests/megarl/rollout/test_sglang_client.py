@@ -1,5 +1,6 @@
 """The client of SGLang's server: lines of a stream, of any length and in any pieces."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,3 +62,10 @@ def test_answers_come_in_any_pieces(client: Client) -> None:
 def test_a_refusal_in_the_middle_is_the_servers_own(client: Client) -> None:
     with pytest.raises(CallRefusedError, match=r"^/refused: too long$"):
         answers(client, "/refused")
+
+
+def test_what_is_under_way_ends_with_the_client() -> None:
+    client = Client("http://127.0.0.1:9", "key")
+    under_way = client.begin(asyncio.sleep(3600))
+    client.close()
+    assert under_way.cancelled()
