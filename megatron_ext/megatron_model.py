@@ -18,6 +18,7 @@ from converters.layouts.megatron import ModuleNames
 from megatron_ext import compat, device
 from megatron_ext.attention.context_parallel import cut
 from megatron_ext.checkpoint.distributed_weights import load_distributed
+from megatron_ext.delayed_scales import DelayedScales
 from megatron_ext.forward import (
     forward,
     forward_backward,
@@ -83,6 +84,7 @@ class MegatronModel:
         self.adapters: Adapters | None = None
         """Set by `add_adapters`."""
         self._weights_are_complete = True
+        self._scales = DelayedScales(self.bare_chunks, options)
         self.chunks: Sequence[Wrapped] = []
         """The chunks with their buffers; none before `prepare_training`."""
         self.residence = OffloadableState(self._weight_tensors)
@@ -214,6 +216,7 @@ class MegatronModel:
         `micro_batches` lists the sequences of each micro-batch. None on all but the last pipeline stage.
         """
         packed = self.micro_batches_of(batch, micro_batches)
+        self._scales.learn(packed)
         predictions = forward(self.bare_chunks, packed, predict_labels(temperature))
         if not predictions:
             return None
@@ -232,6 +235,7 @@ class MegatronModel:
         Needs a model with a value head. None on all but the last pipeline stage.
         """
         packed = self.micro_batches_of(batch, micro_batches)
+        self._scales.learn(packed)
         values = forward(self.bare_chunks, packed, predict_values)
         return _unpack_all(values, packed, batch, micro_batches) if values else None
 
@@ -241,6 +245,7 @@ class MegatronModel:
         Needs a model with a value head. None on all but the last pipeline stage.
         """
         packed = self.micro_batches_of(batch, micro_batches)
+        self._scales.learn(packed)
         values = forward(self.bare_chunks, packed, predict_values)
         if not values:
             return None
@@ -267,6 +272,7 @@ class MegatronModel:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         packed = self.micro_batches_of(batch, micro_batches, are_counted=True)
+        self._scales.learn(packed)
         counting = self._balance.step(batch.lengths, lambda: forward(self.bare_chunks, packed, predict_nothing))
         with counting, self._expert_load.step():
             if self.trained_mtp_layers:

@@ -9,6 +9,7 @@ from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.config.lora import adapter_options
 from megarl.schema import MegarlConfig
+from megarl.schema.algorithm import RewardModelConfig, TeacherConfig
 from megatron_ext.options.arguments import PARALLEL_FIELDS, split_options
 from megatron_ext.options.options import MegatronOptions, MtpTraining
 from megatron_ext.options.supported_options import check_supported
@@ -35,7 +36,7 @@ def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> M
     _check_sequence_parallel(options)
     ranks = (model.ranks if model else None) or config.cluster.trainer_ranks
     groups = split_options(options)
-    return MegatronOptions(
+    found = MegatronOptions(
         parallel=ParallelSizes(
             world_size=ranks, **{name: value for name, value in options.items() if name in PARALLEL_FIELDS}
         ),
@@ -50,6 +51,13 @@ def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> M
         freeze_moe_router=config.model.freeze_moe_router,
         adapter=None if model else adapter_options(config.lora, config.loop.seed),
     )
+    if isinstance(model, RewardModelConfig | TeacherConfig) and found.scales_by_history:
+        raise UserError(
+            f"megatron.fp8={options['fp8']} with fp8_recipe=delayed, the default, scales by what earlier train steps"
+            " met, and teachers and the reward model take none: set megatron.fp8_recipe=tensorwise, which scales by the"
+            " present numbers, or in the megatron group of that model alone that or fp8=null"
+        )
+    return found
 
 
 def _check_sequence_parallel(options: Mapping[str, Any]) -> None:

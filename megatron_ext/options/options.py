@@ -108,6 +108,11 @@ class MegatronOptions:
             self.parallel.tensor_model_parallel_size
         )
 
+    @property
+    def scales_by_history(self) -> bool:
+        """Whether products of 8 bits are scaled by the largest numbers of earlier train steps: delayed scaling."""
+        return "delayed" in self._recipes().values()
+
     def _recipes(self) -> dict[str, str]:
         """Option -> recipe of the formats of 8 or 4 bits that are on."""
         on = [kind for kind in _DEFAULT_RECIPES if self.transformer.get(kind)]

@@ -1,6 +1,7 @@
 """Values that contradict each other or their meaning are refused, each with its reason."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from converters.errors import UserError
 from megarl.config.compose import compose
 from megarl.config.megatron import megatron_options
 from megarl.config.validate import validate
-from megarl.schema import MegarlConfig
+from megarl.schema import MegarlConfig, RewardModelConfig, TeacherConfig
 
 
 @pytest.fixture
@@ -282,6 +283,21 @@ def test_options_of_megatron_arrive_where_they_belong(make_config: Callable[...,
     assert options.optimizer["clip_grad"] == 0.5
     assert options.scheduler.items() >= {"lr_warmup_steps": 3}.items()
     assert options.transformer == {}
+
+
+@pytest.mark.parametrize("model", [TeacherConfig("t"), RewardModelConfig("r")])
+def test_a_model_that_never_trains_has_no_steps_to_take_scales_from(
+    make_config: Callable[..., MegarlConfig], model: TeacherConfig | RewardModelConfig
+) -> None:
+    config = make_config("+megatron.fp8=hybrid", "model.dtype=bf16")
+    assert megatron_options(config).scales_by_history
+    assert megatron_options(config, config.critic).scales_by_history
+    assert megatron_options(config, config.implicit_reward_model).scales_by_history
+    with pytest.raises(UserError, match=r"^megatron\.fp8=hybrid with fp8_recipe=delayed, the default, .* take none"):
+        megatron_options(config, model)
+    for own in ({"fp8_recipe": "tensorwise"}, {"fp8": None}):
+        assert not megatron_options(config, replace(model, megatron=own)).scales_by_history
+    assert megatron_options(make_config("+megatron.fp8=hybrid", "+megatron.fp8_recipe=tensorwise"), model)
 
 
 MASK = "{kind: token_band, low: 0.5, high: 2}"
