@@ -135,6 +135,7 @@ def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
     """Raise UserError if the model cannot be cut by the parallel layout, or the options are those of another model."""
     megatron_layout(architecture, options.parallel, module_names="local")
     without_model_fields(architecture, options.transformer)
+    options.check_widths(architecture.transformer_config)
     if options.adapter is not None:
         _check_adapter(architecture, options.adapter, options.parallel)
 

@@ -12,8 +12,10 @@ from converters.errors import UserError, did_you_mean
 from converters.layouts.megatron import ParallelSizes
 from megatron_ext.options.supported_options import ADAPTER_IN_ROWS, DETERMINISTIC
 
-_BLOCKS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32, "nvfp4": 32, "custom": 32}
+_BLOCKS = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32, "custom": 32}
 """Rows that matrix products of 8 or 4 bits take at a time, by recipe: Transformer Engine refuses other numbers."""
+_GATHERED = ("hidden_size", "q_lora_rank", "kv_lora_rank")
+"""Fields that say how wide the rows are that ranks of a tensor-parallel group gather."""
 _BIAS_RATE = "moe_router_bias_update_rate"
 _DEFAULT_RECIPES = {"fp8": "delayed", "fp4": "nvfp4"}
 
@@ -107,6 +109,19 @@ class MegatronOptions:
         return max(map(_BLOCKS.__getitem__, self._recipes().values()), default=1) * (
             self.parallel.tensor_model_parallel_size
         )
+
+    def check_widths(self, fields: Mapping[str, Any]) -> None:
+        """Raise UserError for a model with such `fields` whose rows Transformer Engine (to 2.11) does not gather."""
+        tensor = self.parallel.tensor_model_parallel_size
+        if tensor == 1 or "blockwise" not in self._recipes().values():
+            return
+        for name in _GATHERED:
+            if (width := fields.get(name) or 0) % _BLOCKS["blockwise"]:
+                raise UserError(
+                    f"megatron.fp8_recipe=blockwise with megatron.tensor_model_parallel_size={tensor} needs a {name}"
+                    f" that is a multiple of {_BLOCKS['blockwise']}, and that of this model is {width}: take another"
+                    " recipe, such as tensorwise, or no tensor parallelism"
+                )
 
     @property
     def scales_by_history(self) -> bool:

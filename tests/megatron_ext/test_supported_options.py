@@ -11,11 +11,13 @@ import torch
 from given_options import given_options
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
+from small_configs import make_config
 
 from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
+from megarl.models.policy import check_layout
 from megatron_ext.model.model import transformer_config
 from megatron_ext.options.arguments import CLASSES, megatron_fields
 from megatron_ext.options.model_fields import LATENT_ATTENTION_FIELDS, MODEL_CHOICES, MODEL_FIELDS, without_model_fields
@@ -225,8 +227,30 @@ def test_sizes_of_micro_batches_follow_from_the_stages_and_the_recipe() -> None:
     assert options({"tensor_model_parallel_size": 4}).token_multiple == 4
     assert options({"tensor_model_parallel_size": 4}, fp8="e4m3").token_multiple == 64
     assert options({}, fp8="hybrid", fp8_recipe="mxfp8").token_multiple == 32
+    assert options({"tensor_model_parallel_size": 4}, fp8="e4m3", fp8_recipe="blockwise").token_multiple == 512
     assert options({}, fp8=None, fp8_recipe="mxfp8").token_multiple == 1
     assert options({}, fp4="e2m1").token_multiple == 32
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "says"),
+    [
+        ("qwen3", {"hidden_size": 2880}, "hidden_size that is a multiple of 128, and that of this model is 2880:"),
+        ("deepseek_v3", {"hidden_size": 256, "q_lora_rank": 96, "kv_lora_rank": 128}, "q_lora_rank .* is 96:"),
+        ("deepseek_v3", {"hidden_size": 256, "q_lora_rank": None, "kv_lora_rank": 64}, "kv_lora_rank .* is 64:"),
+    ],
+)
+def test_rows_that_are_no_whole_blocks_are_not_gathered(family: str, fields: dict[str, Any], says: str) -> None:
+    def check(tensor: int, recipe: str, **others: int) -> None:
+        sizes = ParallelSizes(world_size=2, tensor_model_parallel_size=tensor)
+        given = MegatronOptions(sizes, torch.bfloat16, transformer={"fp8": "e4m3", "fp8_recipe": recipe})
+        check_layout(read_architecture({**make_config(family), **fields, **others}), given)
+
+    with pytest.raises(UserError, match=f"^megatron.fp8_recipe=blockwise with .* needs a {says}"):
+        check(2, "blockwise")
+    check(1, "blockwise")
+    check(2, "tensorwise")
+    check(2, "blockwise", **dict.fromkeys(fields, 128))
 
 
 @pytest.mark.parametrize(
