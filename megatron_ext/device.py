@@ -123,6 +123,11 @@ def cuda_version() -> str:
     return torch.version.cuda or ""
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """NVIDIA's number of the kind of this process's GPU, such as (9, 0) for an H100; None without a GPU."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 def has_e4m3(where: torch.device) -> bool:
     """Whether a device converts numbers to e4m3 by itself: GPUs from compute capability 8.9."""
     return where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 9)

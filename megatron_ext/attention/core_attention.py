@@ -3,10 +3,15 @@
 Transformer Engine's support depends on its version, cuDNN's and the GPU: packed sequences (THD) whose values are
 narrower than their keys, as in multi-latent attention, end in an error on some. So one small pass forward and backward
 is made before the model is.
+
+Where nothing else can, Transformer Engine multiplies whole matrices of scores, and pads all sequences of a micro-batch
+to its longest: one of 8,192 tokens beside thirty short ones takes 67 GB. None is chosen that only this computes.
 """
 
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -25,26 +30,56 @@ from megatron_ext.attention.packed_attention import PackedAttention
 
 logger = logging.getLogger(__name__)
 
+_UNFUSED = "NVTE_UNFUSED_ATTN"
+"""Variable that lets Transformer Engine multiply whole matrices of scores; megatron-core sets it."""
 _LENGTHS = (40, 24)
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4}
 """Largest error of outputs and gradients, whose size is about 1."""
 
 
 def needs_preflight(config: TransformerConfig) -> bool:
-    """Whether Transformer Engine may be without a kernel: for values narrower than keys, and for float32."""
-    return bool(config.multi_latent_attention) or config.params_dtype == torch.float32
+    """Whether Transformer Engine may be without a kernel: for narrower values than keys, float32, or this GPU."""
+    return bool(config.multi_latent_attention) or config.params_dtype == torch.float32 or _may_lack_kernel(config)
+
+
+def _may_lack_kernel(config: TransformerConfig) -> bool:
+    """Whether cuDNN's attention does not train with packed sequences here, as Transformer Engine knows it (2.11)."""
+    capability = device.compute_capability()
+    if capability is None:
+        return False
+    is_hopper = capability[0] == 9
+    return (
+        capability < (9, 0)
+        or capability == (12, 0)
+        or (config.deterministic_mode and not is_hopper)
+        or config.kv_channels > (256 if is_hopper else 128)
+    )
 
 
 def core_attention(fused: type[nn.Module], config: TransformerConfig) -> type[nn.Module]:
     """`fused`, or with values padded to the width of the keys, or plain torch: the first that is right on this device.
 
-    Transformer Engine may use the kernels that the configuration chooses, here and afterwards.
+    Transformer Engine may use the kernels that the configuration chooses, here and afterwards; here none that keeps
+    scores, unless that is what it chooses.
 
     Raises UserError if none is.
     """
     # megatron-core says it in the environment, and not before it makes the model: too late for a pass without one.
     LanguageModule._set_attention_backend(SimpleNamespace(config=config))
-    return _first_that_works((fused, with_padded_values(fused), PackedAttention), config)
+    with _without_kept_scores(config):
+        return _first_that_works((fused, with_padded_values(fused), PackedAttention), config)
+
+
+@contextmanager
+def _without_kept_scores(config: TransformerConfig) -> Iterator[None]:
+    """Inside, Transformer Engine has an error in place of whole matrices of scores."""
+    chosen = os.environ[_UNFUSED]
+    if config.attention_backend != AttnBackend.unfused:
+        os.environ[_UNFUSED] = "0"
+    try:
+        yield
+    finally:
+        os.environ[_UNFUSED] = chosen
 
 
 def _first_that_works(candidates: Sequence[type[nn.Module]], config: TransformerConfig) -> type[nn.Module]:

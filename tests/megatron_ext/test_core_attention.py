@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
+from megatron_ext import device
 from megatron_ext.attention import core_attention as choosing
 from megatron_ext.attention.core_attention import core_attention, needs_preflight, why_not, with_padded_values
 from megatron_ext.attention.packed_attention import PackedAttention
@@ -85,14 +86,38 @@ class OfFlashAttention(PackedAttention):
         return super().forward(query, key, value, *arguments, **options)
 
 
+class WithoutKernel(PackedAttention):
+    """As where cuDNN has no kernel and flash-attn is not installed: all scores are kept, if they may be."""
+
+    def forward(self, *arguments, **options):
+        if os.environ["NVTE_UNFUSED_ATTN"] != "1":
+            raise ValueError("No dot product attention backend is available for the provided inputs")
+        return super().forward(*arguments, **options)
+
+
+class WithFlashAttention(PackedAttention):
+    """As where cuDNN has no kernel and flash-attn is installed."""
+
+    def forward(self, *arguments, **options):
+        if "1" not in (os.environ["NVTE_FLASH_ATTN"], os.environ["NVTE_UNFUSED_ATTN"]):
+            raise ValueError("No dot product attention backend is available for the provided inputs")
+        return super().forward(*arguments, **options)
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Variables of kernels, unset, and as they were when the test ends."""
+    for name in KERNELS:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("backend", "chosen"),
     [("flash", "PaddedValuesOfFlashAttention"), ("fused", "OfFlashAttention"), ("auto", "OfFlashAttention")],
 )
-def test_the_pass_is_made_with_the_kernels_that_the_configuration_chooses(backend, chosen, monkeypatch):
-    for name in KERNELS:
-        monkeypatch.setenv(name, "")  # so that it is as it was when the test ends
-        monkeypatch.delenv(name)
+def test_the_pass_is_made_with_the_kernels_that_the_configuration_chooses(backend, chosen):
     with_backend = replace(config("deepseek_v3"), attention_backend=AttnBackend[backend])
     assert core_attention(OfFlashAttention, with_backend).__name__ == chosen
     expected = {"flash": ["1", "0", "0"], "fused": ["0", "1", "0"], "auto": ["1", "1", "1"]}
@@ -147,6 +172,52 @@ def test_a_pass_is_made_only_where_a_kernel_may_be_missing():
     assert needs_preflight(config("deepseek_v3"))
     assert needs_preflight(config("qwen3", torch.float32))
     assert not needs_preflight(config("qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "fields", "needed"),
+    [
+        ((8, 0), {}, True),
+        ((8, 9), {}, True),
+        ((9, 0), {}, False),
+        ((9, 0), {"deterministic_mode": True}, False),
+        ((9, 0), {"kv_channels": 256}, False),
+        ((9, 0), {"kv_channels": 512}, True),
+        ((10, 0), {}, False),
+        ((10, 3), {"kv_channels": 128}, False),
+        ((10, 0), {"kv_channels": 256}, True),
+        ((10, 0), {"deterministic_mode": True}, True),
+        ((12, 0), {}, True),
+        ((12, 1), {}, False),
+    ],
+)
+def test_on_some_gpus_a_kernel_may_be_missing(capability, fields, needed, monkeypatch):
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
+    assert needs_preflight(replace(config("qwen3"), **fields)) is needed
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("core", "family", "backend", "chosen"),
+    [
+        (WithoutKernel, "qwen3", "auto", "PackedAttention"),
+        (WithoutKernel, "deepseek_v3", "auto", "PackedAttention"),
+        (WithoutKernel, "qwen3", "fused", "PackedAttention"),
+        (WithoutKernel, "qwen3", "unfused", "WithoutKernel"),
+        (WithFlashAttention, "qwen3", "auto", "WithFlashAttention"),
+    ],
+)
+def test_scores_are_not_kept_for_want_of_a_kernel(core, family, backend, chosen, monkeypatch, caplog):
+    monkeypatch.setattr(device, "compute_capability", lambda: (8, 0))
+    of_model = replace(config(family), attention_backend=AttnBackend[backend])
+    block = specs.get_gpt_decoder_block_spec(of_model, use_transformer_engine=False, pp_rank=0)
+    layers = [specs._with_core(layer, core) for layer in block.layer_specs]
+    layers = specs._with_working_attention(layers, of_model)
+    assert {layer.submodules.self_attention.submodules.core_attention.__name__ for layer in layers} == {chosen}
+    assert os.environ["NVTE_UNFUSED_ATTN"] == str(int(backend in ("auto", "unfused")))
+    assert [f"attention is computed by {chosen}" in each for each in caplog.messages] == [True] * (
+        core.__name__ != chosen
+    )
 
 
 def test_a_model_with_padded_values_is_the_same_model(tiny_models: dict[str, Path], monkeypatch):
