@@ -64,10 +64,10 @@ def install() -> None:
     rotate_latent_heads_in_whole_blocks()
     if not device.gpus():
         offload_beside_a_cpu()
+    let_routers_multiply_as_torch()
     if device.has_transformer_engine():
         let_output_layer_go_without_apex()
     else:
-        define_router_gemm()
         let_latent_attention_go_without_transformer_engine()
         let_selective_recompute_go_without_transformer_engine()
 
@@ -111,10 +111,12 @@ def let_output_layer_go_without_apex() -> None:
     layers._grad_accum_fusion_available = True
 
 
-def define_router_gemm() -> None:
-    """Without Transformer Engine, `moe_utils` never defines `te_general_gemm`, then asks whether it is None.
+def let_routers_multiply_as_torch() -> None:
+    """Routers multiply by Transformer Engine's `te_general_gemm` where it is installed, in TF32 if both are float32.
 
-    Every MoE forward would end in a NameError.
+    So do those of local modules, which models in float32 get for being multiplied as such. megatron-core 0.16 finds it
+    in Transformer Engine 2.9, 0.19 in later ones, too. Without Transformer Engine `moe_utils` never defines it, then
+    asks whether it is None: every MoE forward would end in a NameError.
     """
     moe_utils.te_general_gemm = None
 

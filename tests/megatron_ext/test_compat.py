@@ -14,6 +14,7 @@ from megatron.core import optimizer as core_optimizer
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.tensor_parallel import layers
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import router_gating_linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from parity import loaded_model
@@ -30,7 +31,7 @@ FAILING_WITHOUT = {
     "let_output_layer_go_without_apex": (
         "test_compat::test_the_output_layer_is_not_asked_for_a_kernel_that_it_never_runs"
     ),
-    "define_router_gemm": "test_compat::test_the_router_computes_without_transformer_engine",
+    "let_routers_multiply_as_torch": "test_compat::test_the_router_multiplies_float32_as_such",
     "let_latent_attention_go_without_transformer_engine": "test_model::test_logits_equal_those_of_transformers",
     "let_selective_recompute_go_without_transformer_engine": (
         "test_recompute::test_recompute_changes_no_gradient_and_keeps_less"
@@ -71,10 +72,24 @@ def test_every_workaround_has_a_test_that_fails_without_it() -> None:
         assert f"def {test}(" in Path(__file__).with_name(f"{file}.py").read_text(), place
 
 
-def test_the_router_computes_without_transformer_engine() -> None:
+def in_tf32(weight: Tensor, tokens: Tensor, *_arguments: Any, **_options: Any) -> list[Tensor]:
+    """As Transformer Engine multiplies float32 numbers: with 10 bits of their mantissas."""
+    rounded = [(each.view(torch.int32) & ~0x1FFF).view(torch.float32) for each in (weight, tokens)]
+    return [rounded[1] @ rounded[0].T]
+
+
+@pytest.mark.parametrize("has_transformer_engine", [False, True])
+def test_the_router_multiplies_float32_as_such(has_transformer_engine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_transformer_engine", lambda: has_transformer_engine)
+    # Put back when the test ends.
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    monkeypatch.setattr(moe_utils, "te_general_gemm", in_tf32, raising=False)
+    if not has_transformer_engine:
+        del moe_utils.te_general_gemm
     compat.install()
     tokens, weight = torch.randn(3, 4), torch.randn(2, 4)
-    torch.testing.assert_close(router_gating_linear(tokens, weight, None, torch.float32), tokens @ weight.T)
+    product = router_gating_linear(tokens, weight, None, torch.float32)
+    torch.testing.assert_close(product, tokens @ weight.T, atol=1e-6, rtol=0)
 
 
 def output_layers_with_fusion(rank: int, sizes: ParallelSizes) -> list[str]:
