@@ -12,6 +12,7 @@ from converters.errors import UserError, did_you_mean
 from megarl.cli.standard_output import watched_output
 from megarl.cli.training import TRAINING_COMMANDS
 from megarl.process.errors import RunFailed, exit_code_of
+from megarl.process.own_programs import find_own_programs
 from megarl.process.raised_limits import raise_limits
 from megarl.process.signals import interruption
 
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = argparse.Namespace(interrupted="interrupted")
     raise_limits()
+    find_own_programs()
     with interruption() as ending:
         try:
             with watched_output():

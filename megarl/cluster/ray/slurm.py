@@ -24,6 +24,7 @@ from converters.errors import UserError
 from megarl.cluster.ray.network_environment import address_of
 from megarl.process.errors import MachinesUnfit, exit_code_of
 from megarl.process.logs import last_lines
+from megarl.process.own_programs import with_programs_of
 from megarl.process.raised_limits import raise_limits
 from megarl.process.scratch import scratch_folder
 from megarl.rollout import ENGINES
@@ -173,7 +174,7 @@ def _environment(temporary: Path) -> dict[str, str]:
     return {
         **os.environ,
         # A container has its own path, in which this Python is not.
-        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+        "PATH": with_programs_of(sys.executable, os.environ),
         "TMPDIR": str(temporary),
         # The workers are the job.
         "RAY_worker_niceness": "0",

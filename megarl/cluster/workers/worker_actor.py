@@ -13,6 +13,7 @@ import ray
 from megarl.cluster.ray.network_environment import network_environment
 from megarl.cluster.workers.long_arrays import taken_out
 from megarl.process.loading import load
+from megarl.process.own_programs import find_own_programs
 from megarl.process.ports import free_port
 from megarl.process.raised_limits import raise_limits
 from megarl.process.writers import end_other_writers
@@ -31,6 +32,7 @@ class WorkerActor:
         # Where others started Ray, the limits may be low: each connection of a rank is an open file, and network cards
         # lock the memory that they read.
         raise_limits()
+        find_own_programs()
         self._object: Any = None
         self._profiler: Any = None
         self._listener: socket.socket | None = None

@@ -61,3 +61,8 @@ def test_a_server_that_sleeps_has_no_expandable_segments(environment, monkeypatc
     monkeypatch.setattr(device, "backend", lambda: "nccl")
     assert environment()[name] == given
     assert environment(**SGLANG.able_to_sleep)[name] == left
+
+
+def test_a_server_finds_the_programs_of_its_own_environment_first(environment, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert environment()["PATH"] == f"{tmp_path}:/usr/bin:/bin"
