@@ -11,6 +11,9 @@ _LARGEST = (16384, 512, 512)
 """The same of larger ones."""
 _GRAPH_SIZES = (range(4, 33, 4), range(48, 257, 16), range(288, 513, 32), range(576, 1025, 64), range(1280, 4097, 256))
 """Tokens for which there are graphs of prompts; above them every 512."""
+_MOST_BY_DEEPEP = 2048
+"""Tokens of the largest graph of prompts with DeepEP; the size of each is a multiple of 8."""
+_DEEPEP = "deepep"
 _DISABLED = "disabled"
 
 
@@ -25,12 +28,15 @@ def static_share(arguments: Mapping[str, Any], memory_bytes: float, *, is_latent
     chunk = arguments.get("chunked_prefill_size") or usual_chunk
     tokens = chunk if chunk > 0 else arguments.get("max_prefill_tokens") or _LARGEST[0]
     kept = 512 + 1.5 * max(tokens, 2048) + tensor / 8 * _GIB_IN_MIB
+    by_deepep = arguments.get("moe_a2a_backend") == _DEEPEP
     has_decode = not _is_off(arguments, "decode")
     kept += 2 * (largest_graph or graphs[tensor >= 4]) * has_decode
     if not _is_off(arguments, "prefill"):
         kept += 1.5 * _GIB_IN_MIB if is_latent else 8 * _graphs_of_prompts(chunk, arguments)
+        kept += _GIB_IN_MIB * by_deepep
     if memory > 60 * _GIB_IN_MIB:
         kept = max(kept, 10 * _GIB_IN_MIB)
+    kept += 2 * _GIB_IN_MIB * (by_deepep and has_decode)
     return round((memory - kept) / memory, 3)
 
 
@@ -43,6 +49,8 @@ def _is_off(arguments: Mapping[str, Any], phase: str) -> bool:
 
 
 def _graphs_of_prompts(chunk: int, arguments: Mapping[str, Any]) -> int:
-    most = min(chunk, arguments.get("max_total_tokens") or chunk)
+    most, step = min(chunk, arguments.get("max_total_tokens") or chunk), 1
+    if arguments.get("moe_a2a_backend") == _DEEPEP:
+        most, step = _MOST_BY_DEEPEP, 8
     sizes = [size for each in (*_GRAPH_SIZES, range(4608, most + 1, 512)) for size in each]
-    return sum(size <= most for size in sizes)
+    return sum(size <= most and size % step == 0 for size in sizes)

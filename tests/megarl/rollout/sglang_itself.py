@@ -216,6 +216,9 @@ SHARES = (
     {"cuda_graph_bs_decode": [1, 8, 64]},
     {"max_running_requests": None},
     {"max_running_requests": None, "tp_size": 4},
+    {"moe_a2a_backend": "deepep", "tp_size": 8},
+    {"moe_a2a_backend": "deepep", "tp_size": 8, "deepep_mode": "normal"},
+    {"moe_a2a_backend": "deepep", "disable_prefill_cuda_graph": True},
 )
 """Arguments on which the share depends that SGLang takes of a GPU."""
 

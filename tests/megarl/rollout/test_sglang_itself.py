@@ -109,5 +109,5 @@ def test_memory_was_released_by_all_workers_when_one_says_so(itself):
 
 
 def test_the_share_of_a_gpu_that_it_takes_is_known(itself):
-    assert len(itself["shares"]) == 120
+    assert len(itself["shares"]) == 156
     assert [each for each in itself["shares"] if each[3] != each[4]] == []
