@@ -50,7 +50,7 @@ _CUT_IN = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear
 """Kind of module -> the dimension in which its weight is cut."""
 _OF_GROUPED_EXPERTS = re.compile(r"\.experts\..*\.weight\d+$")
 """Names of weights of experts that are a parameter each of one layer."""
-_ORDERS_OF_EXPERTS = {"sort_input_by_local_experts", "restore_output_by_local_experts"}
+_MADE_ONCE = {"sort_input_by_local_experts", "restore_output_by_local_experts", "over_budget"}
 """Tensors that dispatchers of tokens make once, and not in each pass."""
 
 
@@ -188,7 +188,7 @@ def drop_routes_of_tokens(chunks: Sequence[torch.nn.Module]) -> None:
             dispatcher = module.token_dispatcher
             for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None) or SimpleNamespace()):
                 for name, kept in vars(owner).items():
-                    if isinstance(kept, torch.Tensor) and name not in _ORDERS_OF_EXPERTS:
+                    if isinstance(kept, torch.Tensor) and name not in _MADE_ONCE:
                         setattr(owner, name, None)
 
 
