@@ -89,6 +89,9 @@ def critic(t: Translation) -> None:
         t.recipe.set("critic.path", path)
     t.recipe.set("critic.value_clip", t.take("critic.cliprange_value"))
     # verl counts steps from 1, and lets the policy learn in the one of this number.
-    if (warmup := t.take("trainer.critic_warmup") or 0) > 1:
+    warmup = t.take("trainer.critic_warmup") or 0
+    if not isinstance(warmup, int):
+        raise UserError(f"trainer.critic_warmup={warmup} is no number of steps: change it, then translate again")
+    if warmup > 1:
         t.recipe.set("critic.warmup_steps", warmup - 1)
         t.recipe.decay_over_the_whole_run(f"trainer.critic_warmup={warmup}")

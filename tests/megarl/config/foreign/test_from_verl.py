@@ -296,6 +296,11 @@ def test_steps_of_the_critic_alone_are_steps_of_the_decay(given: list[str], ends
     assert recipe.get("megatron.lr_decay_steps") == ends
 
 
+def test_a_warm_up_of_the_critic_is_a_number() -> None:
+    with pytest.raises(UserError, match=r"trainer\.critic_warmup=some is no number of steps"):
+        from_verl([*PPO, "trainer.critic_warmup=some"], {})
+
+
 # From verl/utils/reward_score of verl 0.10.0.dev: a value of data_source of each function, wrong and right.
 SCORES = {
     "openai/gsm8k": (0.0, 1.0),
