@@ -7,9 +7,10 @@ from pathlib import Path
 
 
 def with_programs_of(python: str, environment: Mapping[str, str]) -> str:
-    """The PATH of `environment`, begun with the folder of an interpreter, unless it is in there."""
-    own, given = str(Path(python).parent), environment.get("PATH", "")
-    return given if own in given.split(os.pathsep) else os.pathsep.join(filter(None, [own, given]))
+    """The PATH of `environment`, with the folder of an interpreter before all others."""
+    own = str(Path(python).parent)
+    others = [each for each in environment.get("PATH", "").split(os.pathsep) if each not in ("", own)]
+    return os.pathsep.join([own, *others])
 
 
 def find_own_programs() -> None:

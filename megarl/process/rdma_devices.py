@@ -23,9 +23,9 @@ def rdma_devices(root: Path = Path("/")) -> set[str]:
     for verbs in (root / "sys/class/infiniband_verbs").glob("uverbs*"):
         try:
             os.close(os.open(root / "dev/infiniband" / verbs.name, os.O_RDWR))
-            found.add((verbs / "ibdev").read_text().strip())
         except OSError:
             continue
+        found.add((verbs / "ibdev").read_text().strip())
     return found
 
 

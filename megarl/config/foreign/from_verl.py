@@ -171,10 +171,11 @@ def _reward(t: Translation) -> None:
     elif path:
         t.recipe.set("reward.function", f"{path}:{name}")
     else:
-        for name, term in verl.REWARDS.items():
-            t.recipe.set(f"reward.functions.{name}", {**term, "data_sources": list(term["data_sources"])})
-        why = "right answers are worth 2 and wrong ones 0, as far apart as verl's 1 and -1, in eval/accuracy, too"
-        t.recipe.always[why] = [f"data_source={each}" for each in verl.FROM_MINUS_ONE]
+        for reward, sources in verl.REWARDS.items():
+            t.recipe.set(f"reward.functions.{reward}", {"function": reward, "data_sources": list(sources)})
+        shown = [f"data_source={each}" for each in verl.FROM_MINUS_ONE]
+        t.recipe.weigh_twice("math_dapo", "math", shown, "verl")
+        t.recipe.set("reward.functions.math_dapo.data_sources", list(verl.FROM_MINUS_ONE))
     overlong = "reward_model.reward_kwargs.overlong_buffer_cfg."
     enabled = t.take(f"{overlong}enable")
     tokens, penalty = t.take(f"{overlong}len"), t.take(f"{overlong}penalty_factor", 1.0)

@@ -196,12 +196,11 @@ _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 FROM_MINUS_ONE = ("math_dapo", "math", "math_dapo_reasoning")
 """Values of data_source for which verl's own function gives 1 and -1, where the rewards here give 1 and 0."""
-REWARDS: Mapping[str, Mapping[str, Any]] = {
-    "gsm8k": {"function": "gsm8k", "data_sources": ("openai/gsm8k",)},
-    "math": {"function": "math", "data_sources": (*_MATH, *(f"numina_{each}" for each in _NUMINA))},
-    "math_dapo": {"function": "math", "weight": 2.0, "data_sources": FROM_MINUS_ONE},
+REWARDS: Mapping[str, tuple[str, ...]] = {
+    "gsm8k": ("openai/gsm8k",),
+    "math": (*_MATH, *(f"numina_{each}" for each in _NUMINA)),
 }
-"""Terms of the reward, for values of data_source; verl's own functions have right and wrong as far apart."""
+"""Reward -> values of data_source for which verl's own function has right and wrong as far apart."""
 
 _TURNS = "trainer and engines take turns on the GPUs, and who waits has its memory on the host"
 _PACKED = "micro-batches are always packed, without padding, by tokens"

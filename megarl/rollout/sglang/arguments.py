@@ -40,7 +40,7 @@ def check_version(installed: str) -> None:
     if installed not in VERSIONS:
         raise UserError(
             f"SGLang {installed} is installed, and rollout.engine=sglang knows {' and '.join(VERSIONS)} alone: install"
-            f" that, with {SET_UP['cpu' if device.backend() == 'gloo' else 'cuda']}"
+            f" that, with {SET_UP[device.device().type]}"
         )
 
 

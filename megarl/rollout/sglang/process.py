@@ -36,7 +36,7 @@ class Server:
         with ExitStack() as left:
             # Where this process is killed it goes with the next server, and so does what that of this one left.
             self._folder = left.enter_context(scratch_folder())
-            python, paths = installation("cpu" if device.backend() == "gloo" else "cuda")
+            python, paths = installation(device.device().type)
             arguments = server_arguments(model_path, engine_args, port, key)
             (self._folder / ARGUMENTS).touch(0o600)
             (self._folder / ARGUMENTS).write_text(json.dumps(arguments))

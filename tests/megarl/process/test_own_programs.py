@@ -15,10 +15,10 @@ from megarl.process.own_programs import with_programs_of
     [
         ({}, "/venv/bin"),
         ({"PATH": "/usr/bin:/bin"}, "/venv/bin:/usr/bin:/bin"),
-        ({"PATH": "/usr/bin:/venv/bin"}, "/usr/bin:/venv/bin"),
+        ({"PATH": "/usr/bin:/venv/bin:/bin"}, "/venv/bin:/usr/bin:/bin"),
     ],
 )
-def test_a_path_has_them_once(given: dict[str, str], path: str) -> None:
+def test_a_path_has_them_first_and_once(given: dict[str, str], path: str) -> None:
     assert with_programs_of("/venv/bin/python", given) == path
 
 

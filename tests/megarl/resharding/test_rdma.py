@@ -171,6 +171,9 @@ def test_software_may_copy_where_the_environment_says_so(monkeypatch, by_hardwar
     source = RDMA.send_endpoint(by_hardware_alone, 3, SIZE)
     destination = RDMA.recv_endpoint(by_hardware_alone, 0, SIZE, lambda: None)
     meet(source, destination)
+    source.buckets[0].copy_(torch.arange(SIZE))
+    read = destination.pull(3, 0, SIZE)
+    assert torch.equal(read()[:SIZE], source.buckets[0][:SIZE])
     destination.close()
     source.close()
 

@@ -73,7 +73,7 @@ def test_what_would_sample_from_another_distribution_is_refused(folders, given):
 def test_what_is_switched_off_is_not_refused(folders):
     given = {"enable_watermark": False, "preferred_sampling_params": None, "weight_cache_mode": "off"}
     given |= {"dcp_size": 2, "dcp_replicate_q_proj": False, "dwdp_size": 1}
-    server_arguments(folders[0], given, 1, "key")
+    assert given.items() <= server_arguments(folders[0], given, 1, "key").items()
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_all_that_a_gpu_computes_at_once_has_a_graph(folders, monkeypatch, given
 
 def test_readers_of_the_same_files_may_be_chosen(folders):
     for reader in (None, "auto", "safetensors", "fastsafetensors", "runai_streamer", "dummy"):
-        server_arguments(folders[0], {"load_format": reader}, 1, "key")
+        assert server_arguments(folders[0], {"load_format": reader}, 1, "key")["load_format"] == reader
 
 
 def test_what_contradicts_a_number_format_is_refused_beside_it(folders):

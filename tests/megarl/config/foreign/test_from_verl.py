@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import verl_scripts
 import yaml
+from verl_scripts import ACTOR, PPO_KEYS, said
 
 from converters.errors import UserError
 from megarl.cli.main import main
@@ -19,7 +18,7 @@ from megarl.config.origins import compose_open, leaves
 from megarl.rewards.terms import terms_of
 
 SHARED = {"nodes": 1, "shared": True}
-ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+ROLLOUT = "actor_rollout_ref.rollout."
 FILTER = "algorithm.filter_groups."
 
 
@@ -31,10 +30,6 @@ def translated(folder: Path, script: str) -> TranslatedRecipe:
 
 def values(recipe: TranslatedRecipe, *groups: str) -> dict[str, Any]:
     return {key: value for key, value in leaves(recipe.values) if key.startswith(groups)}
-
-
-def said(notes: dict[str, list[str]]) -> list[str]:
-    return [each for settings in notes.values() for each in settings]
 
 
 def test_grpo_with_megatron(tmp_path: Path) -> None:
@@ -247,60 +242,6 @@ def test_settings_that_ask_for_nothing_are_no_loss() -> None:
     assert said(asked.absent) == ["actor_rollout_ref.actor.ppo_epochs=2", "global_profiler.tool=nsys"]
 
 
-PPO = ["algorithm.adv_estimator=gae", "data.train_batch_size=16", f"{ACTOR}ppo_mini_batch_size=8"]
-WARM_UPS = [f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", "critic.optim.lr_warmup_steps_ratio=0.05"]
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_share_of_the_run_is_a_warm_up_or_is_said(tmp_path: Path, is_there: bool) -> None:
-    """In verl's own example the length is in epochs, so that the share depends on the data."""
-    file = tmp_path / "train.parquet"
-    if is_there:
-        pq.write_table(pa.table({"prompt": ["What?"] * 70}), file)
-    recipe = from_verl([*PPO, *WARM_UPS, "trainer.total_epochs=15", f"data.train_files={file}"], {})
-    found = [recipe.get(f"{group}.lr_warmup_steps") for group in ("megatron", "critic.megatron")]
-    # 15 epochs of 4 rollouts, with 2 optimizer steps each.
-    assert found == ([2 * 6, 2 * 3] if is_there else [None, None])
-    assert said(recipe.absent) == ([] if is_there else WARM_UPS)
-
-
-def test_a_warm_up_in_steps_counts_before_one_in_a_share() -> None:
-    given = [*PPO, *WARM_UPS, f"{ACTOR}optim.lr_warmup_steps=5", "trainer.total_training_steps=100"]
-    recipe = from_verl(given, {})
-    assert recipe.get("megatron.lr_warmup_steps") == 2 * 5
-    assert recipe.get("critic.megatron.lr_warmup_steps") == 2 * 5
-    assert WARM_UPS[0] in said(recipe.always)
-
-
-@pytest.mark.parametrize(("given", "alone"), [(0, None), (1, None), (2, 1), (20, 19)])
-def test_the_critic_is_alone_before_the_step_that_is_named(given: int, alone: int | None) -> None:
-    """verl counts steps from 1 and updates its actor where critic_warmup <= global_steps."""
-    recipe = from_verl([*PPO, f"trainer.critic_warmup={given}"], {})
-    assert recipe.get("critic.warmup_steps") == alone
-    assert recipe.absent == {}
-
-
-@pytest.mark.parametrize(
-    ("given", "ends"),
-    [
-        (["trainer.critic_warmup=5", f"{ACTOR}optim.lr_decay_style=cosine"], 2 * 100),
-        (["trainer.critic_warmup=5", f"{ACTOR}optim.lr_decay_style=cosine", f"{ACTOR}optim.lr_decay_steps=40"], 2 * 40),
-        (["trainer.critic_warmup=5", f"{ACTOR}optim.lr_decay_style=cosine", f"{ACTOR}optim.lr_warmup_steps=150"], 301),
-        (["trainer.critic_warmup=5"], None),
-        ([f"{ACTOR}optim.lr_decay_style=cosine"], None),
-    ],
-)
-def test_steps_of_the_critic_alone_are_steps_of_the_decay(given: list[str], ends: int | None) -> None:
-    recipe = from_verl([*PPO, "trainer.total_training_steps=100", *given], {})
-    check(recipe)
-    assert recipe.get("megatron.lr_decay_steps") == ends
-
-
-def test_a_warm_up_of_the_critic_is_a_number() -> None:
-    with pytest.raises(UserError, match=r"trainer\.critic_warmup=some is no number of steps"):
-        from_verl([*PPO, "trainer.critic_warmup=some"], {})
-
-
 # From verl/utils/reward_score of verl 0.10.0.dev: a value of data_source of each function, wrong and right.
 SCORES = {
     "openai/gsm8k": (0.0, 1.0),
@@ -321,7 +262,7 @@ PENALTIES = [
 
 @pytest.mark.parametrize("source", SCORES)
 def test_a_right_answer_gains_as_much_over_what_is_subtracted_as_it_does_there(tmp_path: Path, source: str) -> None:
-    recipe = from_verl([*PPO, *PENALTIES], {})
+    recipe = from_verl([*PPO_KEYS, *PENALTIES], {})
     check(recipe)
     (tmp_path / "mine.yaml").write_text(recipe.yaml("A recipe"))
     config = compose_open("mine", (), str(tmp_path))[0]
@@ -335,7 +276,7 @@ def test_a_right_answer_gains_as_much_over_what_is_subtracted_as_it_does_there(t
 
 def test_a_reward_model_is_the_only_reward(tmp_path: Path) -> None:
     model = ["reward_model.enable=True", "reward_model.model.path=/models/judge"]
-    given = [*PPO, *model, "custom_reward_function.path=mine.py", "trainer.test_freq=5"]
+    given = [*PPO_KEYS, *model, "custom_reward_function.path=mine.py", "trainer.test_freq=5"]
     recipe = from_verl(given, {})
     check(recipe)
     assert recipe.get("reward_model.path") == "/models/judge"
@@ -349,7 +290,7 @@ def test_a_reward_model_is_the_only_reward(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_without_a_path_is_said() -> None:
-    recipe = from_verl([*PPO, "reward_model.enable=True"], {})
+    recipe = from_verl([*PPO_KEYS, "reward_model.enable=True"], {})
     assert recipe.get("reward_model.path") == "???"
 
 
@@ -372,7 +313,7 @@ def test_the_critic_has_its_own_optimizer() -> None:
     }
     actor = [f"{ACTOR}optim.{name}={value}" for name, value in names.items()]
     options = [f"+{ACTOR}optim.override_optimizer_config.adam_eps=1e-6", f"{ACTOR}grad_clip=0.5"]
-    recipe = from_verl([*PPO, *actor, *options, "critic.grad_clip=0.3"], {})
+    recipe = from_verl([*PPO_KEYS, *actor, *options, "critic.grad_clip=0.3"], {})
     assert recipe.absent == {}
     assert values(recipe, "critic.megatron.") == {
         "critic.megatron.lr": 1e-5,

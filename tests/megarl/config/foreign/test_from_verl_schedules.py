@@ -1,0 +1,64 @@
+"""Lengths of a command of verl, warm-ups and decays, which it counts in rollouts: in a recipe they are as long."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from verl_scripts import ACTOR, PPO_KEYS, said
+
+from converters.errors import UserError
+from megarl.config.foreign.from_verl import from_verl
+from megarl.config.foreign.recipe import check
+
+WARM_UPS = [f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", "critic.optim.lr_warmup_steps_ratio=0.05"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_share_of_the_run_is_a_warm_up_or_is_said(tmp_path: Path, is_there: bool) -> None:
+    """In verl's own example the length is in epochs, so that the share depends on the data."""
+    file = tmp_path / "train.parquet"
+    if is_there:
+        pq.write_table(pa.table({"prompt": ["What?"] * 70}), file)
+    recipe = from_verl([*PPO_KEYS, *WARM_UPS, "trainer.total_epochs=15", f"data.train_files={file}"], {})
+    found = [recipe.get(f"{group}.lr_warmup_steps") for group in ("megatron", "critic.megatron")]
+    # 15 epochs of 4 rollouts, with 2 optimizer steps each.
+    assert found == ([2 * 6, 2 * 3] if is_there else [None, None])
+    assert said(recipe.absent) == ([] if is_there else WARM_UPS)
+
+
+def test_a_warm_up_in_steps_counts_before_one_in_a_share() -> None:
+    given = [*PPO_KEYS, *WARM_UPS, f"{ACTOR}optim.lr_warmup_steps=5", "trainer.total_training_steps=100"]
+    recipe = from_verl(given, {})
+    assert recipe.get("megatron.lr_warmup_steps") == 2 * 5
+    assert recipe.get("critic.megatron.lr_warmup_steps") == 2 * 5
+    assert WARM_UPS[0] in said(recipe.always)
+
+
+@pytest.mark.parametrize(("given", "alone"), [(0, None), (1, None), (2, 1), (20, 19)])
+def test_the_critic_is_alone_before_the_step_that_is_named(given: int, alone: int | None) -> None:
+    """verl counts steps from 1 and updates its actor where critic_warmup <= global_steps."""
+    recipe = from_verl([*PPO_KEYS, f"trainer.critic_warmup={given}"], {})
+    assert recipe.get("critic.warmup_steps") == alone
+    assert recipe.absent == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "ends"),
+    [
+        (["trainer.critic_warmup=5", f"{ACTOR}optim.lr_decay_style=cosine"], 2 * 100),
+        (["trainer.critic_warmup=5", f"{ACTOR}optim.lr_decay_style=cosine", f"{ACTOR}optim.lr_decay_steps=40"], 2 * 40),
+        (["trainer.critic_warmup=5", f"{ACTOR}optim.lr_decay_style=cosine", f"{ACTOR}optim.lr_warmup_steps=150"], 301),
+        (["trainer.critic_warmup=5"], None),
+        ([f"{ACTOR}optim.lr_decay_style=cosine"], None),
+    ],
+)
+def test_steps_of_the_critic_alone_are_steps_of_the_decay(given: list[str], ends: int | None) -> None:
+    recipe = from_verl([*PPO_KEYS, "trainer.total_training_steps=100", *given], {})
+    check(recipe)
+    assert recipe.get("megatron.lr_decay_steps") == ends
+
+
+def test_a_warm_up_of_the_critic_is_a_number() -> None:
+    with pytest.raises(UserError, match=r"trainer\.critic_warmup=some is no number of steps"):
+        from_verl([*PPO_KEYS, "trainer.critic_warmup=some"], {})
