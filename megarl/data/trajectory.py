@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -164,9 +163,6 @@ class Trajectory:
     sample that timed out has both where `reward.on_timeout=zero` put a 0 in its place. `turn_scores`, if there are any,
     are rewards of the single turns, beyond the score; each falls due at the last token of its turn.
 
-    A rollout whose history was rewritten has several branches: trajectories of one group with the same `rollout`.
-    Tokens that they share are sampled in one of them and appended in the others, and so trained once.
-
     Example: Trajectory((Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop"),), end="stop", score=Score(1.0))
     """
 
@@ -175,7 +171,6 @@ class Trajectory:
     score: Score | None = None
     failure: Failure | None = None
     turn_scores: Sequence[float] = ()
-    rollout: int | None = None
 
     def __post_init__(self) -> None:
         if self.turn_scores and len(self.turn_scores) != len(self.turns):
@@ -248,8 +243,7 @@ class PromptGroup:
     """One drawn prompt with its samples, which are compared with each other; before the rollout it has none.
 
     `ordinal` numbers the draws of a run from 0, so the same prompt in two epochs makes two groups; an evaluation has
-    numbers below 0. `baseline` is the greedy response to the prompt, where the algorithm asks for one. Branches of one
-    rollout are neighbours.
+    numbers below 0. `baseline` is the greedy response to the prompt, where the algorithm asks for one.
 
     Example: PromptGroup(Prompt(17, "gsm8k", [5, 9], "4", {}), ordinal=4096, trajectories=[])
     """
@@ -259,31 +253,15 @@ class PromptGroup:
     trajectories: Sequence[Trajectory] = ()
     baseline: Trajectory | None = None
 
-    def __post_init__(self) -> None:
-        numbers = [number for number, _ in groupby(each.rollout for each in self.trajectories) if number is not None]
-        if len(numbers) != len(set(numbers)):
-            raise ValueError(f"branches of one rollout of draw {self.ordinal} are no neighbours: rollouts {numbers}")
-
     @property
     def members(self) -> list[Trajectory]:
         """All that was sampled: the trajectories, then the baseline."""
         return [*self.trajectories, *([self.baseline] if self.baseline is not None else [])]
 
     @property
-    def rollouts(self) -> list[list[Trajectory]]:
-        """The trajectories by rollout: its branches count once, together, in comparisons."""
-        found: list[list[Trajectory]] = []
-        for each in self.trajectories:
-            if found and each.rollout is not None and each.rollout == found[-1][0].rollout:
-                found[-1].append(each)
-            else:
-                found.append([each])
-        return found
-
-    @property
     def rewards(self) -> list[float]:
-        """One per rollout, the mean over its branches. Raises ValueError if one has no score."""
-        return [sum(each.reward for each in branches) / len(branches) for branches in self.rollouts]
+        """One per trajectory. Raises ValueError if one has no score."""
+        return [each.reward for each in self.trajectories]
 
     def only_scored(self) -> "PromptGroup":
         """The group of the trajectories with a score; of none where the baseline has no score to compare with."""

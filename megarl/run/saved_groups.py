@@ -45,7 +45,6 @@ def _of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "score": None if score is None else [score.value, score.parts, score.terms],
         "failure": trajectory.failure,
         "turn_scores": list(trajectory.turn_scores),
-        "rollout": trajectory.rollout,
         "turns": [described(turn) for turn in trajectory.turns],
     }
 
@@ -58,5 +57,4 @@ def _trajectory(trajectory: Mapping[str, Any], turns: SavedTurns) -> Trajectory:
         None if score is None else Score(*score),
         trajectory["failure"],
         tuple(trajectory["turn_scores"]),
-        rollout=trajectory["rollout"],
     )

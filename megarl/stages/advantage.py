@@ -22,11 +22,8 @@ from megarl.stages.batch import (
     at_responses,
     at_trained,
     at_trained_tokens,
-    first_branches,
     group_of_each,
     is_trained_on,
-    rollout_of_each,
-    sum_of_branches,
     trained_responses,
 )
 from megarl.stages.fields import with_fields
@@ -59,8 +56,7 @@ def with_advantages(
     """Add the field `advantages` to a batch that has the predictions of the models.
 
     Also `returns` where a critic learns, and `outcomes` where an implicit reward model does. `kl`, if there is one, is
-    that of `kl_in_reward`. Where responses to a prompt are compared, all branches of a rollout together are one
-    response, whose reward is the mean of theirs.
+    that of `kl_in_reward`.
 
     Raises UserError for what is not a finite number, naming the response, and as `estimate` does.
     """
@@ -71,31 +67,24 @@ def with_advantages(
         return f"response {index} of the step, to prompt {prompts[index].index} ({prompts[index].data_source})"
 
     _check_predictions(batch, describe)
-    rollout = _compared_units(groups, algorithm)
-    first = first_branches(rollout)
-    inputs = _inputs(batch, groups, rollout, config, kl=kl, kl_coefficient=kl_coefficient)
-    advantages, targets = estimate_compact(
-        algorithm.advantage, inputs, algorithm.advantage_options, lambda index: describe(int(first[index]))
-    )
+    inputs = _inputs(batch, groups, config, kl=kl, kl_coefficient=kl_coefficient)
+    advantages, targets = estimate_compact(algorithm.advantage, inputs, algorithm.advantage_options, describe)
     of_response = ADVANTAGES[algorithm.advantage].of_response
     if "teacher_log_probs" in inputs and algorithm.distillation_coefficient:
         of_tokens = inputs["responses"].spread(advantages) if of_response else advantages
         advantages = of_tokens + algorithm.distillation_coefficient * call(distillation, inputs)
         of_response = False
-    fields = {
-        "advantages": at_responses(advantages[rollout], batch) if of_response else at_trained_tokens(advantages, batch)
-    }
+    fields = {"advantages": (at_responses if of_response else at_trained_tokens)(advantages, batch)}
     if targets is not None:
         fields["returns"] = at_trained_tokens(targets, batch)
     if "process_rewards" in inputs:
-        fields["outcomes"] = at_responses(_outcomes(inputs["rewards"], algorithm.advantage)[rollout], batch)
+        fields["outcomes"] = at_responses(_outcomes(inputs["rewards"], algorithm.advantage), batch)
     return with_fields(batch, **fields)
 
 
 def _inputs(
     batch: Batch,
     groups: Sequence[PromptGroup],
-    rollout: Tensor,
     config: MegarlConfig,
     *,
     kl: Tensor | None,
@@ -106,16 +95,11 @@ def _inputs(
     responses = trained_responses(batch)
     known = {name: at_trained(name, batch) for name in _opened(algorithm) & batch.fields.keys()}
     trajectories = [each for group in groups for each in group.trajectories]
-    branches = torch.bincount(rollout)
-
-    def mean_of_branches(values: Sequence[float]) -> Tensor:
-        return sum_of_branches(torch.tensor(values), rollout) / branches
-
-    terms = {name: mean_of_branches(values) for name, values in _terms(trajectories).items()}
+    terms = _terms(trajectories)
     return {
-        "responses": Ragged(sum_of_branches(responses.lengths, rollout)),
-        "groups": group_of_each(groups)[first_branches(rollout)],
-        "rewards": mean_of_branches([_reward(each, algorithm) for each in trajectories]),
+        "responses": responses,
+        "groups": group_of_each(groups),
+        "rewards": torch.tensor([_reward(each, algorithm) for each in trajectories]),
         "penalties": terms.pop(OVERLONG, None),
         "parts": terms,
         "part_weights": _term_weights(config),
@@ -151,20 +135,6 @@ def _check_predictions(batch: Batch, describe: Callable[[int], str]) -> None:
             check_finite(what, at_trained(field, part), lambda i: describe(suspects[i]), trained_responses(part))
 
 
-def _compared_units(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Tensor:
-    """long[N]: the response that each trajectory is part of: its rollout where responses are compared, or itself."""
-    rollout = rollout_of_each(groups)
-    estimator = ADVANTAGES[config.advantage]
-    if estimator.smallest_group == 1:
-        return torch.arange(len(rollout))
-    if estimator.single_branch and int(rollout[-1]) + 1 < len(rollout):
-        raise UserError(
-            f"algorithm.advantage={config.advantage} adds up rewards of tokens to the end of a response, and rollouts"
-            " of this step have several branches: choose another advantage"
-        )
-    return rollout
-
-
 def _reward(trajectory: Trajectory, config: AlgorithmConfig) -> float:
     """The reward, with the scores of the turns of a trajectory that has no trained token to get them."""
     if is_trained_on(trajectory, config):
@@ -173,10 +143,10 @@ def _reward(trajectory: Trajectory, config: AlgorithmConfig) -> float:
     return trajectory.reward + sum(score for turn, score in scored if len(turn.token_ids))
 
 
-def _terms(trajectories: Sequence[Trajectory]) -> dict[str, list[float]]:
+def _terms(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     """The weighted, named rewards of all responses; one that a response does not have is 0 there."""
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.scored.terms)
-    return {name: [each.scored.terms.get(name, 0.0) for each in trajectories] for name in names}
+    return {name: torch.tensor([each.scored.terms.get(name, 0.0) for each in trajectories]) for name in names}
 
 
 def _term_weights(config: MegarlConfig) -> dict[str, float]:

@@ -51,10 +51,9 @@ def mini_batches(batch: Batch, groups: Sequence[PromptGroup], config: MegarlConf
     out.
     """
     lengths = trained_responses(batch).lengths
-    group, rollout = group_of_each(groups), rollout_of_each(groups)
-    options = _aggregation_options(config)
+    group, options = group_of_each(groups), _aggregation_options(config)
     return [
-        weighted(batch.select(each.tolist()), config.algorithm.aggregation, group[each], options, rollout[each])
+        weighted(batch.select(each.tolist()), config.algorithm.aggregation, group[each], options)
         for each in batch.mini_batches()
         if bool(lengths[each].any())
     ]
@@ -65,41 +64,19 @@ def weighted(
     aggregation: str,
     groups: Tensor | None = None,
     options: Mapping[str, Any] | None = None,
-    rollouts: Tensor | None = None,
 ) -> Batch:
     """Add the field `weights` to the batch of one optimizer step: 0 at tokens that are not trained on.
 
     `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it; `options` are the
-    aggregation's. With `rollouts` long[N], all branches of a rollout together count as one response.
+    aggregation's.
     """
-    lengths = trained_responses(batch).lengths
-    if rollouts is not None:
-        rollout = rollouts.unique_consecutive(return_inverse=True)[1]
-        groups = None if groups is None else groups[first_branches(rollout)]
-        lengths = sum_of_branches(lengths, rollout)
-    weights = AGGREGATIONS[aggregation].of_responses(lengths, groups, options)
-    return with_fields(batch, weights=at_responses(weights if rollouts is None else weights[rollout], batch))
+    weights = AGGREGATIONS[aggregation].of_responses(trained_responses(batch).lengths, groups, options)
+    return with_fields(batch, weights=at_responses(weights, batch))
 
 
 def group_of_each(groups: Sequence[PromptGroup]) -> Tensor:
     """long[N]: the index of each trajectory's group."""
     return torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group.trajectories) for group in groups]))
-
-
-def rollout_of_each(groups: Sequence[PromptGroup]) -> Tensor:
-    """long[N]: the index of each trajectory's rollout, counted over all groups."""
-    branches = torch.tensor([len(each) for group in groups for each in group.rollouts])
-    return torch.arange(len(branches)).repeat_interleave(branches)
-
-
-def first_branches(rollout: Tensor) -> Tensor:
-    """long[R]: the index of the first branch of each of R rollouts; `rollout` long[N] comes from `rollout_of_each`."""
-    return rollout.diff(prepend=rollout.new_tensor([-1])).nonzero().flatten()
-
-
-def sum_of_branches(values: Tensor, rollout: Tensor) -> Tensor:
-    """Sum over the branches of each rollout: [N] to [R]."""
-    return values.new_zeros(int(rollout[-1]) + 1).index_add(0, rollout, values)
 
 
 def trained_responses(batch: Batch) -> Ragged:

@@ -38,7 +38,7 @@ def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig)
     Raises UserError if none is left.
     """
     smallest = ADVANTAGES[config.advantage].smallest_group
-    kept = [group for each in groups if len((group := _compared(each, config)).rollouts) >= smallest]
+    kept = [group for each in groups if len((group := _compared(each, config)).trajectories) >= smallest]
     if not kept:
         scored = [each for group in groups for each in group.trajectories]
         raise UserError(
@@ -62,7 +62,7 @@ def teaches(group: PromptGroup, config: AlgorithmConfig) -> bool:
     compared = _compared(group, config)
     if not any(is_trained_on(each, config) for each in compared.trajectories):
         return False
-    values = [sum(each) / len(each) for each in _measured(compared, config.filter_on)]
+    values = _measured(compared, config.filter_on)
     mean = sum(values) / len(values)
     low, high = config.filter_low, config.filter_high
     return min(values) < max(values) and (low is None or mean >= low) and (high is None or mean <= high)
@@ -97,7 +97,7 @@ def _compared(group: PromptGroup, config: AlgorithmConfig) -> PromptGroup:
     return group.with_members([each for each in group.trajectories if is_trained_on(each, config)])
 
 
-def _measured(group: PromptGroup, name: str) -> list[list[float]]:
+def _measured(group: PromptGroup, name: str) -> list[float]:
     """The number of each response; 0 for one that took too long or could not be decided, and so has no such part."""
     decided = [_numbers(each) for each in group.trajectories if _is_decided(each)]
     if decided and all(name not in each for each in decided):
@@ -105,7 +105,7 @@ def _measured(group: PromptGroup, name: str) -> list[list[float]]:
             f"algorithm.filter_on={name} is no number of the reward of a response to {group.prompt.data_source}, which"
             f" has {', '.join(decided[0])}: name one of these"
         )
-    return [[_numbers(each).get(name, 0.0) for each in branches] for branches in group.rollouts]
+    return [_numbers(each).get(name, 0.0) for each in group.trajectories]
 
 
 def _numbers(trajectory: Trajectory) -> dict[str, float]:

@@ -350,8 +350,8 @@ def test_a_stretch_that_is_too_short_beside_another_item_is_counted_as_often_as_
     assert max(each for each, _ in work_of(more, dealt(more, 1, 150))) == 150
 
 
-def test_branches_of_a_conversation_and_pairs_are_counted_as_they_are_packed() -> None:
-    """Two prompts, and after the first two continuations; all in the order in which they were drawn, not in this."""
+def test_prefixes_of_two_depths_and_pairs_are_counted_as_they_are_packed() -> None:
+    """Two prompts, the first with two continuations; all in the order in which they were drawn, not in this."""
     prompts = families_of(0, [[40], [40]])
     first, second = ([*prompts[0], *[5000 + number] * 50] for number in range(2))
     own = iter(range(9000, 9008))

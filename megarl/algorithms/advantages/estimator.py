@@ -125,8 +125,6 @@ class Estimator:
     """Whether its advantages of tokens are brought to mean 0 and variance 1 over the tokens of the batch afterwards."""
     rewards: Rewards = Rewards.ANY
     """With any other reward the run ends; configurations that make such rewards are refused at the start."""
-    single_branch: bool = False
-    """Whether it adds up rewards of tokens to the end of a response, which must then have one end."""
 
     def __post_init__(self) -> None:
         check_inputs(self.function, INPUTS)

@@ -31,7 +31,7 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "grpo_pass_k": Estimator(group_ranks.grpo_pass_k, smallest_group=2, of_response=True),
     "gdpo": Estimator(whitening.gdpo, smallest_group=2, of_response=True),
     "max_rl": Estimator(group_rewards.max_rl, smallest_group=2, of_response=True, rewards=Rewards.NOT_NEGATIVE),
-    "prime": Estimator(process_rewards.prime, smallest_group=2, rewards=Rewards.OUTCOMES, single_branch=True),
+    "prime": Estimator(process_rewards.prime, smallest_group=2, rewards=Rewards.OUTCOMES),
     "optimal_token_baseline": Estimator(optimal_token_baseline),
     "win_rate": Estimator(group_ranks.win_rate, smallest_group=2, of_response=True),
     "distillation": Estimator(process_rewards.distillation),

@@ -1,4 +1,4 @@
-"""The controller counts what the ranks compute: pairs, branches of a conversation, tokens that are away."""
+"""The controller counts what the ranks compute: pairs, prefixes of two depths, tokens that are away."""
 
 import numpy as np
 import torch
@@ -38,12 +38,12 @@ def test_what_is_away_is_the_same_where_it_is_of_the_same_array() -> None:
                 assert prefixes.select([one, other]).common.tolist() == [0, expected]
 
 
-def test_pairs_and_branches_are_cut_by_what_is_computed_of_them() -> None:
-    prompt, turn = list(range(40)), list(range(100, 130))
+def test_pairs_and_prompts_are_cut_by_what_is_computed_of_them() -> None:
+    system, prompt = list(range(40)), list(range(100, 130))
     own = iter(range(200, 300))
-    pairs = [[*prompt, *[next(own)] * 5] for _ in range(4)]
-    branches = [[*prompt, *turn, *[next(own)] * 5] for _ in range(4)]
-    for sequences, unit, max_tokens, expected in ((pairs, 2, 50, 100), (branches, 1, 90, 90)):
+    pairs = [[*system, *[next(own)] * 5] for _ in range(4)]
+    responses = [[*system, *prompt, *[next(own)] * 5] for _ in range(4)]
+    for sequences, unit, max_tokens, expected in ((pairs, 2, 50, 100), (responses, 1, 90, 90)):
         tokens = torch.tensor([token for each in sequences for token in each])
         batch = RaggedBatch(tokens, torch.tensor([len(each) for each in sequences]), unit=unit)
         options = MegatronOptions(ParallelSizes(), torch.float32, shared_prefixes=True)
