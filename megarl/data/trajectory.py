@@ -160,8 +160,7 @@ class Trajectory:
     """One conversation with the policy, from the prompt to its end. A single response is one turn.
 
     `score` is the reward, None before it is known and where the reward function gave none: then `failure` says why. A
-    sample that timed out has both where `reward.on_timeout=zero` put a 0 in its place. `turn_scores`, if there are any,
-    are rewards of the single turns, beyond the score; each falls due at the last token of its turn.
+    sample that timed out has both where `reward.on_timeout=zero` put a 0 in its place.
 
     Example: Trajectory((Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop"),), end="stop", score=Score(1.0))
     """
@@ -170,11 +169,6 @@ class Trajectory:
     end: FinishReason
     score: Score | None = None
     failure: Failure | None = None
-    turn_scores: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        if self.turn_scores and len(self.turn_scores) != len(self.turns):
-            raise ValueError(f"a trajectory of {len(self.turns)} turns has {len(self.turn_scores)} scores of turns")
 
     @property
     def length(self) -> int:

@@ -44,7 +44,6 @@ def _of_trajectory(trajectory: Trajectory) -> dict[str, Any]:
         "end": trajectory.end,
         "score": None if score is None else [score.value, score.parts, score.terms],
         "failure": trajectory.failure,
-        "turn_scores": list(trajectory.turn_scores),
         "turns": [described(turn) for turn in trajectory.turns],
     }
 
@@ -56,5 +55,4 @@ def _trajectory(trajectory: Mapping[str, Any], turns: SavedTurns) -> Trajectory:
         trajectory["end"],
         None if score is None else Score(*score),
         trajectory["failure"],
-        tuple(trajectory["turn_scores"]),
     )

@@ -23,7 +23,6 @@ from megarl.stages.batch import (
     at_trained,
     at_trained_tokens,
     group_of_each,
-    is_trained_on,
     trained_responses,
 )
 from megarl.stages.fields import with_fields
@@ -99,11 +98,11 @@ def _inputs(
     return {
         "responses": responses,
         "groups": group_of_each(groups),
-        "rewards": torch.tensor([_reward(each, algorithm) for each in trajectories]),
+        "rewards": torch.tensor([each.reward for each in trajectories]),
         "penalties": terms.pop(OVERLONG, None),
         "parts": terms,
         "part_weights": _term_weights(config),
-        "token_rewards": _token_rewards(known.get("turn_rewards"), kl, kl_coefficient, algorithm),
+        "token_rewards": None if kl is None else -kl_coefficient * kl,
         "baseline_rewards": _baseline_rewards(groups),
         "importance_weights": _importance_weights(known, responses, algorithm),
         **{name: known[each.batch_field] for name, each in INPUTS.items() if each.batch_field in known},
@@ -123,7 +122,7 @@ def _opened(config: AlgorithmConfig) -> set[str]:
     inputs = set(ADVANTAGES[config.advantage].needs)
     if config.distillation_coefficient:
         inputs |= {"old_log_probs", "teacher_log_probs"}
-    opened = {"turn_rewards", *(field for name in inputs if (field := INPUTS[name].batch_field))}
+    opened = {field for name in inputs if (field := INPUTS[name].batch_field)}
     return opened | {"rollout_log_probs"} if config.corrections and "old_log_probs" in opened else opened
 
 
@@ -133,14 +132,6 @@ def _check_predictions(batch: Batch, describe: Callable[[int], str]) -> None:
         if suspects := not_finite(batch.fields.get(field, ())):
             part = batch.select(suspects)
             check_finite(what, at_trained(field, part), lambda i: describe(suspects[i]), trained_responses(part))
-
-
-def _reward(trajectory: Trajectory, config: AlgorithmConfig) -> float:
-    """The reward, with the scores of the turns of a trajectory that has no trained token to get them."""
-    if is_trained_on(trajectory, config):
-        return trajectory.reward
-    scored = zip(trajectory.turns, trajectory.turn_scores, strict=bool(trajectory.turn_scores))
-    return trajectory.reward + sum(score for turn, score in scored if len(turn.token_ids))
 
 
 def _terms(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
@@ -159,21 +150,6 @@ def _importance_weights(known: Mapping[str, Tensor], responses: Ragged, config: 
     if not config.corrections or "old_log_probs" not in known:
         return None
     return correction_factor(config.corrections, known["old_log_probs"] - known["rollout_log_probs"], responses)
-
-
-def _token_rewards(
-    turn_rewards: Tensor | None, kl: Tensor | None, kl_coefficient: float, config: AlgorithmConfig
-) -> Tensor | None:
-    """Rewards of single tokens, beyond those of whole trajectories."""
-    if turn_rewards is not None and not ADVANTAGES[config.advantage].reads_token_rewards:
-        raise UserError(
-            f"algorithm.advantage={config.advantage} reads no rewards of single tokens, and turns of this step have"
-            " scores of their own: choose another advantage"
-        )
-    penalty = None if kl is None else -kl_coefficient * kl
-    if turn_rewards is None or penalty is None:
-        return penalty if turn_rewards is None else turn_rewards
-    return turn_rewards + penalty
 
 
 def _baseline_rewards(groups: Sequence[PromptGroup]) -> Tensor | None:

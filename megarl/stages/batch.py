@@ -13,7 +13,7 @@ from megarl.algorithms import AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Trajectory
-from megarl.data.stretches import Array, RunLengthArray, Values, here, shortened
+from megarl.data.stretches import Array, RunLengthArray, Values, here
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
 
@@ -24,8 +24,8 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
     The mini-batches are of whole groups, in order.
 
     Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 on what was not sampled;
-    `routed_experts`, where they are replayed; `turn_rewards`, where turns have scores of their own. Names, for errors:
-    `response` and `prompt`, the places of the trajectory in the step and of its prompt in the data.
+    `routed_experts`, where they are replayed. Names, for errors: `response` and `prompt`, the places of the trajectory
+    in the step and of its prompt in the data.
     """
     trajectories = [each for group in groups for each in group.trajectories]
     prompts = [group.prompt.index for group in groups for _ in group.trajectories]
@@ -35,8 +35,6 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
     }
     if config.router_replay == "rollout":
         fields["routed_experts"] = [_routed_experts(each) for each in trajectories]
-    if any(each.turn_scores for each in trajectories):
-        fields["turn_rewards"] = [_turn_rewards(each) for each in trajectories]
     names = {"response": np.arange(len(trajectories)), "prompt": np.array(prompts)}
     group = group_of_each(groups).numpy()
     mini_batch = group * config.updates_per_step // len(groups)
@@ -155,16 +153,6 @@ def _routed_experts(trajectory: Trajectory) -> Values:
     if not trajectory.routed_experts:
         raise RuntimeError("an engine that was asked for the experts of its tokens gave none with a turn")
     return trajectory.routed_experts
-
-
-def _turn_rewards(trajectory: Trajectory) -> Values:
-    """float32: the score of each turn at its last sampled token; of a turn without any it is lost."""
-    values, end = np.zeros(trajectory.length, dtype=np.float32), 0
-    for turn, reward in zip(trajectory.turns, trajectory.turn_scores, strict=bool(trajectory.turn_scores)):
-        end += len(turn.prompt_ids) + len(turn.token_ids)
-        if len(turn.token_ids):
-            values[end - 1] = reward
-    return (shortened(values),)
 
 
 def _runs(batch: Batch) -> Iterator[RunLengthArray]:

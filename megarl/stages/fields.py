@@ -61,7 +61,6 @@ FIELDS = (
         "the policy's routers",
         ("policy",),
     ),
-    Field("turn_rewards", _F32, "score of a turn, at its last token", "to_batch", "with_advantages"),
     Field(
         "old_log_probs",
         _F32,

@@ -65,7 +65,7 @@ INPUTS: Mapping[str, Input] = {
     ),
     "part_weights": Input("name -> float: the weights that are in `parts`; 1 without"),
     "penalties": Input("float[N]: what is in `rewards` beside `parts`, on a scale of its own: of long responses"),
-    "token_rewards": Input("float[T]: of single tokens, beyond `rewards`: the KL, shaping", "reward", per_token=True),
+    "token_rewards": Input("float[T]: of single tokens, beyond `rewards`: the KL", "reward", per_token=True),
     "values": Input(
         "float[T]: the critic's value before each token",
         "value",
@@ -142,7 +142,7 @@ class Estimator:
 
     @property
     def reads_token_rewards(self) -> bool:
-        """Whether rewards of single tokens, which a KL may be, change the advantages."""
+        """Whether rewards of single tokens, as a KL in the reward is, change the advantages."""
         return bool({"scores", "token_rewards"} & inputs_of(self.function).keys())
 
     @property

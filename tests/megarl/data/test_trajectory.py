@@ -75,8 +75,6 @@ def test_routed_experts_are_of_all_tokens_and_part_of_a_turn() -> None:
 def test_pieces_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(ValueError, match="2 tokens, 1 log-probs and 2 versions"):
         Turn.of([1], [2, 3], [-1.0], [0, 0], "stop")
-    with pytest.raises(ValueError, match="3 turns has 2 scores of turns"):
-        replace(TALK, turn_scores=(1.0, 2.0))
     with pytest.raises(ValueError, match="without a score"):
         _ = replace(TALK, score=None).reward
 

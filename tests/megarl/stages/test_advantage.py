@@ -1,7 +1,7 @@
 """From scored groups to the batches of an update."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -252,33 +252,6 @@ def test_only_what_the_policy_sampled_in_a_conversation_is_trained_on() -> None:
     assert (batch.fields["weights"] > 0).int().tolist() == trained
     expected = torch.tensor([0, 0, -0.1, -0.2, 0, 0, -0.3, 0, 0, -0.4, 0, -0.4, -0.5, -0.6, 0, -0.1, -0.1])
     torch.testing.assert_close(batch.fields["rollout_log_probs"], expected)
-
-
-def test_scores_of_turns_reach_the_advantage_at_the_last_tokens_of_their_turns() -> None:
-    turns = CONVERSATION.trajectories[0]
-    scored = CONVERSATION.with_members([replace(turns, turn_scores=(0.25, 0.5)), *CONVERSATION.trajectories[1:]])
-    whole = {"advantage": "reinforce_plus_plus"}
-    returns = whitened([1 + 0.75, 1 + 0.75, 1 + 0.5, 0]).tolist()
-    assert prepare([scored], **whole).advantages.tolist() == pytest.approx(returns, abs=1e-5)
-    # Each trajectory's whole return is compared: 1.75 with 0.
-    assert prepare([scored]).advantages.tolist() == pytest.approx([0.875, 0.875, 0.875, -0.875])
-    with pytest.raises(UserError, match="advantage=gdpo reads no rewards of single tokens"):
-        prepare([scored], advantage="gdpo")
-
-
-def test_scores_of_turns_count_in_the_group_also_where_the_response_is_not_trained_on() -> None:
-    first, second = CONVERSATION.trajectories
-    first = replace(first, turn_scores=(0.25, 0.5))
-    cut = replace(first, end="length")
-    assert prepare([CONVERSATION.with_members([first, second])]).advantages.tolist()[-1] == pytest.approx(-0.875)
-    untrained = CONVERSATION.with_members([cut, second])
-    assert prepare([untrained], train_on_truncated_responses=False).advantages.tolist() == pytest.approx([-0.875])
-
-
-def whitened(returns: list[float]) -> Tensor:
-    """Returns as REINFORCE++ whitens them."""
-    values = torch.tensor(returns, dtype=torch.float64)
-    return (values - values.mean()) / values.std()
 
 
 ALIKE = st.lists(st.tuples(st.integers(1, 3), st.lists(st.sampled_from([0.0, -0.0, 0.5]), max_size=4)), min_size=1)
