@@ -8,14 +8,14 @@ import numpy as np
 from megarl.cluster.trainer.batch import Batch
 from megarl.data.stretches import Values
 
-Loss = Literal["policy", "value", "prime"]
-"""Losses that are computed on the ranks, by the model that learns."""
+LearnedModel = Literal["policy", "critic", "implicit_reward_model"]
+"""Models that the ranks update in a step, each by a loss of its own."""
 
 
 class Field(NamedTuple):
-    """One field of a `Batch`: a value for each of its T tokens. The ranks are sent what their `losses` read.
+    """One field of a `Batch`: a value for each of its T tokens. The ranks of `models` are sent it for the loss.
 
-    Example: Field("returns", np.float32, "what a critic learns", "with_advantages", "value loss", losses=("value",))
+    Example: Field("returns", np.float32, "what a critic learns", "with_advantages", "value loss", models=("critic",))
     """
 
     name: str
@@ -23,7 +23,7 @@ class Field(NamedTuple):
     meaning: str
     made_by: str
     read_by: str
-    losses: tuple[Loss, ...] = ()
+    models: tuple[LearnedModel, ...] = ()
 
 
 _F32 = np.float32
@@ -75,11 +75,11 @@ FIELDS = (
         "the reference's",
         "with_model_outputs",
         "KL, sppo, preferences",
-        ("policy", "prime"),
+        ("policy", "implicit_reward_model"),
     ),
     Field("probability_squares", _F32, "sum of squared probabilities", "with_model_outputs", "optimal_token_baseline"),
     Field("teacher_log_probs", _F32, "the teacher's", "with_model_outputs", "distillation"),
-    Field("old_values", _F32, "the critic's before the step", "with_model_outputs", "gae, value loss", ("value",)),
+    Field("old_values", _F32, "the critic's before the step", "with_model_outputs", "gae, value loss", ("critic",)),
     Field("process_rewards", _F32, "of the implicit reward model", "with_model_outputs", "prime"),
     Field(
         "implicit_reference_log_probs",
@@ -89,9 +89,14 @@ FIELDS = (
         "update of the implicit reward model",
     ),
     Field("advantages", _F32, "0 if not trained on", "with_advantages", "policy loss", ("policy",)),
-    Field("returns", _F32, "what a critic learns", "with_advantages", "value loss", ("value",)),
+    Field("returns", _F32, "what a critic learns", "with_advantages", "value loss", ("critic",)),
     Field(
-        "outcomes", _F32, "reward of the response", "with_advantages", "update of the implicit reward model", ("prime",)
+        "outcomes",
+        _F32,
+        "reward of the response",
+        "with_advantages",
+        "update of the implicit reward model",
+        ("implicit_reward_model",),
     ),
     Field(
         "weights",
@@ -99,7 +104,7 @@ FIELDS = (
         "weight in the loss, 0 if not trained on",
         "mini_batches",
         "all losses",
-        ("policy", "value", "prime"),
+        ("policy", "critic", "implicit_reward_model"),
     ),
     Field(
         "chosen",
@@ -130,9 +135,9 @@ def with_fields(batch: Batch, **fields: Sequence[Values]) -> Batch:
     return batch.with_fields(**fields)
 
 
-def for_loss(batch: Batch, loss: Loss) -> Batch:
-    """`batch` with only the fields that the loss reads, as all its fields go to every rank."""
-    return batch.only([field.name for field in FIELDS if loss in field.losses])
+def for_loss(batch: Batch, model: LearnedModel) -> Batch:
+    """`batch` with only the fields that the loss of the model reads, as all its fields go to every rank."""
+    return batch.only([field.name for field in FIELDS if model in field.models])
 
 
 def table() -> str:

@@ -1,6 +1,6 @@
 """Training batches to new weights, and what there is to say about the step."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -10,12 +10,18 @@ from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.diagnostics import expert_metrics, replay_metrics
 from megarl.schema import MegarlConfig
 from megarl.stages.batch import weighted
-from megarl.stages.fields import Loss, for_loss, with_fields
+from megarl.stages.fields import LearnedModel, for_loss, with_fields
 from megarl.tracking import MetricValue
 from megatron_ext.objective import Objective, StepResult
 
-_POLICY: Loss = "policy"
+_POLICY: LearnedModel = "policy"
 """The model whose experts' load is reported."""
+_METRIC_PREFIXES: Mapping[LearnedModel, str] = {
+    "policy": "policy",
+    "critic": "value",
+    "implicit_reward_model": "prime",
+}
+"""Beginnings of the names of a model's metrics."""
 
 
 def update_policy(
@@ -58,7 +64,7 @@ def _selected(
 def update_critic(critic: TrainerGroup, batches: Sequence[Batch], config: MegarlConfig) -> dict[str, MetricValue]:
     """One optimizer step of a value model per batch: towards the field `returns`, not far from `old_values`."""
     own = [weighted(batch, "token_mean") for batch in batches]
-    return update(critic, own, ValueObjective(config.critic.value_clip), temperature=1.0, model="value")
+    return update(critic, own, ValueObjective(config.critic.value_clip), temperature=1.0, model="critic")
 
 
 def update_implicit_reward_model(
@@ -73,7 +79,7 @@ def update_implicit_reward_model(
         for batch in batches
     ]
     objective = ImplicitRewardObjective(config.implicit_reward_model.beta)
-    return update(trainer, own, objective, temperature=1.0, model="prime")
+    return update(trainer, own, objective, temperature=1.0, model="implicit_reward_model")
 
 
 def update(
@@ -82,7 +88,7 @@ def update(
     objective: Objective,
     *,
     temperature: float,
-    model: Loss = _POLICY,
+    model: LearnedModel = _POLICY,
 ) -> dict[str, MetricValue]:
     """One optimizer step per batch; metrics are means over the batches, maxima over all.
 
@@ -92,7 +98,7 @@ def update(
 
 
 def _optimizer_steps(
-    trainer: TrainerGroup, batches: Iterable[Batch], objective: Objective, temperature: float, model: Loss
+    trainer: TrainerGroup, batches: Iterable[Batch], objective: Objective, temperature: float, model: LearnedModel
 ) -> list[StepResult]:
     return [trainer.train_step(for_loss(batch, model), objective, temperature=temperature) for batch in batches]
 
@@ -102,13 +108,14 @@ def _merged(steps: Sequence[StepResult]) -> list[Metrics]:
     return [Metrics.merge(step.metrics) for step in steps]
 
 
-def _metrics(steps: Sequence[StepResult], model: str) -> dict[str, MetricValue]:
+def _metrics(steps: Sequence[StepResult], model: LearnedModel) -> dict[str, MetricValue]:
     loads = [step.expert_load for step in steps if step.expert_load is not None]
     replayed = [step.replayed for step in steps if step.replayed is not None]
+    prefix = _METRIC_PREFIXES[model]
     return {
         **Metrics.summary(_merged(steps)),
-        f"{model}/gradient_norm": sum(step.gradient_norm for step in steps) / len(steps),
-        f"{model}/learning_rate": steps[-1].learning_rate,
+        f"{prefix}/gradient_norm": sum(step.gradient_norm for step in steps) / len(steps),
+        f"{prefix}/learning_rate": steps[-1].learning_rate,
         **(expert_metrics(torch.stack(loads).sum(0)) if loads and model == _POLICY else {}),
         **(_router_losses(steps) if model == _POLICY else {}),
         **(_prediction_layers(steps) if model == _POLICY else {}),

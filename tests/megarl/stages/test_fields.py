@@ -12,7 +12,7 @@ import torch
 from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
 from megarl.cluster.trainer.batch import Batch
 from megarl.schema import AlgorithmConfig
-from megarl.stages.fields import FIELDS, Field, Loss, for_loss, table, with_fields
+from megarl.stages.fields import FIELDS, Field, LearnedModel, for_loss, table, with_fields
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.packing.packing import RaggedBatch, pack
@@ -110,16 +110,16 @@ def policy(**settings: Any) -> PolicyObjective:
 
 
 @pytest.mark.parametrize(
-    ("loss", "objective"),
+    ("model", "objective"),
     [
         ("policy", policy(kl_coefficient=0.1, updates_per_step=2)),
         ("policy", policy(ratio_to="rollout", corrections=[], off_policy_mask=0.1)),
         ("policy", policy(policy_loss="clip_cov", updates_per_step=2)),
-        ("value", ValueObjective()),
-        ("prime", ImplicitRewardObjective()),
+        ("critic", ValueObjective()),
+        ("implicit_reward_model", ImplicitRewardObjective()),
     ],
 )
-def test_a_loss_gets_what_it_reads_and_nothing_else_changes_it(loss: Loss, objective: Objective) -> None:
+def test_a_loss_gets_what_it_reads_and_nothing_else_changes_it(model: LearnedModel, objective: Objective) -> None:
     lengths = torch.tensor([5, 7])
     made = {
         field.name: torch.from_numpy(np.random.default_rng(number).random(12).astype(field.dtype))
@@ -129,9 +129,9 @@ def test_a_loss_gets_what_it_reads_and_nothing_else_changes_it(loss: Loss, objec
     records = [[np.zeros(length, "V4")] for length in lengths.tolist()]
     batch = RaggedBatch(torch.arange(12), lengths, made, routed_experts=records)
     values = -torch.rand(12, generator=torch.Generator().manual_seed(99))
-    predictions = values if loss == "value" else LogProbs(values, values.square(), values > -0.5)
-    sent = for_loss(Batch.of(batch), loss).load()
-    read = {field.name for field in FIELDS if loss in field.losses}
+    predictions = values if model == "critic" else LogProbs(values, values.square(), values > -0.5)
+    sent = for_loss(Batch.of(batch), model).load()
+    read = {field.name for field in FIELDS if model in field.models}
     assert set(sent.fields) == read - {"routed_experts"} < set(batch.fields)
     assert (sent.routed_experts is not None) == ("routed_experts" in read)
     (whole, all_metrics), (part, metrics) = (objective(predictions, pack(each, [0, 1])) for each in (batch, sent))
@@ -139,8 +139,8 @@ def test_a_loss_gets_what_it_reads_and_nothing_else_changes_it(loss: Loss, objec
     assert Metrics.merge([all_metrics]).values() == Metrics.merge([metrics]).values()
 
 
-@pytest.mark.parametrize("loss", ["policy", "value", "prime"])
-def test_no_field_is_sent_that_a_loss_does_not_read(loss: Loss) -> None:
+@pytest.mark.parametrize("model", ["policy", "critic", "implicit_reward_model"])
+def test_no_field_is_sent_that_a_loss_does_not_read(model: LearnedModel) -> None:
     """Each is read in a module of the loss, or in one that it reads its micro-batch with; routers read theirs."""
     modules = {
         "policy": (
@@ -149,12 +149,12 @@ def test_no_field_is_sent_that_a_loss_does_not_read(loss: Loss) -> None:
             "policy_losses/ratios.py",
             "policy_losses/surrogates.py",
         ),
-        "value": ("value_loss.py", "trained_tokens.py"),
-        "prime": ("implicit_reward.py", "sequences.py"),
+        "critic": ("value_loss.py", "trained_tokens.py"),
+        "implicit_reward_model": ("implicit_reward.py", "sequences.py"),
     }
-    code = [(ROOT / "megarl/algorithms" / name).read_text() for name in modules[loss]]
+    code = [(ROOT / "megarl/algorithms" / name).read_text() for name in modules[model]]
     read = {name for source in code for name in (*fields_read(source), *parameters(source))}
-    sent = {field.name for field in FIELDS if loss in field.losses} - {"routed_experts"}
+    sent = {field.name for field in FIELDS if model in field.models} - {"routed_experts"}
     assert sent <= read
 
 

@@ -9,6 +9,7 @@ import torch
 from megarl.algorithms import Metrics, PolicyObjective
 from megarl.algorithms.metrics import Mean
 from megarl.cluster.trainer.batch import Batch
+from megarl.stages.fields import LearnedModel
 from megarl.stages.update import update, update_policy
 from megatron_ext.objective import StepResult
 
@@ -44,6 +45,10 @@ def test_without_a_reference_there_is_no_kl() -> None:
         update_policy(Trainer([[[1.0], []]]), [BATCH], PolicyObjective(), temperature=1.0, seed=(0, 0))
 
 
-def test_what_is_trained_names_the_norm() -> None:
-    metrics = update(Trainer([[[], []]]), [BATCH], PolicyObjective(), temperature=1.0, model="value")
-    assert (metrics["value/gradient_norm"], metrics["value/learning_rate"]) == (2.0, 0.1)
+@pytest.mark.parametrize(
+    ("model", "prefix"), [("policy", "policy"), ("critic", "value"), ("implicit_reward_model", "prime")]
+)
+def test_what_is_trained_names_the_norm(model: LearnedModel, prefix: str) -> None:
+    metrics = update(Trainer([[[], []]]), [BATCH], PolicyObjective(), temperature=1.0, model=model)
+    of_loss = {"policy/loss": 2.0}
+    assert metrics == {**of_loss, f"{prefix}/gradient_norm": 2.0, f"{prefix}/learning_rate": 0.1}
