@@ -16,7 +16,7 @@ help:
 	@echo "make test [TEST_WORKERS=4] [ARGS=...]   the tests"
 	@echo "make test-long [ARGS=...]   the tests that take longest: runs that are killed and go on, further algorithms, two machines; --sample=3 --offset=2 for a third"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
-	@echo "make test-parallel [ARGS=...]   every parallel layout beside one process; --sample=124 for one of 124, --page for docs/parallelism.md"
+	@echo "make test-parallel [ARGS=...]   every parallel layout beside one process; --sample=124 for one of 124, --page for their page of results"
 	@echo "make test-sglang [TEST_WORKERS=2] [ARGS=...]   the tests that run SGLang's own server"
 	@echo "make test-slurm [ARGS=...]   jobs of slurm/ on a real Slurm of two nodes, which they start; needs root, slurm-wlm and munge"
 	@echo "make test-megatron-next [ARGS=...]   the tests of megatron_ext with the newest megatron-core that works"

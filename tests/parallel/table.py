@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from combinations import KINDS, PROCESSES, layouts
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallelism.md"
+PAGE = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "parallel_layouts_cpu.md"
 TOLERANCE = 1e-5
 _NONE, _NOT_RUN = "", "not run"
 _NUMBER = re.compile(r"\d+e-?\d+")
