@@ -1,14 +1,13 @@
 """Every key of the configuration, and for a name that is none of them: which one was probably meant."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from converters.errors import UserError, nearest_names
 from megarl.config.foreign.slime_flags import SAME
 from megarl.config.renamed_keys import (
-    EARLIER,
     ELSEWHERE,
     MEGATRON_LM_ABSENT,
     MEGATRON_LM_FLAGS,
@@ -46,13 +45,28 @@ def check_keys(values: Mapping[Any, Any], group: type = MegarlConfig, prefix: st
         key = f"{prefix}{name}"
         if name not in known:
             leaf = _first_leaf(key, value)
-            raise UserError(f"configuration key {leaf} does not exist{advice(leaf)}")
-        kind = known[name]
-        if isinstance(kind, type) and is_dataclass(kind):
-            if not isinstance(value, Mapping):
-                example = f"{key}.{fields(kind)[0].name}=..."
-                raise UserError(f"{key}={value}: {key} is a group of keys; set one of them, such as {example}")
-            check_keys(value, kind, f"{key}.")
+            neighbours = [f"{prefix}{each}" for each in known]
+            raise UserError(f"configuration key {leaf} does not exist{advice(leaf, neighbours)}")
+        _check_value(key, value, known[name])
+
+
+def _check_value(key: str, value: Any, kind: Any) -> None:
+    """Check a value of a type of the schema: a group, groups by name, or a list of groups; others have no keys."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        _check_is_group(key, value, fields(kind)[0].name)
+        check_keys(value, kind, f"{key}.")
+    elif get_origin(kind) is dict:
+        _check_is_group(key, value, "NAME")
+        for name, each in value.items():
+            _check_value(f"{key}.{name}", each, get_args(kind)[1])
+    elif get_origin(kind) is list and isinstance(value, Sequence) and not isinstance(value, str):
+        for index, each in enumerate(value):
+            _check_value(f"{key}[{index}]", each, get_args(kind)[0])
+
+
+def _check_is_group(key: str, value: Any, name: str) -> None:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{key}={value}: {key} is a group of keys; set one of them, such as {key}.{name}=...")
 
 
 def _first_leaf(key: str, value: Any) -> str:
@@ -62,10 +76,11 @@ def _first_leaf(key: str, value: Any) -> str:
     return key
 
 
-def advice(key: str) -> str:
-    """Suggest a replacement of the unknown `key`, as the end of a sentence; empty where nothing comes near."""
-    if key in EARLIER:
-        return f"; it is now called {EARLIER[key]}"
+def advice(key: str, neighbours: Sequence[str] = ()) -> str:
+    """Suggest a replacement of the unknown `key`, as the end of a sentence; empty where nothing comes near.
+
+    `neighbours` are the keys of its group, where that is one of a list or has a name of the user's.
+    """
     absent = next((text for start, text in VERL_ABSENT.items() if f"{key}.".startswith(f"{start}.")), None)
     if absent is not None:
         return f"; it is a key of verl: {absent}"
@@ -75,7 +90,7 @@ def advice(key: str) -> str:
         if key.startswith(prefix) and (translated := VERL_PREFIXES[prefix] + key.removeprefix(prefix)) in all_keys():
             return f"; it is a key of verl, here called {translated}"
     leaf = key.rpartition(".")[2]
-    nearest = [ELSEWHERE[leaf]] if leaf in ELSEWHERE else _nearest(key)
+    nearest = [ELSEWHERE[leaf]] if leaf in ELSEWHERE else nearest_names(key, neighbours, at_least=0.75) or _nearest(key)
     return f"; did you mean {' or '.join(nearest)}?" if nearest else ""
 
 

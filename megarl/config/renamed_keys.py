@@ -1,36 +1,6 @@
-"""Keys and values of earlier versions and of other frameworks, and what they are called here."""
+"""Keys of other frameworks, and what they are called here."""
 
 from collections.abc import Mapping
-
-EARLIER: Mapping[str, str] = {
-    "algorithm.clip_low": "algorithm.policy_loss_options.clip_low",
-    "algorithm.clip_high": "algorithm.policy_loss_options.clip_high",
-    "algorithm.dual_clip": "algorithm.policy_loss_options.dual_clip",
-    "algorithm.sapo_temperature_positive": "algorithm.policy_loss_options.temperature_positive",
-    "algorithm.sapo_temperature_negative": "algorithm.policy_loss_options.temperature_negative",
-    "algorithm.ratio_cap": "algorithm.policy_loss_options.ratio_cap",
-    "algorithm.covariance_fraction": "algorithm.policy_loss_options.covariance_fraction",
-    "algorithm.covariance_low": "algorithm.policy_loss_options.covariance_low",
-    "algorithm.covariance_high": "algorithm.policy_loss_options.covariance_high",
-    "algorithm.covariance_kl_coefficient": "algorithm.policy_loss_options.covariance_kl_coefficient",
-    "algorithm.sppo_eta": "algorithm.policy_loss_options.eta",
-    "algorithm.dro_beta": "algorithm.policy_loss_options.beta",
-    "algorithm.normalize_by_std": "algorithm.advantage_options.normalize_by_std",
-    "algorithm.gamma": "algorithm.advantage_options.gamma",
-    "algorithm.gae_lambda": "algorithm.advantage_options.gae_lambda",
-    "algorithm.aggregation_tokens": "algorithm.aggregation_options.length",
-    "algorithm.train_on_cut_responses": "algorithm.train_on_truncated_responses",
-    "algorithm.cut_responses_in_statistics": "algorithm.truncated_responses_in_statistics",
-    "reward_model.beta": "implicit_reward_model.beta",
-    "tracking.warn_cut_fraction": "tracking.warn_truncated_fraction",
-}
-"""Key of an earlier megarl -> what it is called now."""
-
-EARLIER_VALUES: Mapping[str, Mapping[str, str]] = {
-    "refit.path": {"planned": "direct", "named": "loader"},
-    "refit.transport": {"point_to_point": "tcp"},
-}
-"""Key -> a value that an earlier megarl took -> what it is called now."""
 
 VERL: Mapping[str, str] = {
     "data.train_files": "data.train_files",

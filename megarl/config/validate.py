@@ -16,7 +16,6 @@ from megarl.config.input_paths import check_input_paths
 from megarl.config.lora import check_lora, refuse_lora
 from megarl.config.megatron import megatron_options
 from megarl.config.pools import check_pools, refuse_turns
-from megarl.config.renamed_keys import EARLIER_VALUES
 from megarl.config.schedule import check_schedule
 from megarl.output.places import LOGS, check_output
 from megarl.resharding.alignment import ALIGNMENT_BYTES
@@ -233,8 +232,6 @@ def _check_finite(key: str, value: Any) -> None:
 
 
 def _check_choice(key: str, value: str, names: Collection[str]) -> None:
-    if value in EARLIER_VALUES.get(key, {}):
-        raise UserError(f"{key}={value} is now called {key}={EARLIER_VALUES[key][value]}")
     if value not in names:
         meant = _MEANT.get(key, {}).get(value, value)
         raise UserError(f"{key}={value} is none of {', '.join(sorted(names))}{did_you_mean(meant, names)}")

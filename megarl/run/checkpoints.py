@@ -54,8 +54,7 @@ def latest_checkpoint(config: MegarlConfig, command: str) -> Checkpoint | None:
         )
     folder = checkpoint_folder.iteration_folder(root, iterations[-1])
     state = checkpoint_folder.read_controller_state(folder)
-    # Only `train` wrote them when they did not say.
-    if (writer := state.get("command", "train")) != command:
+    if (writer := state["command"]) != command:
         raise UserError(
             f"{folder} is a checkpoint of megarl {writer}, from which megarl {command} cannot go on: choose "
             "another output_dir"

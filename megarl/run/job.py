@@ -109,7 +109,6 @@ class Job:
         self.checkpoints.save(
             state.step,
             lambda folder: {
-                "engine_version": state.step,
                 **self.rollouts.save(folder),
                 "kl": state.kl.state_dict(),
                 "engines": self.engines.state_dict(),
@@ -183,8 +182,7 @@ def _start_models(setup: RunSetup, processes: Processes, prompts: Sequence[Promp
     """Start trainer and engines side by side, then the auxiliary models; all but engines go on from the checkpoint."""
     config, checkpoint = setup.config, setup.checkpoint
     engines = processes.engines()
-    # Older checkpoints do not tell of engines.
-    if checkpoint is not None and "engines" in checkpoint.state:
+    if checkpoint is not None:
         engines.load_state_dict(checkpoint.state["engines"])
     trainer = processes.trainer(setup.options)
     gpus = processes.gpus(engines)

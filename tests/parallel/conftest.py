@@ -10,5 +10,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--page", action="store_true", help="write the differences to benchmarks/results/parallel_layouts_cpu.md")
+    parser.addoption(
+        "--page", action="store_true", help="write the differences to benchmarks/results/parallel_layouts_cpu.md"
+    )
     parser.addoption("--missing", action="store_true", help="run only layouts of which the page has no figure")

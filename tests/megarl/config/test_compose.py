@@ -12,7 +12,7 @@ from megarl.algorithms.compatibility import option_keys
 from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
 from megarl.config.keys import all_keys, schema_keys
-from megarl.config.renamed_keys import EARLIER, ELSEWHERE, MEGATRON_LM_FLAGS, VERL
+from megarl.config.renamed_keys import ELSEWHERE, MEGATRON_LM_FLAGS, VERL
 from megarl.schema import MegarlConfig
 
 GIVEN = ["model.path=m", "output_dir=o"]
@@ -102,6 +102,16 @@ def test_own_recipes_build_on_ours(recipes: str) -> None:
         (["megatron.learning_rate=3"], r"did you mean megatron\.lr\?"),
         (["zzz.qqq=3"], r"zzz\.qqq does not exist$"),
         (["loop=3"], r"loop is a group of keys; set one of them, such as loop\.steps"),
+        (["rollout.engine_args=8"], r"rollout\.engine_args is a group of keys; .* such as rollout\.engine_args\.NAME="),
+        (["reward.functions.a=math"], r"reward\.functions\.a is a group of keys; .* reward\.functions\.a\.\w+="),
+        (
+            ["algorithm.corrections=[{kind: icepop, lo: 1}]"],
+            r"algorithm\.corrections\[0\]\.lo does not exist; did you mean algorithm\.corrections\[0\]\.low\?",
+        ),
+        (
+            ["algorithm.corrections=[icepop]"],
+            r"corrections\[0\]=icepop: .* is a group of keys; .*corrections\[0\]\.kind=",
+        ),
         (["loop.steps=many"], r"loop\.steps: Value 'many'"),
         (["loop.steps=null"], r"loop\.steps"),
         (["loop.steps"], "not of the form key=value"),
@@ -153,15 +163,8 @@ def test_keys_of_verl_are_translated(recipes: str, key: str, says: str) -> None:
         compose("mine", [f"{key}=1"], recipes)
 
 
-@pytest.mark.parametrize("key", EARLIER)
-def test_a_key_of_an_earlier_megarl_is_answered_with_its_name_of_now(recipes: str, key: str) -> None:
-    with pytest.raises(UserError, match=f"^configuration key {key} does not exist; it is now called {EARLIER[key]}$"):
-        compose("mine", [f"{key}=1"], recipes)
-
-
 def test_translations_name_keys_that_exist() -> None:
-    assert not set(EARLIER) & set(all_keys())
-    for target in {*EARLIER.values(), *VERL.values(), *MEGATRON_LM_FLAGS.values(), *ELSEWHERE.values()}:
+    for target in {*VERL.values(), *MEGATRON_LM_FLAGS.values(), *ELSEWHERE.values()}:
         for part in target.split(" and "):
             assert part.split("=")[0].split(" ")[0] in {*all_keys(), *option_keys()}, target
 

@@ -95,8 +95,6 @@ def test_moments_of_those_that_take_no_turns_may_be_in_eight_bits(make_config: C
         (["algorithm.aggregation=mean"], "algorithm.aggregation='mean' is not known"),
         (["algorithm.kl_estimator=k9"], "algorithm.kl_estimator='k9'"),
         (["reward.on_error=ignore"], "reward.on_error=ignore is none of drop, stop"),
-        (["refit.path=planned"], "^refit.path=planned is now called refit.path=direct$"),
-        (["refit.path=named"], "^refit.path=named is now called refit.path=loader$"),
         (
             ["refit.delta=true", "refit.path=loader"],
             "^refit.delta=true is for direct refits, and refit.path=loader allows none: set refit.path to auto, or ",
@@ -109,7 +107,6 @@ def test_moments_of_those_that_take_no_turns_may_be_in_eight_bits(make_config: C
             ["refit.path=direct", "rollout.weights=nvfp4"],
             "^refit.path=direct is for direct refits, and engines take rollout.weights=nvfp4 through their own loader",
         ),
-        (["refit.transport=point_to_point"], "^refit.transport=point_to_point is now called refit.transport=tcp$"),
         (["data.overlong_prompts=cut"], "data.overlong_prompts=cut"),
         (["checkpoint.resume=yes"], "checkpoint.resume"),
         (["tracking.loggers=[console,wandbb]"], "tracking.loggers=wandbb .*did you mean wandb"),
