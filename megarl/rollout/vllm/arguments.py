@@ -25,6 +25,9 @@ _ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
 }
 
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Variable that chooses vLLM's model runner; without it, vLLM takes its first one where the second lacks something."""
+
 _DEFAULT_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -70,10 +73,14 @@ def prepare_environment(engine_args: Mapping[str, Any] = MappingProxyType({})) -
     """
     listen_on_loopback()
     os.environ.update(_ENVIRONMENT)
+    on_cpu = device.backend() == "gloo"
+    # On a GPU the first runner would give the rest of a response the random numbers of its beginning once more; the
+    # second draws by the token's place. On a CPU `cpu` corrects the first.
+    os.environ[_RUNNER] = "0" if on_cpu else "1"
     if VLLM.nodes(engine_args) > 1:
         # The machines find each other by it.
         os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
-    defaults = {**_DEFAULT_ENVIRONMENT, **(cpu.ENVIRONMENT if device.backend() == "gloo" else {})}
+    defaults = {**_DEFAULT_ENVIRONMENT, **(cpu.ENVIRONMENT if on_cpu else {})}
     if VLLM.nodes(engine_args) > 1 and not ip_address(os.environ["VLLM_HOST_IP"]).is_loopback:
         del defaults["GLOO_SOCKET_IFNAME"]
     for name, value in defaults.items():

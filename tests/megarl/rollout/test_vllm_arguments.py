@@ -35,6 +35,17 @@ def test_paths_of_sockets_fit_also_below_a_long_tmpdir(characters, has_own):
     assert run.stdout.strip().startswith(tmpdir) == has_own
 
 
+@pytest.mark.parametrize(("backend", "given", "runner"), [("nccl", "0", "1"), ("gloo", "1", "0")])
+def test_the_rest_of_a_response_has_random_numbers_of_its_own_whatever_runner_is_asked_for(backend, given, runner):
+    program = (
+        "import os; from megatron_ext import device; from megarl.rollout.vllm.arguments import prepare_environment;"
+        f" device.backend = lambda: {backend!r}; prepare_environment(); print(os.environ['VLLM_USE_V2_MODEL_RUNNER'])"
+    )
+    environment = {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": given}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == runner
+
+
 def _ready_timeout_s():
     from vllm.v1.engine import core_client
 
