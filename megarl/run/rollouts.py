@@ -68,7 +68,7 @@ def _callback(
                 method(self, *arguments, **options)
             except BaseException as failure:  # noqa: BLE001 - `take` raises it
                 self._failure = self._failure or failure
-            # Waking the waiter for each group, only to wait for the next, would double the cost of a callback.
+            # To wake the waiter at each group, only for it to wait again, would double the cost of a callback.
             if self._failure is not None or self._awaited():
                 self._changed.notify_all()
 
@@ -101,7 +101,7 @@ class Rollouts:
         """Groups until the functions have scored them."""
         self._sampled: set[int] = set()
         """Ordinals of groups that the engines have answered, until these are finished or dropped."""
-        self._unjudged: dict[int, PromptGroup] = {}
+        self._awaiting_reward_model: dict[int, PromptGroup] = {}
         """Scored by the functions, but not by the reward model."""
         self._finished: dict[int, PromptGroup] = {}
         self._dropped = Dropped()
@@ -109,7 +109,7 @@ class Rollouts:
         """For one batch."""
         self._taken_metrics: dict[str, float] = {}
         self._lengths = {"sampled": Lengths(), "trained": Lengths()}
-        self._again: list[int] = []
+        self._resumed: list[int] = []
         """Draws that were being sampled when the state was saved."""
 
     def take(self, clock: Clock) -> RolloutBatch:
@@ -120,39 +120,22 @@ class Rollouts:
         """
         with self._changed:
             self._admit()
-        while not self._is_decided():
+        while not self._batch_is_ready():
             with self._changed:
                 are_sampled = self._next_are(self._sampled)
             if not are_sampled:
                 self._workers.gpus.switch_to(self._workers.engines)
             with clock.stage("rollout"):
-                self._wait(lambda: self._is_decided() or self._next_are(self._sampled))
+                self._wait(lambda: self._batch_is_ready() or self._next_are(self._sampled))
             with clock.stage("reward"):
-                self._wait(
-                    lambda: self._is_decided() or self._next_are(self._unjudged) or not self._next_are(self._sampled)
-                )
-                self._judge()
-        with self._changed:
-            self._check_refills()
-            kept = [self._finished.pop(ordinal) for ordinal in self._schedule.take()]
-            check_ages(kept, self._schedule.version, self._schedule.staleness_bound)
-            dropped = self._dropped.take_before(kept[-1].ordinal)
-            for group in kept:
-                self._lengths["trained"].count(group)
-            unscored = sum(not group.only_scored().trajectories for group in dropped)
-            rounds = ceil((len(kept) + len(dropped)) / self._config.loop.prompts_per_step)
-            self._taken_metrics = {
-                "groups/rounds": float(rounds),
-                "schedule/dropped_unscored": float(unscored),
-                "schedule/dropped_equal": float(len(dropped) - unscored),
-            }
+                self._wait(lambda: self._batch_is_ready() or self._functions_are_done())
+                self._score_with_reward_model()
+        batch = self._collect_batch()
         if self._workers.gpus.are_shared:
             # While the trainer has the GPUs no response would end.
             with clock.stage("rollout"):
                 self._hold(self._is_quiet)
-        sampled = sorted([*kept, *dropped], key=lambda group: group.ordinal)
-        check_any_scored(sampled)
-        return RolloutBatch(sampled, groups_to_train_on(kept, self._config.algorithm))
+        return batch
 
     def hold(self) -> None:
         """Wait, before new weights come, for what is in flight, unless it may go on with them.
@@ -182,7 +165,9 @@ class Rollouts:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            rollouts = SavedRollouts(self._finished, self._unjudged, self._dropped.all, self._partials(), self._lengths)
+            rollouts = SavedRollouts(
+                self._finished, self._awaiting_reward_model, self._dropped.all, self._partials(), self._lengths
+            )
             return save_rollouts(rollouts, folder, self._config, self._sampler, self._schedule)
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
@@ -194,10 +179,10 @@ class Rollouts:
             return
         saved = read_rollouts(folder, state, self._config, self._schedule, self._prompt_of)
         self._lengths |= saved.lengths
-        self._finished, self._unjudged = dict(saved.finished), dict(saved.unjudged)
+        self._finished, self._awaiting_reward_model = dict(saved.finished), dict(saved.awaiting_reward_model)
         self._dropped = Dropped(saved.dropped)
-        self._sampled = set(self._unjudged)
-        self._again = [ordinal for ordinal in self._schedule.unfinished if ordinal not in self._sampled]
+        self._sampled = set(self._awaiting_reward_model)
+        self._resumed = [ordinal for ordinal in self._schedule.unfinished if ordinal not in self._sampled]
         self._in_flight.load(saved.partials)
 
     def metrics(self) -> dict[str, float]:
@@ -239,18 +224,38 @@ class Rollouts:
             self._workers.engines.bring_back()
             self._workers.ranks.raise_if_dead()
 
-    def _is_decided(self) -> bool:
+    def _batch_is_ready(self) -> bool:
         """Whether the next batch is finished, or too many were dropped for it."""
         with self._changed:
             if self._schedule.takeable() is not None:
                 return True
             return len(self._dropped) > self._most_dropped and len(self._next()[1]) > self._most_dropped
 
+    def _collect_batch(self) -> RolloutBatch:
+        """Take the groups of the batch that is ready, and those that were dropped for it."""
+        with self._changed:
+            self._check_refills()
+            kept = [self._finished.pop(ordinal) for ordinal in self._schedule.take()]
+            check_ages(kept, self._schedule.version, self._schedule.staleness_bound)
+            dropped = self._dropped.take_before(kept[-1].ordinal)
+            for group in kept:
+                self._lengths["trained"].count(group)
+            unscored = sum(not group.only_scored().trajectories for group in dropped)
+            rounds = ceil((len(kept) + len(dropped)) / self._config.loop.prompts_per_step)
+            self._taken_metrics = {
+                "groups/rounds": float(rounds),
+                "schedule/dropped_unscored": float(unscored),
+                "schedule/dropped_equal": float(len(dropped) - unscored),
+            }
+        sampled = sorted([*kept, *dropped], key=lambda group: group.ordinal)
+        check_any_scored(sampled)
+        return RolloutBatch(sampled, groups_to_train_on(kept, self._config.algorithm))
+
     def _next(self) -> tuple[list[int], list[PromptGroup]]:
         """The next batch, or else the draws that it ends with or behind; and what was dropped for it until now."""
         wanted = self._config.loop.prompts_per_step
         batch = self._schedule.takeable() or list(islice(self._schedule.untaken, wanted))
-        # An incomplete batch will end after every draw so far, so all drops count for it.
+        # A batch that is not complete ends after every draw so far, so all dropped groups count for it.
         return batch, self._dropped.before(batch[-1]) if len(batch) == wanted else self._dropped.all
 
     def _check_refills(self) -> None:
@@ -263,23 +268,27 @@ class Rollouts:
 
     def _is_quiet(self) -> bool:
         """Whether nothing is in flight, nor will be before new weights come."""
-        # With dynamic sampling another draw may come in place of each group that is not scored.
+        # With dynamic sampling, each group that is not scored yet may be dropped and replaced by another draw.
         with self._changed:
-            done = self._unjudged if self._config.algorithm.dynamic_sampling else self._sampled
+            done = self._awaiting_reward_model if self._config.algorithm.dynamic_sampling else self._sampled
             return all(ordinal in done for ordinal in self._schedule.unfinished)
 
     def _next_are(self, known: Collection[int]) -> bool:
-        """Whether all groups of a batch are finished, or known."""
+        """Whether each group of the next batch is finished or among the `known`."""
         return self._schedule.takeable(known) is not None
+
+    def _functions_are_done(self) -> bool:
+        """Whether the functions have scored all groups of the next batch, or one of it has to be sampled first."""
+        return self._next_are(self._awaiting_reward_model) or not self._next_are(self._sampled)
 
     def _admit(self) -> None:
         """Draw as many prompts as there are slots for, and no more than the rest of the run needs."""
         schedule, loop = self._schedule, self._config.loop
-        again, self._again = self._again, []
-        if again:
-            self._begin([(ordinal, self._sampler.index_of(ordinal)) for ordinal in again])
+        resumed, self._resumed = self._resumed, []
+        if resumed:
+            self._begin([(ordinal, self._sampler.index_of(ordinal)) for ordinal in resumed])
         if len(self._dropped) > self._most_dropped < self._dropped.most_between(schedule.untaken):
-            return  # the batch that tells of them ends the run
+            return  # the run ends with the batch that reports them
         held = schedule.slots - schedule.admissible
         needed = (loop.steps - schedule.version) * loop.prompts_per_step - held
         count = min(schedule.admissible, needed)
@@ -308,37 +317,37 @@ class Rollouts:
 
     @_callback
     def _scored_one(self, group: PromptGroup, pending: PendingScores) -> None:
-        """Judge a group that the reward functions have scored, or let the reward model add to it."""
+        """Accept or drop a group that the reward functions have scored, if the reward model has nothing to add."""
         self._in_flight.end(group.ordinal)
         self._lengths["sampled"].count(group)
         limit = self._config.rollout.max_response_tokens
         scored = with_outcomes(group, pending.finish(), self._config.reward, limit)
         if self._workers.reward_model is None:
-            self._settle(scored)
+            self._accept_or_drop(scored)
         else:
-            self._unjudged[group.ordinal] = scored
+            self._awaiting_reward_model[group.ordinal] = scored
 
-    def _judge(self) -> None:
+    def _score_with_reward_model(self) -> None:
         """Let the reward model, if there is one, add its scores to those of the functions."""
         with self._changed:
-            groups = [self._unjudged.pop(each) for each in self._to_judge()]
+            groups = [self._awaiting_reward_model.pop(each) for each in self._for_reward_model()]
         # A run resumed without its reward model still has groups that wait for one.
         if groups and self._workers.reward_model is not None:
             self._workers.gpus.switch_to(self._workers.reward_model)
             groups = with_model_scores(groups, self._workers.reward_model, self._config.reward_model.weight)
         with self._changed:
             for group in groups:
-                self._settle(group)
+                self._accept_or_drop(group)
 
-    def _to_judge(self) -> list[int]:
+    def _for_reward_model(self) -> list[int]:
         """The ordinals of groups that the reward model scores now, in the order of their draws."""
-        # How far the engines are ahead is of the clock. With `wait` it must decide neither which version samples the
-        # draw that takes a dropped one's place, nor what is scored together, which rounds otherwise.
+        # How far ahead the engines are depends on timing. With `wait`, timing must decide neither which version samples
+        # the replacement of a dropped group, nor which groups are scored together, as that changes how scores round.
         is_one_batch = self._config.schedule.in_flight == "wait"
-        judged = self._schedule.takeable(self._unjudged) if is_one_batch else self._schedule.untaken
-        return [each for each in judged or () if each in self._unjudged]
+        scored = self._schedule.takeable(self._awaiting_reward_model) if is_one_batch else self._schedule.untaken
+        return [each for each in scored or () if each in self._awaiting_reward_model]
 
-    def _settle(self, group: PromptGroup) -> None:
+    def _accept_or_drop(self, group: PromptGroup) -> None:
         """Keep a group for a batch, or let the next draw take its slot if it teaches nothing."""
         self._sampled.discard(group.ordinal)
         algorithm, schedule = self._config.algorithm, self._schedule

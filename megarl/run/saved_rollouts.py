@@ -45,7 +45,7 @@ class SavedRollouts:
 
     finished: Mapping[int, PromptGroup]
     """Scored, by ordinal."""
-    unjudged: Mapping[int, PromptGroup]
+    awaiting_reward_model: Mapping[int, PromptGroup]
     """Scored by the functions, but not by the reward model."""
     dropped: Sequence[PromptGroup]
     partials: Mapping[int, Sequence[SavedPartial]]
@@ -57,7 +57,7 @@ def save_rollouts(
     rollouts: SavedRollouts, folder: Path, config: MegarlConfig, sampler: PromptSampler, schedule: Schedule
 ) -> dict[str, Any]:
     """Write groups and partial responses to `folder`; returns the rest of what `read_rollouts` needs."""
-    groups = [*rollouts.finished.values(), *rollouts.unjudged.values(), *rollouts.dropped]
+    groups = [*rollouts.finished.values(), *rollouts.awaiting_reward_model.values(), *rollouts.dropped]
     return {
         "sampler": sampler.state_dict(),
         "schedule": {**schedule.state_dict(), "settings": schedule_settings(config)},
@@ -88,12 +88,12 @@ def read_rollouts(
     finished, dropped = set(schedule.waiting), set(state.get("dropped", ()))
     rollouts = SavedRollouts(
         finished={group.ordinal: group for group in groups if group.ordinal in finished},
-        unjudged={group.ordinal: group for group in groups if group.ordinal not in finished | dropped},
+        awaiting_reward_model={group.ordinal: group for group in groups if group.ordinal not in finished | dropped},
         dropped=[group for group in groups if group.ordinal in dropped],
         partials=read_partials(folder, state.get("partials", [])),
         lengths={name: Lengths(**each) for name, each in state.get("lengths", {}).items()},
     )
-    scored = {**rollouts.finished, **rollouts.unjudged}
+    scored = {**rollouts.finished, **rollouts.awaiting_reward_model}
     oldest = {ordinal: oldest_of_group(group) for ordinal, group in scored.items()} | {
         ordinal: oldest_version(turn for each in own for turn in each.turns.values())
         for ordinal, own in rollouts.partials.items()

@@ -78,7 +78,7 @@ def test_how_far_engines_are_ahead_changes_nothing_that_a_reward_model_scores_or
         taking = Thread(target=lambda: first.append(job.rollouts.take(Clock())))
         taking.start()
         if 0 in held:
-            assert eventually(lambda: {2, 3, 4, 5} <= job.rollouts._unjudged.keys())
+            assert eventually(lambda: {2, 3, 4, 5} <= job.rollouts._awaiting_reward_model.keys())
             engines.released.set()
         taking.join(60)
         engines.released.set()
