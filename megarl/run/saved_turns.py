@@ -1,27 +1,53 @@
 """Turns in a checkpoint: their arrays end to end in one file, and of each turn what else there is of it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+import torch
+from safetensors.numpy import load_file
 
+from converters.formats.safetensors import place_tensors
 from megarl.data import Turn
-from megarl.data.stretches import Array, joined
+from megarl.data.stretches import Array, Values, opened_each
 
-_ARRAYS = ("prompt_ids", "token_ids", "log_probs", "versions")
+_ARRAYS: Mapping[str, torch.dtype] = {
+    "prompt_ids": torch.int32,
+    "token_ids": torch.int32,
+    "log_probs": torch.float32,
+    "versions": torch.int32,
+}
+_EXPERTS = "routed_experts"
+# Turns whose arrays are fetched together: those of all may be larger than the memory, and one by one would take long.
+_AT_ONCE = 16
 
 
 def save_turns(turns: Sequence[Turn], file: Path) -> None:
-    """Write the arrays of all turns, if there are any."""
+    """Write the arrays of all turns, if there are any; no more than a few are copied at a time."""
     if not turns:
         return
-    arrays = {name: joined([(getattr(turn, name),) for turn in turns]) for name in _ARRAYS}
-    experts = [joined([turn.routed_experts]) for turn in turns if turn.routed_experts]
-    if experts:
-        arrays["routed_experts"] = np.concatenate([each.view(np.uint8).reshape(len(each), -1) for each in experts])
-    save_file(arrays, file)
+    values: dict[str, Sequence[Values]] = {name: [(getattr(turn, name),) for turn in turns] for name in _ARRAYS}
+    shapes: dict[str, tuple[int, ...]] = {name: (_length(each),) for name, each in values.items()}
+    if experts := [turn.routed_experts for turn in turns if turn.routed_experts]:
+        values[_EXPERTS] = experts
+        shapes[_EXPERTS] = _length(experts), np.dtype(experts[0][0].dtype).itemsize
+    start, places = place_tensors(shapes, {**_ARRAYS, _EXPERTS: torch.uint8})
+    with file.open("wb") as written:
+        written.write(start)
+        for name in places:
+            for array in _opened(values[name]):
+                written.write(np.ascontiguousarray(array).data)
+
+
+def _length(sequences: Sequence[Values]) -> int:
+    return sum(len(stretch) for values in sequences for stretch in values)
+
+
+def _opened(sequences: Sequence[Values]) -> Iterator[Array]:
+    for first in range(0, len(sequences), _AT_ONCE):
+        yield from chain.from_iterable(opened_each(sequences[first : first + _AT_ONCE]))
 
 
 def described(turn: Turn) -> list[Any]:
@@ -44,7 +70,7 @@ class SavedTurns:
         )
         experts: tuple[Array, ...] = ()
         if with_experts:
-            records = np.ascontiguousarray(self._next("routed_experts", prompt + sampled))
+            records = np.ascontiguousarray(self._next(_EXPERTS, prompt + sampled))
             experts = (records.view(np.dtype((np.void, records.shape[1])))[:, 0],)
         return Turn.of(prompt_ids, token_ids, log_probs, versions, finish_reason, experts)
 
