@@ -39,9 +39,16 @@ class InFlightGroups:
         """Forget a group: others have its samples."""
         del self._pending[ordinal]
 
-    def partials(self, only: Collection[int] | None = None) -> dict[int, Sequence[SavedPartial]]:
-        """Partial samples by group ordinal: of the groups in flight, or `only` some, and of loaded ones not begun."""
-        pending = {ordinal: own for ordinal, own in self._pending.items() if only is None or ordinal in only}
+    def copy(self, only: Collection[int] | None = None) -> "InFlightGroups":
+        """The same groups, or `only` some of those that are begun, apart from what begins and ends later."""
+        copied = InFlightGroups(self._engines)
+        copied._pending = {ordinal: own for ordinal, own in self._pending.items() if only is None or ordinal in only}
+        copied._saved = self._saved.copy()
+        return copied
+
+    def partials(self) -> dict[int, Sequence[SavedPartial]]:
+        """Partial samples by group ordinal: of the groups in flight, and of loaded ones that are not begun."""
+        pending = self._pending.copy()
         there = iter(self._engines.partial_turns([each for own in pending.values() for each in own]))
         parts = {
             ordinal: [SavedPartial.of(each.request, next(there)) for each in own] for ordinal, own in pending.items()

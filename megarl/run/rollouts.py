@@ -1,5 +1,6 @@
 """Groups on their way from a drawn prompt to a batch, sampled and scored while the trainer does something else."""
 
+import copy
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,7 +24,6 @@ from megarl.rewards import PendingScores, Scorer
 from megarl.run.ages import check_ages
 from megarl.run.dropped import Dropped
 from megarl.run.in_flight_groups import InFlightGroups
-from megarl.run.saved_partials import SavedPartial
 from megarl.run.saved_rollouts import Lengths, SavedRollouts, read_rollouts, save_rollouts
 from megarl.run.schedule import Schedule
 from megarl.schema import MegarlConfig
@@ -165,10 +165,15 @@ class Rollouts:
         with self._changed:
             if self._failure is not None:
                 raise self._failure
-            rollouts = SavedRollouts(
-                self._finished, self._awaiting_reward_model, self._dropped.all, self._partials(), self._lengths
-            )
-            return save_rollouts(rollouts, folder, self._config, self._sampler, self._schedule)
+            finished, awaiting_reward_model = self._finished.copy(), self._awaiting_reward_model.copy()
+            dropped, lengths = self._dropped.all, copy.deepcopy(self._lengths)
+            # With `wait`, unfinished responses are not saved: the same weights sample the same responses again.
+            begun = self._sampled if self._config.schedule.in_flight == "wait" else None
+            in_flight = self._in_flight.copy(begun)
+            sampler, schedule = self._sampler.state_dict(), self._schedule.state_dict()
+        # A slow disk must not keep rewards and engines waiting for the lock.
+        rollouts = SavedRollouts(finished, awaiting_reward_model, dropped, in_flight.partials(), lengths)
+        return save_rollouts(rollouts, folder, self._config, sampler, schedule)
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Go on from a state: what was being sampled goes on, with whatever schedule there is now.
@@ -205,11 +210,6 @@ class Rollouts:
 
     def _prompt_of(self, ordinal: int) -> Prompt:
         return self._prompts[self._sampler.index_of(ordinal)]
-
-    def _partials(self) -> Mapping[int, Sequence[SavedPartial]]:
-        """The parts of groups that are not scored."""
-        # Responses of one version each: sampled again, with the weights of then, they are the same number for number.
-        return self._in_flight.partials(self._sampled if self._config.schedule.in_flight == "wait" else None)
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         """Wait until something is so, and look after failures, engines and ranks meanwhile."""

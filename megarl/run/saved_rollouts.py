@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.data import Prompt, PromptGroup, PromptSampler
+from megarl.data import Prompt, PromptGroup
+from megarl.data.sampler import SamplerState
 from megarl.run.ages import (
     changed_settings,
     check_carried_over,
@@ -54,13 +55,20 @@ class SavedRollouts:
 
 
 def save_rollouts(
-    rollouts: SavedRollouts, folder: Path, config: MegarlConfig, sampler: PromptSampler, schedule: Schedule
+    rollouts: SavedRollouts,
+    folder: Path,
+    config: MegarlConfig,
+    sampler: SamplerState,
+    schedule: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write groups and partial responses to `folder`; returns the rest of what `read_rollouts` needs."""
+    """Write groups and partial responses to `folder`; returns the rest of what `read_rollouts` needs.
+
+    `sampler` and `schedule` are the states of these.
+    """
     groups = [*rollouts.finished.values(), *rollouts.awaiting_reward_model.values(), *rollouts.dropped]
     return {
-        "sampler": sampler.state_dict(),
-        "schedule": {**schedule.state_dict(), "settings": schedule_settings(config)},
+        "sampler": sampler,
+        "schedule": {**schedule, "settings": schedule_settings(config)},
         "groups": save_groups(groups, folder),
         "dropped": [group.ordinal for group in rollouts.dropped],
         "partials": save_partials(rollouts.partials, folder),

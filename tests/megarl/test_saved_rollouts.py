@@ -1,6 +1,7 @@
 """Checkpoints of what was sampled and waits for its batch, and runs that go on from them under another schedule."""
 
 import json
+import os
 from threading import Event, Thread
 
 import pytest
@@ -71,6 +72,61 @@ def test_a_save_waits_for_no_reward_and_what_is_being_scored_is_scored_anew_behi
         after.rollouts.load(tmp_path, state)
         assert last_two(after) == last_two(before)
         assert after.engines.calls[0] == []
+
+
+class SlowToMerge(Answers):
+    """Takes time to say what there is of responses, which a save asks for when it has copied all else."""
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(*texts)
+        self.is_asked, self.merging = Event(), Event()
+
+    def partial_turns(self, asked):
+        self.is_asked.set()
+        assert self.merging.wait(60)
+        return super().partial_turns(asked)
+
+
+@pytest.mark.parametrize(("hangs", "in_flight"), [("merging", "recompute"), ("writing", "wait")])
+def test_a_save_that_takes_long_holds_up_nothing_and_is_of_its_beginning(hangs, in_flight, scorer, tmp_path) -> None:
+    def job():
+        ahead = ScheduleConfig(max_staleness=1, in_flight=in_flight)
+        return job_of(scorer, SlowToMerge(*["01"] * 10), prompts_per_step=2, schedule=ahead)
+
+    def waiting(groups):
+        return eventually(lambda: before.rollouts.metrics()["schedule/groups_waiting"] == groups)
+
+    before = job()
+    before.rollouts.take(Clock())
+    before.rollouts.hold()
+    before.engines.answering.clear()
+    before.rollouts.release()
+    assert waiting(2)
+    if hangs == "writing":
+        before.engines.merging.set()
+    # Whoever opens a pipe to write waits until somebody reads.
+    file, states = tmp_path / "groups.safetensors", []
+    os.mkfifo(file)
+    saving = Thread(target=lambda: states.append(before.rollouts.save(tmp_path)), daemon=True)
+    saving.start()
+    assert before.engines.is_asked.wait(60)
+    before.engines.answering.set()
+    seen = []
+    seeing = Thread(target=lambda: seen.append(waiting(4)), daemon=True)
+    seeing.start()
+    seeing.join(60)
+    assert (seen, saving.is_alive()) == ([True], True)
+    before.engines.merging.set()
+    written = file.read_bytes()
+    saving.join(60)
+    file.unlink()
+    file.write_bytes(written)
+    (state,) = json.loads(json.dumps(states))
+    assert [each["ordinal"] for each in state["groups"]] == [2, 3]
+    after = job()
+    after.sampler.load_state_dict(state["sampler"])
+    after.rollouts.load(tmp_path, state)
+    assert [sample(after, Clock()) for _ in range(2)] == [sample(before, Clock()) for _ in range(2)]
 
 
 def four_ahead(scorer, staleness, prompts, in_flight="recompute"):
