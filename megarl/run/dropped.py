@@ -2,9 +2,10 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
-from megarl.data import PromptGroup
+from megarl.data import PromptGroup, Trajectory
 
 
 class Dropped:
@@ -26,8 +27,10 @@ class Dropped:
         return self._groups.copy()
 
     def add(self, group: PromptGroup) -> None:
-        """Keep one more."""
-        insort(self._groups, group, key=_ordinal)
+        """Keep one more, without the experts of its tokens: they are large, and nothing replays them."""
+        trajectories = [_without_experts(each) for each in group.trajectories]
+        baseline = group.baseline and _without_experts(group.baseline)
+        insort(self._groups, group.with_members(trajectories, baseline), key=_ordinal)
 
     def before(self, ordinal: int) -> list[PromptGroup]:
         """The groups that were drawn before another."""
@@ -52,3 +55,7 @@ class Dropped:
 
 def _ordinal(group: PromptGroup) -> int:
     return group.ordinal
+
+
+def _without_experts(trajectory: Trajectory) -> Trajectory:
+    return replace(trajectory, turns=tuple(replace(turn, routed_experts=()) for turn in trajectory.turns))

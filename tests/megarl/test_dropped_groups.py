@@ -1,8 +1,10 @@
 """Dynamic sampling: groups that teach nothing are dropped and replaced, and the batch that they are for says so."""
 
 import json
+from dataclasses import replace
 from threading import Thread
 
+import numpy as np
 import pytest
 from eventually import eventually
 from sampling_job import NUMBER, Answers, Holding, OfLengths, TenTimesTheToken, job_of, sample
@@ -106,6 +108,29 @@ def test_groups_that_were_dropped_before_a_checkpoint_are_told_of_by_the_batch_b
     assert [group.ordinal for group in first.sampled] == [2, 3]
     assert [group.ordinal for group in second.sampled] == [4, 5, 6]
     assert (of_first, of_second) == ([0, 0], [1, 0])
+
+
+class WithExperts(Answers):
+    """Says which experts the prompt's token and the response's went to."""
+
+    def turns(self, requests):
+        for turns in super().turns(requests):
+            yield [replace(turn, routed_experts=(np.zeros(2, "V4"),)) for turn in turns]
+
+
+def test_a_dropped_group_keeps_no_experts_of_its_tokens(scorer, tmp_path) -> None:
+    ahead = ScheduleConfig(max_staleness=1)
+    dropping = {"dynamic_sampling": True, "advantage": "remax"}
+    job = job_of(scorer, WithExperts(*DROPS_THE_FIFTH), prompts_per_step=2, schedule=ahead, **dropping)
+    sample(job, Clock())
+    assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 4)
+    state = job.rollouts.save(tmp_path)
+    turns = {
+        each["ordinal"]: [turn for member in each["members"] for turn in member["turns"]] for each in state["groups"]
+    }
+    with_experts = {ordinal: {is_with for *_, is_with in own} for ordinal, own in turns.items()}
+    assert with_experts == {2: {True}, 3: {True}, 4: {False}, 5: {True}, 6: {True}}
+    assert len(turns[4]) == 3, "two responses and the greedy one"
 
 
 def test_lengths_and_what_was_dropped_and_why_go_on_from_a_checkpoint(tmp_path) -> None:
