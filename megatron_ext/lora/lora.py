@@ -50,6 +50,10 @@ class Factors(torch.nn.Module):
         self.lora_A = torch.nn.Parameter(torch.empty(shape_a, dtype=like.dtype, device=like.device))
         self.lora_B = torch.nn.Parameter(torch.empty(shape_b, dtype=like.dtype, device=like.device))
 
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """A and B, to compute with: Megatron gathers parts of other ranks when the module that owns them is called."""
+        return self.lora_A, self.lora_B
+
 
 class Adapter(torch.nn.ModuleDict):
     """The factors of the adapted matrices of a linear layer, by their names; its update is added to what that gives.
@@ -113,12 +117,13 @@ class Adapter(torch.nn.ModuleDict):
 
     def _update(self, linear: LinearLayer, tokens: Tensor) -> Tensor:
         """B A applied to the tokens [..., in of this rank]: [..., rows of this rank]."""
-        first = torch.cat([self._alike(each.lora_A, not self._is_row) for each in self._factors.values()])
+        factors = {name: each() for name, each in self._factors.items()}
+        first = torch.cat([self._alike(a, not self._is_row) for a, _ in factors.values()])
         latent = self._exchange(linear, F.linear(tokens, first) * self._scale)
-        of_matrices = dict(zip(self._factors, latent.chunk(len(self), dim=-1), strict=True))
+        of_matrices = dict(zip(factors, latent.chunk(len(factors), dim=-1), strict=True))
         parts = [
-            F.linear(of_matrices[name], self._alike(self._factors[name].lora_B, self._is_row))
-            if name in self._factors
+            F.linear(of_matrices[name], self._alike(factors[name][1], self._is_row))
+            if name in factors
             else latent.new_zeros(*latent.shape[:-1], rows)
             for name, rows in self._rows.of_matrices.items()
         ]

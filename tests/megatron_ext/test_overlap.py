@@ -13,7 +13,7 @@ from parallel_rank import parallel_rank
 from safetensors.torch import load_file
 from torch import Tensor
 
-from converters.architectures import read_architecture
+from converters.architectures import Lora, read_architecture
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
@@ -24,7 +24,7 @@ from megarl.resharding.loader.source import WeightSource
 from megarl.resharding.shared_memory import Segment
 from megatron_ext.checkpoint import checkpoint
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options.options import MegatronOptions
+from megatron_ext.options.options import AdapterOptions, MegatronOptions
 from megatron_ext.packing.packing import RaggedBatch
 
 OFF: Mapping[str, Any] = {}
@@ -65,6 +65,24 @@ def test_every_reader_finds_the_weights_of_a_run_without_overlap(layout: str, fo
             for name, expected in readings[0].items():
                 worst = float((found[name] - expected).abs().max())
                 assert worst <= TOLERANCE, f"{name} of rank {rank} is {worst} off with {fields}"
+
+
+def test_adapters_train_as_without_overlap(folder: Path) -> None:
+    sizes, counts, _ = LAYOUTS["DP2"]
+    for without, *others in run_ranks(adapted, sizes, folder, counts, (OFF, GATHER, ALIGNED)):
+        for found in others:
+            assert float((found - without).abs().max()) <= TOLERANCE
+
+
+def adapted(rank: int, sizes: ParallelSizes, folder: Path, counts: tuple[int, ...], settings: tuple) -> list[Tensor]:
+    """With each of the `settings` what an adapter in training makes of this rank's tokens, after the last step."""
+    found = []
+    for distributed in settings:
+        model = make_model(rank, sizes, folder, distributed, AdapterOptions(Lora(4, 8.0), seed=7))
+        for step, count in enumerate(counts):
+            model.train_step(batch_of(step, count), [[i] for i in range(count)], SftObjective())
+        found.append(log_probs(model)["log_probs"])
+    return found
 
 
 def of_each(
@@ -120,10 +138,19 @@ def read(
     return readings
 
 
-def make_model(rank: int, sizes: ParallelSizes, folder: Path, distributed: Mapping[str, Any]) -> MegatronModel:
-    options = MegatronOptions(sizes, torch.float32, optimizer={"lr": LEARNING_RATE}, distributed=distributed)
+def make_model(
+    rank: int,
+    sizes: ParallelSizes,
+    folder: Path,
+    distributed: Mapping[str, Any],
+    adapter: AdapterOptions | None = None,
+) -> MegatronModel:
+    options = MegatronOptions(
+        sizes, torch.float32, optimizer={"lr": LEARNING_RATE}, distributed=distributed, adapter=adapter
+    )
     model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
     model.load_huggingface(HuggingFaceCheckpoint(folder))
+    model.add_adapters()
     model.keep_reference()
     model.prepare_training(10)
     return model
