@@ -65,6 +65,7 @@ class Adapters:
         self._linears = self._attach(chunks)
         self._frozen: dict[str, HostTensor] = {}
         """Copies of merged weights on the host, by the names of their layers; made when they are first merged."""
+        self._copies = HostCopies()
 
     @property
     def tensors(self) -> dict[str, torch.nn.Parameter]:
@@ -158,8 +159,9 @@ class Adapters:
         """Have copies on the host of the weights of these layers."""
         new = [name for name in names if name not in self._frozen]
         if new:
-            # All of them in pieces of one size: pinned memory for each alone would be rounded up to a power of two.
-            copies = HostCopies().of([self._linears[name][0].weight for name in new])
+            # Calls share pieces of memory: a refit merges a bucket at a time, and pinned memory for each alone would be
+            # rounded up.
+            copies = self._copies.more([self._linears[name][0].weight for name in new])
             self._frozen.update(zip(new, copies, strict=True))
 
     @torch.no_grad()

@@ -37,18 +37,25 @@ class HostCopies:
     def __init__(self, bucket_bytes: int = device.HOST_BUCKET_BYTES) -> None:
         self._bucket_bytes = bucket_bytes
         self._buckets: list[Tensor] = []
+        self._end = 0
 
     def of(self, tensors: Sequence[Tensor]) -> Iterator[HostTensor]:
-        """Copies of the `tensors`, in their order; they last until the next call.
+        """Copies of the `tensors`, in their order; they last until the next call of this method.
 
         Other work that was asked of the device may go on meanwhile, but for what changes the `tensors`.
         """
-        starts, end = [], 0
+        self._end = 0
+        return self.more(tensors)
+
+    def more(self, tensors: Sequence[Tensor]) -> Iterator[HostTensor]:
+        """Copies of the `tensors` behind those that there are, which last. See `of`."""
+        starts, end = [], self._end
         for tensor in tensors:
             starts.append(end)
             end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         while len(self._buckets) * self._bucket_bytes < end:
             self._buckets.append(device.host_memory(self._bucket_bytes))
+        self._end = end
         copies, stream = [], device.SideStream()
         with stream.entered():
             for tensor, start in zip(tensors, starts, strict=True):

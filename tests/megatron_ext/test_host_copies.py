@@ -75,6 +75,17 @@ def test_copies_share_buckets_and_a_longer_list_adds_to_them() -> None:
         assert held.now < 4 * 4005 + 2 * ALIGNMENT_BYTES + BUCKET_BYTES
 
 
+def test_more_copies_go_behind_those_that_there_are() -> None:
+    with counted() as held:
+        copies = HostCopies(BUCKET_BYTES)
+        tensors = [torch.full((number,), float(number)) for number in (3, 1000, 5, 4000)]
+        made = [copy for tensor in tensors for copy in copies.more([tensor])]
+        assert all(map(torch.equal, map(whole, made), tensors))
+        assert held.now < sum(tensor.nbytes for tensor in tensors) + len(tensors) * ALIGNMENT_BYTES + BUCKET_BYTES
+        (first,) = copies.of(tensors[:1])
+        assert first.pieces[0].data_ptr() == made[0].pieces[0].data_ptr()
+
+
 @pytest.mark.parametrize("state_bytes", [1, 2**28, 2**28 + 1, 35 * 10**9])
 def test_what_is_pinned_is_the_state_and_less_than_a_bucket(state_bytes: int) -> None:
     asked: list[int] = []

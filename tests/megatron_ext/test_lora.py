@@ -276,19 +276,22 @@ def changed_by_a_merge_without_room(rank: int, sizes: ParallelSizes, case: Case)
 
 
 def test_copies_of_merged_weights_share_pieces_of_host_memory(cases: Mapping[str, Case]) -> None:
-    found = run_ranks(asked_by_two_merges, SIZES["1 rank"][0], cases["qwen3"])
+    found = run_ranks(asked_by_merges, SIZES["1 rank"][0], cases["qwen3"])
     assert found == [([device.HOST_BUCKET_BYTES], [])]
 
 
-def asked_by_two_merges(rank: int, sizes: ParallelSizes, case: Case) -> tuple[list[int], list[str]]:
-    """Bytes of each piece of host memory, and the weights that are not as they were before."""
+def asked_by_merges(rank: int, sizes: ParallelSizes, case: Case) -> tuple[list[int], list[str]]:
+    """Bytes of each piece of host memory, and the weights that are not as they were before.
+
+    Weights are merged one by one, as by the buckets of a refit, then all at once.
+    """
     model = begin(
         MegatronOptions(sizes, torch.float32, adapter=AdapterOptions(case.lora, path=case.adapter)), rank, case
     )
     before = {name: tensor.clone() for name, tensor in model.local_tensors().items()}
     with mock.patch.object(device, "host_memory", side_effect=device.host_memory) as host_memory:
-        for _ in range(2):
-            with model.trained_weights():
+        for names in (*({name} for name in before), None):
+            with model.trained_weights(names):
                 pass
     changed = [name for name, tensor in model.local_tensors().items() if not torch.equal(tensor, before[name])]
     return [call.args[0] for call in host_memory.call_args_list], changed
