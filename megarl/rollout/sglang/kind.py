@@ -300,18 +300,18 @@ _SLOT = SlotLimits(
         "ep_size": (None, 1),
         "load_format": (None, "auto", "safetensors"),
         "enable_lora_overlap_loading": (None, False),
+        "moe_runner_backend": (None, "auto", "triton"),
         "disable_shared_experts_fusion": (None, True),
         "disable_chunked_prefix_cache": (None, True),
     },
 )
 """Engines with an adapter in their slot that were compared with transformers."""
-_OF_EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 
 def _with_whole_experts(adapter: "Architecture", modules: Sequence[str]) -> list[str]:
     """These modules, and all three of an expert if any is adapted: SGLang has a slot for all three, or for none."""
     is_of_expert = any(".experts." in name for parameter in adapter.weight_map for name, _ in parameter.huggingface)
-    return sorted({*modules, *(_OF_EXPERT if is_of_expert else ())})
+    return sorted({*modules, *(("gate_proj", "up_proj", "down_proj") if is_of_expert else ())})
 
 
 def _check_latent(adapter: "Architecture", modules: Sequence[str]) -> None:
@@ -326,7 +326,10 @@ def _check_latent(adapter: "Architecture", modules: Sequence[str]) -> None:
 
 
 def _arguments_of_family(adapter: "Architecture", modules: Sequence[str]) -> Arguments:
-    found: dict[str, bool] = {}
+    found: dict[str, bool | str] = {}
+    if adapter.transformer_config.get("num_moe_experts") and "down_proj" in modules:
+        # On Blackwell it would choose one that takes no adapters, and stop at its start.
+        found["moe_runner_backend"] = "triton"
     if adapter.transformer_config.get("moe_shared_expert_intermediate_size"):
         # On a GPU it has shared experts as one more expert, where their adapters have no place.
         found["disable_shared_experts_fusion"] = True
@@ -347,13 +350,14 @@ def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", m
             f"{_SLOT.alone} is for workers that have whole key-value heads, and rollout.engine_args.tp_size={tensor}"
             f" cuts {heads}: set that to a divisor of it, or lora.merge=true"
         )
+    modules = _with_whole_experts(adapter, modules)
     return {
         **arguments,
         **_arguments_of_family(adapter, modules),
         ADAPTER_SLOT: True,
         "max_loras_per_batch": 1,
         "max_lora_rank": lora.rank,
-        "lora_target_modules": _with_whole_experts(adapter, modules),
+        "lora_target_modules": modules,
         # By itself it leaves out what it has no place for, and says so in its log.
         "lora_strict_loading": True,
         LORA_ALPHA: lora.alpha,

@@ -258,6 +258,11 @@ REFUSED = {
         {"disable_shared_experts_fusion": False},
         "disable_shared_experts_fusion=False: leave it out",
     ),
+    "a runner of experts that takes none": (
+        "qwen3_moe",
+        {"moe_runner_backend": "deep_gemm"},
+        "moe_runner_backend=deep_gemm: leave it out",
+    ),
 }
 
 
@@ -272,6 +277,22 @@ def test_shared_experts_stay_apart_and_no_prefix_gets_adapters_of_others(model_f
         for model, part in [("qwen3_moe", "o_proj"), ("glm4_moe", "o_proj"), ("deepseek_v3", "kv_b_proj")]
     }
     assert list(found.values()) == [[None, None], [True, None], [True, True]]
+
+
+def test_experts_that_may_have_adapters_are_computed_by_the_runner_that_takes_them(
+    model_folder: Callable[..., Path],
+) -> None:
+    found = {
+        (model, part): slot_arguments(model_folder(model, 0), Lora(3, 12.0, (part,))).get("moe_runner_backend")
+        for model, part in [
+            ("qwen3_moe", "all-linear"),
+            ("qwen3_moe", "up_proj"),
+            ("deepseek_v3", "shared_experts.down_proj"),
+            ("qwen3_moe", "o_proj"),
+            ("qwen3", "down_proj"),
+        ]
+    }
+    assert list(found.values()) == ["triton", "triton", "triton", None, None]
 
 
 def test_matrices_of_queries_without_a_latent_are_refused(tmp_path: Path) -> None:
