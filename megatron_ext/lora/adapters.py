@@ -55,6 +55,7 @@ class Adapters:
                 " train the weights (lora.rank=0)"
             )
         self.lora = lora
+        self._dtype = chunks[0].config.params_dtype
         self._base, self._parallel, self._rank = architecture, parallel, rank
         self._architecture = adapter_architecture(architecture, lora)
         self._shard = megatron_layout(self._architecture, parallel, module_names=self._module_names).shard(rank)
@@ -111,8 +112,7 @@ class Adapters:
         """
         partial, shapes, tensors = partial_folder(folder), self._architecture.hf_shapes, self.tensors
         if self._rank == 0:
-            dtype = next(linear.weight.dtype for linear, _ in self._linears.values())
-            create_adapter(partial, shapes, dtype)
+            create_adapter(partial, shapes, self._dtype)
         barrier()
         source = megatron_layout(self._architecture, self._parallel, module_names=self._module_names)
         transfers = [each for each in plan(source, huggingface_layout(shapes)) if each.source_rank == self._rank]

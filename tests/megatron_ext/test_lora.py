@@ -34,6 +34,7 @@ from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.plan import plan
 from megarl.algorithms import SftObjective
 from megarl.config.lora import without_dropout
+from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import LoraConfig
 from megatron_ext import device
 from megatron_ext.checkpoint import checkpoint
@@ -295,6 +296,27 @@ def asked_by_merges(rank: int, sizes: ParallelSizes, case: Case) -> tuple[list[i
                 pass
     changed = [name for name, tensor in model.local_tensors().items() if not torch.equal(tensor, before[name])]
     return [call.args[0] for call in host_memory.call_args_list], changed
+
+
+def test_ranks_without_adapters_export_with_those_that_have_some(tmp_path: Path) -> None:
+    # The first of the two layers, and so of the two stages, has no experts.
+    folder = write_tiny_model("deepseek_v3", tmp_path / "model")
+    given, lora = tmp_path / "given", Lora(3, 12.0, ("shared_experts.up_proj",))
+    write_adapter(given, architecture_of(folder), lora)
+    sizes = ParallelSizes(world_size=2, pipeline_model_parallel_size=2)
+    assert run_ranks(exported_again, sizes, folder, lora, given, tmp_path / "exported") == [0, 2]
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "exported" / file).read_bytes() == (given / file).read_bytes()
+
+
+def exported_again(rank: int, sizes: ParallelSizes, folder: Path, lora: Lora, given: Path, exported: Path) -> int:
+    """How many tensors of the adapter this rank has."""
+    options = MegatronOptions(sizes, torch.float32, adapter=AdapterOptions(lora, path=given))
+    model = MegatronModel(architecture_of(folder), options, rank)
+    model.add_adapters()
+    model.export_adapter(exported)
+    assert model.adapters is not None
+    return len(model.adapters.tensors)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
