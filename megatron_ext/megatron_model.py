@@ -28,7 +28,7 @@ from megatron_ext.forward import (
     predict_values,
 )
 from megatron_ext.log_probs import LogProbs
-from megatron_ext.lora.adapters import Adapters
+from megatron_ext.lora.adapters import Adapters, check_modules
 from megatron_ext.memory.device_memory import StatePart
 from megatron_ext.memory.offload import OffloadableState, optimizer_tensors
 from megatron_ext.model.model import build_model, local_tensors
@@ -77,6 +77,8 @@ class MegatronModel:
             mtp_is_detached=options.mtp_training == "detached",
         )
         """Model chunks of this rank, one per virtual pipeline stage, as they are without data parallelism."""
+        if options.adapter is not None:
+            check_modules(self.module_names)  # before all weights are read
         self.trained_mtp_layers = 0 if options.mtp_training == "none" else self.architecture.mtp_layers
         """Number of layers for multi-token prediction that train."""
         self.reference: ReferenceWeights | None = None

@@ -20,7 +20,7 @@ from converters.formats.safetensors import open_for_writing, partial_folder
 from converters.layout import Shape, Shard
 from converters.layouts.chunk_names import split_chunk
 from converters.layouts.huggingface import huggingface_layout
-from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.layouts.megatron import ModuleNames, ParallelSizes, megatron_layout
 from converters.plan import plan
 from megatron_ext.lora.lora import Adapter, LinearLayer, Rows
 from megatron_ext.memory.host_copies import HostCopies, HostTensor
@@ -31,10 +31,19 @@ from megatron_ext.weights import check_finite
 _Linear: TypeAlias = tuple[LinearLayer, Adapter]
 
 
-class Adapters:
-    """Low-rank adapters of the linear layers of this rank's `chunks`, whose weights they freeze.
+def check_modules(names: ModuleNames) -> None:
+    """Raise UserError for modules that there are no adapters of: Transformer Engine's."""
+    if names == "te":
+        raise UserError(
+            "lora: adapters are not there for Transformer Engine's modules: set megatron.transformer_impl=local, or"
+            " train the weights (lora.rank=0)"
+        )
 
-    Raises UserError with Transformer Engine's modules, and for targets that the model does not have.
+
+class Adapters:
+    """Low-rank adapters of the linear layers of this rank's `chunks`, whose weights they freeze; see `check_modules`.
+
+    Raises UserError for targets that the model does not have.
 
     Every method but the contexts is collective, or reads what all ranks read. The chunks hold the weights that are
     adapted, and have not been wrapped for training.
@@ -48,14 +57,9 @@ class Adapters:
         parallel: ParallelSizes,
         rank: int,
     ) -> None:
-        self._module_names = module_names(chunks[0].config)
-        if self._module_names == "te":
-            raise UserError(
-                "lora: adapters are not there for Transformer Engine's modules: set megatron.transformer_impl=local, or"
-                " train the weights (lora.rank=0)"
-            )
+        config = chunks[0].config
+        self._module_names, self._dtype = module_names(config), config.params_dtype
         self.lora = lora
-        self._dtype = chunks[0].config.params_dtype
         self._base, self._parallel, self._rank = architecture, parallel, rank
         self._architecture = adapter_architecture(architecture, lora)
         self._shard = megatron_layout(self._architecture, parallel, module_names=self._module_names).shard(rank)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -36,7 +37,7 @@ from megarl.algorithms import SftObjective
 from megarl.config.lora import without_dropout
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import LoraConfig
-from megatron_ext import device
+from megatron_ext import device, megatron_model
 from megatron_ext.checkpoint import checkpoint
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options.options import AdapterOptions, MegatronOptions
@@ -366,6 +367,16 @@ def test_adapters_that_cannot_be_are_refused_in_a_sentence(cases: Mapping[str, C
         (tmp_path / ADAPTER_CONFIG).write_text(json.dumps({**written, **change}))
         with pytest.raises(UserError, match=words):
             read_adapter_config(tmp_path)
+
+
+def test_modules_that_take_no_adapters_are_refused_before_weights_are_read(
+    cases: Mapping[str, Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = SimpleNamespace(transformer_impl="transformer_engine")
+    monkeypatch.setattr(megatron_model, "build_model", lambda *_, **__: [SimpleNamespace(config=config)])
+    options = MegatronOptions(ParallelSizes(), torch.bfloat16, adapter=AdapterOptions(Lora(3, 12.0)))
+    with pytest.raises(UserError, match=r"Transformer Engine's modules: set megatron\.transformer_impl=local"):
+        MegatronModel(architecture_of(cases["qwen3"].folder), options, 0)
 
 
 def test_an_adapter_with_the_fields_that_peft_writes_is_plain(cases: Mapping[str, Case], tmp_path: Path) -> None:
