@@ -2,12 +2,13 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from converters.architectures import Architecture, Lora, adapter_architecture
 from converters.errors import UserError
 from converters.formats.peft import ADAPTER_CONFIG, read_adapter_config
 from megarl.cluster.trainer.trainer_group import TrainerGroup
@@ -62,8 +63,11 @@ def latest_checkpoint(config: MegarlConfig, command: str) -> Checkpoint | None:
     return Checkpoint(folder, state)
 
 
-def check_trained_alike(folder: Path, adapter: AdapterOptions | None) -> None:
-    """Raise UserError unless a checkpoint holds the adapter that is trained now, or weights if none is."""
+def check_trained_alike(folder: Path, architecture: Architecture, adapter: AdapterOptions | None) -> None:
+    """Raise UserError unless a checkpoint holds the adapter that is trained now, or weights if none is.
+
+    `architecture` is that of the model.
+    """
     held = read_adapter_config(folder) if (folder / ADAPTER_CONFIG).exists() else None
     if held is None and adapter is None:
         return
@@ -79,6 +83,20 @@ def check_trained_alike(folder: Path, adapter: AdapterOptions | None) -> None:
             f" {adapter.lora.rank} and alpha {adapter.lora.alpha:g}: set lora.rank and lora.alpha as they were, or"
             " choose another output_dir"
         )
+    if _factors(architecture, held) != _factors(architecture, adapter.lora):
+        raise UserError(
+            f"{folder} holds an adapter of {', '.join(held.target_modules)}, and this run trains one of"
+            f" {', '.join(adapter.lora.target_modules)}: set lora.target_modules and model.path as they were, or choose"
+            " another output_dir"
+        )
+
+
+def _factors(architecture: Architecture, lora: Lora) -> Set[str]:
+    """The names of an adapter's tensors; none of one that is not of this model."""
+    try:
+        return adapter_architecture(architecture, lora).hf_shapes.keys()
+    except UserError:
+        return set()
 
 
 class CheckpointFailed(RunFailed):

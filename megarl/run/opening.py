@@ -69,7 +69,7 @@ class RunSetup:
                 _check_refits(model, options, config)
             setup = cls(config, command, model, options, latest_checkpoint(config, command))
             if setup.checkpoint is not None:
-                check_trained_alike(setup.checkpoint.folder, options.adapter)
+                check_trained_alike(setup.checkpoint.folder, model.architecture, options.adapter)
         if setup.checkpoint is None:
             check_that_none_is_lost(setup.exports)
         return setup

@@ -1,17 +1,24 @@
-"""Checkpoints that cannot be written: whether somebody has to change something, or the disk is away for a while."""
+"""Checkpoints that a run cannot go on from, or cannot write: whether somebody has to change something, and what."""
 
 import errno
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from converters.architectures import Architecture, Lora, adapter_architecture, read_architecture
 from converters.errors import UserError
+from converters.formats.peft import write_adapter_config
+from converters.formats.safetensors import read_json
 from megarl.cluster.workers.worker import WorkerFailed
-from megarl.run.checkpoints import CheckpointFailed, Checkpoints, checkpoints_folder
+from megarl.config.folder import recipes_folder
+from megarl.run.checkpoints import CheckpointFailed, Checkpoints, check_trained_alike, checkpoints_folder
 from megarl.run.resumption import run_with_restarts
 from megarl.schema import MegarlConfig
 from megatron_ext.checkpoint import checkpoint_folder
+from megatron_ext.options.options import AdapterOptions
 
 
 @pytest.fixture
@@ -56,6 +63,35 @@ def test_a_batch_script_sees_that_there_is_a_new_one(config, tmp_path, monkeypat
     monkeypatch.setenv("MEGARL_PROGRESS_FILE", str(progress))
     save(config, 2)
     assert progress.exists()
+
+
+def architecture_of(model: str) -> Architecture:
+    return read_architecture(read_json(recipes_folder() / "models" / f"{model}.json"))
+
+
+QUERIES = Lora(4, 8.0, ("q_proj", "v_proj"))
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@pytest.mark.parametrize(
+    ("held", "model", "trained", "says"),
+    [
+        (Lora(4, 8.0), "qwen3_8b", Lora(4, 8.0, ALL), None),
+        (QUERIES, "qwen3_8b", Lora(4, 8.0, ("v_proj", "q_proj")), None),
+        (QUERIES, "qwen3_8b", replace(QUERIES, rank=2), "of rank 4 and alpha 8, and this run trains one of rank 2"),
+        (QUERIES, "qwen3_8b", Lora(4, 8.0), r"of q_proj, v_proj, and .* of all-linear: set lora\.target_modules and"),
+        (QUERIES, "deepseek_v3", Lora(4, 8.0), r"of q_proj, v_proj, and .* and model\.path as they were"),
+        (QUERIES, "qwen3_8b", None, "an adapter that a run trained, and this one trains the weights: set lora"),
+        (None, "qwen3_8b", QUERIES, "the weights that a run trained, and this one trains an adapter: set lora"),
+    ],
+)
+def test_a_run_goes_on_with_the_adapter_that_it_has_trained(
+    held: Lora | None, model: str, trained: Lora | None, says: str | None, tmp_path: Path
+) -> None:
+    if held is not None:
+        write_adapter_config(tmp_path, adapter_architecture(architecture_of("qwen3_8b"), held), held)
+    with nullcontext() if says is None else pytest.raises(UserError, match=says):
+        check_trained_alike(tmp_path, architecture_of(model), trained and AdapterOptions(trained))
 
 
 class Rank:
