@@ -10,7 +10,7 @@ from megarl.rollout.kind import REPLAY, EngineKind
 from megatron_ext.options import model_fields, supported_options
 from megatron_ext.options.arguments import fields_of_groups
 from megatron_ext.options.refusal import Refusal
-from megatron_ext.options.supported_options import DETERMINISTIC, FULLY_SHARDED, NEEDS
+from megatron_ext.options.supported_options import DEEPEP, DETERMINISTIC, FULLY_SHARDED, NEEDS
 
 _HEADER = """# Options of Megatron and of the engine
 
@@ -56,6 +56,10 @@ def _megatron() -> list[str]:
         f"| `{name}` | Not with an `fp8_recipe` but `delayed`, unless `main_params_dtype` is fp16 or"
         f" `optimizer_cpu_offload` is on: {each.reason} | {each.others} |"
         for name, each in supported_options.BESIDE_RECIPE.items()
+    ]
+    lines += [
+        f"| `{name}` | Not where the Python of a rank cannot import `{DEEPEP}`: {each.reason} | {each.others} |"
+        for name, each in supported_options.WITHOUT_DEEPEP.items()
     ]
     model = sorted({*model_fields.MODEL_FIELDS, *model_fields.LATENT_ATTENTION_FIELDS})
     lines += ["", "## Megatron: follows from the model", "", f"{_names(model)}; and whatever else", ""]

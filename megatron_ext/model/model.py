@@ -21,6 +21,7 @@ from megatron_ext.model.specs import block_spec, multi_token_prediction_spec
 from megatron_ext.optimizer.fully_sharded import own_rows
 from megatron_ext.options.device_fields import (
     TRANSFORMER_ENGINE,
+    check_packages,
     chosen_implementation,
     default_fields,
     required_fields,
@@ -117,6 +118,7 @@ def transformer_config(
     Raises UserError as `build_model` does.
     """
     check_supported(overrides)
+    check_packages(overrides)
     # The losses of routers are added by `router_balance`: megatron-core's depend on how the batch is cut.
     own = {name: value for name, value in overrides.items() if name not in ROUTER_LOSS_OPTIONS}
     overrides = without_model_fields(architecture, own)

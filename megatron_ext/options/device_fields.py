@@ -1,6 +1,7 @@
 """Fields of megatron-core's TransformerConfig that depend on the device and on what is installed beside it."""
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 
 from converters.errors import UserError
 from megatron_ext import device
+from megatron_ext.options.refusal import refuse
+from megatron_ext.options.supported_options import DEEPEP, WITHOUT_DEEPEP
 
 TRANSFORMER_ENGINE = "transformer_engine"
 """Value of `transformer_impl` for the modules of Transformer Engine; `LOCAL` is for megatron-core's own."""
@@ -45,6 +48,12 @@ def chosen_implementation(fields: Mapping[str, Any], params_dtype: torch.dtype) 
             " set model.dtype=bf16"
         )
     return chosen
+
+
+def check_packages(fields: Mapping[str, Any]) -> None:
+    """Raise UserError for the first of the fields that needs a package which this Python cannot import."""
+    if not _is_there(DEEPEP):
+        refuse(fields, WITHOUT_DEEPEP, "megatron.", f" where {sys.executable} cannot import {DEEPEP}")
 
 
 def required_fields(fields: Mapping[str, Any], implementation: str) -> dict[str, Any]:

@@ -191,6 +191,17 @@ _SCALED = Refusal(
 BESIDE_RECIPE: Mapping[str, Refusal] = {"exp_avg_dtype": _SCALED, "exp_avg_sq_dtype": _SCALED}
 """Options that work, but not with an fp8_recipe other than delayed beside main parameters in fp32 on the GPU."""
 
+DEEPEP = "deep_ep"
+"""The Python package of DeepEP, of which constraints/ has no version."""
+
+WITHOUT_DEEPEP: Mapping[str, Refusal] = {
+    "moe_token_dispatcher_type": Refusal(
+        "flex sends tokens to experts by DeepEP, which make setup does not install: see github.com/deepseek-ai/DeepEP",
+        (None, "alltoall", "allgather"),
+    ),
+}
+"""Options that work, but not where the Python of a rank cannot import DeepEP."""
+
 DETERMINISTIC = "deterministic_mode"
 """Megatron's name of the switch for kernels that give the same bits each time."""
 

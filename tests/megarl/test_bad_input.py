@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
@@ -195,6 +196,14 @@ def test_port_in_use(run, cluster):
         message = run(f"cluster.rendezvous_port={port}", "rollout.engine=transformers", *ONE_RANK)
     assert f"port {port}" in message
     assert "cluster.rendezvous_port" in message
+
+
+@pytest.mark.skipif(find_spec("deep_ep") is not None, reason="needed without DeepEP only")
+def test_deepep_that_ranks_do_not_have(run, cluster):
+    flex = ("megatron.moe_token_dispatcher_type=flex", "megatron.moe_enable_deepep=true")
+    message = run("rollout.engine=transformers", *flex)
+    assert "megatron.moe_token_dispatcher_type=flex is not supported where" in message
+    assert "cannot import deep_ep" in message
 
 
 def test_engine_that_dies_at_start(run, cluster):

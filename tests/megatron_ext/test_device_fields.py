@@ -130,3 +130,13 @@ def test_what_is_given_wins(cuda):
     assert config(bias_activation_fusion=False).bias_dropout_fusion
     with pytest.raises(UserError, match="apply_rope_fusion is True, but here it must be False"):
         config(apply_rope_fusion=True)
+
+
+def test_experts_that_deepep_sends_tokens_to_need_it(monkeypatch):
+    deepep = {"moe_token_dispatcher_type": "flex", "moe_enable_deepep": True}
+    with pytest.raises(
+        UserError, match=r"^megatron\.moe_token_dispatcher_type=flex is not .* deep_ep: .*; use alltoall"
+    ):
+        config("qwen3_moe", **deepep)
+    monkeypatch.setitem(sys.modules, "deep_ep", ModuleType("deep_ep"))
+    assert config("qwen3_moe", **deepep).moe_flex_dispatcher_backend == "deepep"
