@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from megarl.config.origins import OPEN, compose_open
-from megatron_ext.options.supported_options import REFUSED
+from megatron_ext.options.supported_options import DEEPEP, REFUSED, WITHOUT_DEEPEP
 
 __all__ = ["OPEN", "TranslatedRecipe", "check", "steps_of_epochs"]
 
@@ -75,6 +75,9 @@ class TranslatedRecipe:
         lines = [f"# {title}"]
         for heading, notes in (("No counterpart", self.absent), ("So in any case", self.always)):
             lines += [f"# {heading}: {' '.join(settings)}: {why}." for why, settings in sorted(notes.items())]
+        for name, refusal in WITHOUT_DEEPEP.items():
+            if refusal.covers(value := self.get(f"megatron.{name}")):
+                lines.append(f"# Only where ranks can import {DEEPEP}: megatron.{name}={value}: {refusal.reason}.")
         return "\n".join([*lines, yaml.safe_dump(self.values, sort_keys=False, width=110)])
 
 

@@ -73,6 +73,19 @@ def test_grpo_with_megatron(tmp_path: Path) -> None:
     assert "actor_rollout_ref.model.use_fused_kernels=True" in said(recipe.always)
 
 
+def test_what_ranks_need_beside_make_setup_is_said(tmp_path: Path) -> None:
+    words = "python3 -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer'"
+    option = "actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type"
+    recipes = {
+        each: translated(tmp_path, f"{words} +{option}={each}").yaml("A recipe") for each in ("flex", "alltoall")
+    }
+    assert (
+        "\n# Only where ranks can import deep_ep: megatron.moe_token_dispatcher_type=flex: flex sends"
+        in recipes["flex"]
+    )
+    assert "deep_ep" not in recipes["alltoall"]
+
+
 def test_dapo(tmp_path: Path) -> None:
     recipe = translated(tmp_path, verl_scripts.DAPO)
     assert values(recipe, "algorithm.", "reward.overlong", "megatron.", "loop.max_tokens", "loop.eval_at") == {
