@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,7 @@ from megarl.sandbox.run import Finished, Limits, SandboxUnavailable, run
 _LANGUAGES = ("python", "python3", "py")
 _LONGEST_PROGRAM_BYTES = 1024**2
 _LONGEST_OUTPUT_BYTES = 1024**2
+"""Bytes that a program may print in any case, and else twice what is right."""
 _OPEN_FILES = 64
 _MIB = 1024**2
 _REMEMBERED_TRUTHS = 1024
@@ -101,12 +102,13 @@ def code(
 ) -> dict[str, float]:
     """Score the Python program in a response's last fenced block: 1.0 where it passes all tests, else 0.0.
 
-    The ground truth is {"inputs": [...], "outputs": [...]}, texts for stdin and expected on stdout (white space at
-    the ends of lines and of the output does not count), or a list of {"input": ..., "output": ...}, or either as JSON;
-    or test code that is run behind the program, such as asserts. Beside "fn_name" the inputs are arguments of that
-    function, and the outputs its results. With `partial` the score is the share of tests passed, without, the first
-    failed test is the last that is run. Parts: "passed", the share of the tests, and "timed_out", how many of them took
-    longer than `timeout_s` seconds. A response without a program scores 0.0.
+    The ground truth is {"inputs": [...], "outputs": [...]}, texts for stdin and expected on stdout (white space around
+    lines and the whole does not count, and lines of numbers are compared as numbers: LiveCodeBench's rule), or a list
+    of {"input": ..., "output": ...}, or either as JSON; or test code that is run behind the program, such as asserts.
+    Beside "fn_name" the inputs are arguments of that function, and the outputs its results. With `partial` the score is
+    the share of tests passed, without, the first failed test is the last that is run. Parts: "passed", the share of the
+    tests, and "timed_out", how many of them took longer than `timeout_s` seconds. A response without a program scores
+    0.0.
 
     Each test is run on its own, with the limits that the options give; see `megarl.sandbox`. Raises `ValueError` for
     a ground truth of another form and for test code that a program which does nothing passes, `SandboxUnavailable`
@@ -126,7 +128,7 @@ def code(
         if partial and number and time.monotonic() > last_start:
             unchecked = 1
             break
-        finished = run(test.program, test.stdin.encode(errors="surrogatepass"), limits, isolation)
+        finished = _run(test, limits, isolation)
         is_passed = _passes(test, finished)
         passed += is_passed
         timed_out += finished.end == "timed_out"
@@ -148,6 +150,11 @@ def check_options(**options: Any) -> None:
     CodeOptions(**options).check()
 
 
+def _run(test: Test, limits: Limits, isolation: str) -> Finished:
+    limits = replace(limits, output_bytes=max(limits.output_bytes, 2 * test.output_bytes))
+    return run(test.program, test.stdin.encode(errors="surrogatepass"), limits, isolation)
+
+
 def _passes(test: Test, finished: Finished) -> bool:
     return (finished.end, finished.code) == ("exited", 0) and test.is_right(finished.output.decode(errors="replace"))
 
@@ -155,4 +162,4 @@ def _passes(test: Test, finished: Finished) -> bool:
 @lru_cache(_REMEMBERED_TRUTHS)
 def _tests_nothing(truth: TestCode, limits: Limits, isolation: str) -> bool:
     """Whether a program that does nothing passes."""
-    return all(_passes(test, run(test.program, test.stdin.encode(), limits, isolation)) for test in truth.tests(""))
+    return all(_passes(test, _run(test, limits, isolation)) for test in truth.tests(""))

@@ -4,6 +4,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -23,11 +24,12 @@ _BEFORE_CALLED = "\n".join(
 
 
 class Test(NamedTuple):
-    """A program to run, its input, and whether its output, if it ended well, is right."""
+    """A program to run, its input, whether its output, if it ended well, is right, and how long a right one is."""
 
     program: str
     stdin: str
     is_right: Callable[[str], bool]
+    output_bytes: int
 
 
 class Truth(Protocol):
@@ -70,7 +72,7 @@ class Prints:
     def tests(self, program: str) -> Iterator[Test]:
         """A test for each text."""
         for stdin, expected in zip(self.inputs, self.outputs, strict=True):
-            yield Test(program, stdin, partial(_are_same, expected))
+            yield Test(program, stdin, partial(_are_same, expected), _bytes(expected))
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,7 @@ def _driven(results: Sequence[Any], *, program: str, before: str = "", tests: st
     # A program that ends early must not pass: only what runs to its end prints this.
     token = secrets.token_hex()
     request = {"before": before, "program": program, "tests": tests, "call": call, "token": token}
-    return Test(_DRIVER, json.dumps(request), partial(_is_result, token, results))
+    return Test(_DRIVER, json.dumps(request), partial(_is_result, token, results), _bytes(json.dumps(results)))
 
 
 def _is_result(token: str, results: Sequence[Any], output: str) -> bool:
@@ -193,11 +195,26 @@ def _is_result(token: str, results: Sequence[Any], output: str) -> bool:
 
 
 def _are_same(expected: str, output: str) -> bool:
-    return _lines(output) == _lines(expected)
+    """Whether both have the same lines, each as text or, word by word, as numbers: as LiveCodeBench compares."""
+    lines, right = _lines(output), _lines(expected)
+    return len(lines) == len(right) and all(
+        one == other or _are_same_numbers(one, other) for one, other in zip(lines, right, strict=True)
+    )
+
+
+def _are_same_numbers(line: str, other: str) -> bool:
+    try:
+        return [Decimal(word) for word in line.split()] == [Decimal(word) for word in other.split()]
+    except InvalidOperation:
+        return False
 
 
 def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    return [line.strip() for line in text.strip().splitlines()]
+
+
+def _bytes(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
 
 
 def _is_list(value: Any) -> bool:

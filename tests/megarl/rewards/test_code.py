@@ -37,7 +37,6 @@ def score(solution, ground_truth, **options):
         (ADDS, SUMS, 0.0),
         (fenced(ADDS)[:-20], SUMS, 0.0),  # the fence is never closed
         (fenced("print('3  \\n\\n')"), {"inputs": [""], "outputs": ["3"]}, 1.0),
-        (fenced("print('1\\n 2')"), {"inputs": [""], "outputs": ["1\n2"]}, 0.0),
         (fenced("print(3)\nraise SystemExit(1)"), {"inputs": [""], "outputs": ["3"]}, 0.0),
         (fenced("def add(a, b):\n    return a + b"), ASSERTS, 1.0),
         (fenced("def add(a, b):\n    return a - b"), ASSERTS, 0.0),
@@ -53,6 +52,34 @@ def score(solution, ground_truth, **options):
 )
 def test_a_program_is_judged_by_its_tests(solution, ground_truth, value):
     assert score(solution, ground_truth)["score"] == value
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected", "value"),
+    [
+        *((" 1 2", "1 2", 1.0), ("\n1\n 2\n", "1\n2", 1.0), ("1\n2", "1\n\n2", 0.0), ("1\n2", "1", 0.0)),
+        *(("0.5", "0.500000\n", 1.0), ("1  2", "1 2", 1.0), ("1e3 -0", "1000 0.0", 1.0), ("0.5", "0.50001", 0.0)),
+        *(("1 2 3", "1 2", 0.0), ("50000000000000000", "50000000000000001", 0.0), ("a  b", "a b", 0.0)),
+        *(("nan", "1", 0.0), ("sNaN", "1", 0.0), ("1e9999999999999999999", "1", 0.0), ("x 1.0", "x 1", 0.0)),
+    ],
+)
+def test_lines_are_compared_as_livecodebench_compares_them(printed, expected, value):
+    assert score(fenced(f"print({printed!r})"), {"inputs": [""], "outputs": [expected]})["score"] == value
+
+
+LONG = "12 " * 2**19
+
+
+@pytest.mark.parametrize(
+    ("program", "ground_truth"),
+    [
+        ("print('12 ' * 2**19)", {"inputs": [""], "outputs": [LONG]}),
+        ("def apply(): return '12 ' * 2**19", {"fn_name": "apply", "inputs": [[]], "outputs": [LONG]}),
+    ],
+)
+def test_as_much_may_be_printed_as_is_expected(program, ground_truth):
+    assert score(fenced(program), ground_truth)["score"] == 1.0
+    assert score(fenced(program.replace("2**19", "2**21")), ground_truth)["score"] == 0.0
 
 
 def test_a_program_that_is_too_long_takes_no_memory_for_its_tests():
