@@ -10,6 +10,7 @@ from converters.errors import UserError
 from megarl.rewards.fenced import last_block
 from megarl.rewards.program_tests import Test, TestCode, read_truth
 from megarl.sandbox.run import Finished, Limits, SandboxUnavailable, run
+from megarl.sandbox.users import another_user
 
 _LANGUAGES = ("python", "python3", "py")
 _LONGEST_PROGRAM_BYTES = 1024**2
@@ -74,6 +75,10 @@ class CodeOptions:
                 f"file_mb={self.file_mb}: these must be above 0 and at least 64, 1 and 2"
             )
         where = f"the reward code cannot be used with isolation={self.isolation} on this machine"
+        try:
+            another_user()  # every isolation asks, so that to take another one is no advice
+        except OSError as error:
+            raise UserError(f"{where}: {error} (docs/add_a_reward.md)") from error
         try:
             finished = run("", b"", self.limits, self.isolation)
         except SandboxUnavailable as error:

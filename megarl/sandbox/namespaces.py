@@ -32,8 +32,8 @@ _OUTSIDE_FILES = 4096
 def enter(other_user: int) -> None:
     """Put this process, and the processes of its children, into namespaces of their own.
 
-    `other_user` is 0 for a process that is not root's: it gets a user namespace. Raises OSError if that is not
-    allowed here.
+    `other_user` is 0 where there is none (`users.another_user`): the process gets a user namespace. Raises OSError if
+    that is not allowed here.
     """
     own = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
     if other_user:

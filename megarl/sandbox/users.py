@@ -10,8 +10,12 @@ _COUNT = 50_000
 
 
 def another_user() -> int:
-    """A user that owns nothing, and few programs at a time: the kernel counts processes by user. 0 if not root."""
-    if os.geteuid() != 0:
+    """A user that owns nothing, and few programs at a time: the kernel counts processes by user.
+
+    0 if not root, or root of a container in which an ordinary user is called so and nobody else is. Raises OSError
+    where there is no such user, but root is the machine's, whose processes the kernel does not count.
+    """
+    if os.geteuid() != 0 or _is_one_remapped():
         return 0
     mapped = _mapped("uid_map"), _mapped("gid_map")
     for first in _FIRST:
@@ -21,7 +25,16 @@ def another_user() -> int:
                 break
             if not _is_somebody(user):
                 return user
-    raise OSError("as root, programs need a user of their own, and this container has no number that nobody has")
+    raise OSError(
+        "as root, programs need a user of their own, and this container has no number that nobody has: start it with "
+        "more users, or as one that is not root"
+    )
+
+
+def _is_one_remapped() -> bool:
+    """Whether this process's user namespace has one user alone, who is not root outside."""
+    _, outside, *counts_and_more = Path("/proc/self/uid_map").read_text().split()
+    return outside != "0" and counts_and_more == ["1"]
 
 
 def _mapped(name: str) -> list[range]:

@@ -211,6 +211,16 @@ def test_a_machine_without_isolation_is_told_when_the_reward_is_loaded(monkeypat
         load_reward("code")
 
 
+def test_a_machine_without_a_user_for_programs_is_not_told_to_take_another_isolation(monkeypatch):
+    def refuse():
+        raise OSError("this container has no number that nobody has")
+
+    monkeypatch.setattr("megarl.rewards.code.another_user", refuse)
+    with pytest.raises(UserError, match=r"isolation=limits on this machine: this container has no number") as raised:
+        load_reward("code", {"isolation": "limits"})
+    assert "isolation=namespaces" not in str(raised.value)
+
+
 def test_a_sandbox_in_which_nothing_runs_is_refused_when_the_reward_is_loaded():
     with pytest.raises(
         UserError, match=r"an empty program timed out with code -14, so all would fail; raise timeout_s"

@@ -4,10 +4,12 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pytest
+from becoming import REMAPPED, USER
 from eventually import eventually
 from sandbox_limits import LIMITS
 
@@ -227,7 +229,7 @@ def test_what_is_taken_over_cannot_be_written_even_by_root():
 
 # In what follows, a plain user has to be able to run the interpreter; the system's own is as good as any.
 SYSTEM_PYTHON = Path("/usr/bin/python3")
-USERS = {"root": [], "user": ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups"]}
+USERS = {"root": [], "user": USER, "remapped": REMAPPED}
 BY_USER = f"""
 import sys
 import tempfile
@@ -262,7 +264,9 @@ def scratch():
 
 @pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM_PYTHON.exists(), reason="needs root, to become others")
 @pytest.mark.parametrize("act", ELSEWHERE)
-@pytest.mark.parametrize(("user", "isolation"), [("user", "namespaces"), ("user", "limits"), ("root", "limits")])
+@pytest.mark.parametrize(
+    ("user", "isolation"), [("root", "limits"), *product(("user", "remapped"), ("namespaces", "limits"))]
+)
 def test_other_users_and_limits_alone(user, isolation, act, scratch):
     program, said = ELSEWHERE[act]
     # Another test's sandboxes come and go in /tmp.

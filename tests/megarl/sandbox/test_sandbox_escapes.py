@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from becoming import REMAPPED
 from sandbox_limits import LIMITS
 
 from megarl.sandbox.run import run
@@ -87,8 +88,9 @@ IN_LIMITS = {
 BY_SYSTEM = f"""
 import sys
 from megarl.sandbox.run import *
-finished = run(sys.argv[1], b"in", {LIMITS}, "limits")
-print(finished.end, finished.output.decode(), end="")
+for program in sys.argv[2:]:
+    finished = run(program, b"in", {LIMITS}, sys.argv[1])
+    print(finished.end, finished.output.decode(), end="")
 """
 
 
@@ -101,7 +103,7 @@ def test_namespaces_have_no_way_out(way):
 @pytest.mark.skipif(not SYSTEM_PYTHON.exists(), reason="needs /usr/bin/python3, which any user can run")
 @pytest.mark.parametrize("way", EVERYWHERE | IN_LIMITS)
 def test_limits_have_no_way_to_more(way):
-    words = [str(SYSTEM_PYTHON), "-B", "-c", BY_SYSTEM, (EVERYWHERE | IN_LIMITS)[way]]
+    words = [str(SYSTEM_PYTHON), "-B", "-c", BY_SYSTEM, "limits", (EVERYWHERE | IN_LIMITS)[way]]
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         os.chmod(folder, 0o755)
         environment = {"PYTHONPATH": str(ROOT), "TMPDIR": folder}
@@ -109,3 +111,16 @@ def test_limits_have_no_way_to_more(way):
         assert os.listdir(folder) == []
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "exited "
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM_PYTHON.exists(), reason="needs root, to become others")
+@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+def test_who_is_called_root_alone_in_a_container_has_no_way_to_more(isolation):
+    # Who is root there becomes it again, and reaches the first process of a namespace, which no signal ends.
+    ways = EVERYWHERE | (IN_NAMESPACES if isolation == "namespaces" else IN_LIMITS)
+    leads_nowhere = ("other processes",) if isolation == "namespaces" else ("another user", "another group")
+    programs = [program for way, program in ways.items() if way not in leads_nowhere]
+    words = [*REMAPPED, str(SYSTEM_PYTHON), "-B", "-c", BY_SYSTEM, isolation, *programs]
+    ran = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, cwd="/", capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "exited " * len(programs)
