@@ -29,7 +29,7 @@ from megarl.sandbox import namespaces, process_tree, system_calls
 from megarl.sandbox.libc import call
 from megarl.sandbox.users import another_user
 
-_PR_SET_PDEATHSIG, _PR_SET_SECUREBITS, _PR_CAP_AMBIENT = 1, 28, 47
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECUREBITS, _PR_CAP_AMBIENT = 1, 4, 28, 47
 _NO_ROOT_FOR_GOOD, _CLEAR_ALL = 3, 4
 _SIGNALLED = 128
 _ENVIRONMENT = {
@@ -91,6 +91,7 @@ def _with_namespaces(request: Mapping[str, Any], parent: int) -> int:
 def _with_limits(request: Mapping[str, Any], parent: int) -> int:
     process_tree.die_with(parent, signal.SIGTERM)
     process_tree.adopt_orphans()
+    call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory is closed to a program of the same user
     user = another_user()
     processes = request["processes"] + (0 if user else process_tree.tasks_of_user(os.getuid()))
     os.umask(0o077)

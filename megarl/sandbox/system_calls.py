@@ -3,7 +3,7 @@
 import ctypes
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from errno import ENOSYS, EPERM
 from typing import NamedTuple
 
@@ -48,6 +48,10 @@ _SIGNALS: Mapping[str, _Numbers] = {
     "pidfd_open": _Numbers(434, 434),
     "pidfd_send_signal": _Numbers(424, 424),
 }
+_FCNTL, _IOCTL = _Numbers(72, 25), _Numbers(16, 29)
+_F_SETFL, _O_ASYNC = 4, 0x2000
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+_FIOSETOWN, _SIOCSPGRP, _FIOASYNC = 0x8901, 0x8902, 0x5452
 _CLONE = _Numbers(56, 220)
 _CLONE3 = 435
 _PRLIMIT = _Numbers(302, 261)
@@ -58,7 +62,7 @@ _X32_FLAG = 0x40000000
 # The few instructions of the kernel's filter machine that are needed here, and the words they read.
 _LOAD, _RETURN = 0x20, 0x06
 _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT = 0x15, 0x35, 0x45
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
@@ -94,6 +98,8 @@ def _filter(machine: str, may_signal: bool) -> bytes:
     ]
     for numbers in refused:
         code += [_step(_JUMP_EQUAL, getattr(numbers, machine), 0, 1), _step(_RETURN, _ERROR | EPERM)]
+    if not may_signal:
+        code += _without_signals_of_files(machine)
     code += [
         _step(_JUMP_EQUAL, getattr(_CLONE, machine), 0, 4),
         _step(_LOAD, _FIRST_ARGUMENT),
@@ -108,6 +114,29 @@ def _filter(machine: str, may_signal: bool) -> bytes:
         _step(_RETURN, _ALLOW),
     ]
     return b"".join(code)
+
+
+def _without_signals_of_files(machine: str) -> list[bytes]:
+    """Steps that refuse to let a file signal somebody: the owner it is given, or whoever uses a terminal."""
+    to_be_signalled = [
+        _step(_JUMP_EQUAL, _F_SETFL, 0, 3),
+        _step(_LOAD, _THIRD_ARGUMENT),
+        _step(_JUMP_ANY_BIT, _O_ASYNC, 0, 1),
+        _step(_RETURN, _ERROR | EPERM),
+    ]
+    return [
+        *_without_commands(getattr(_FCNTL, machine), (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX), to_be_signalled),
+        *_without_commands(getattr(_IOCTL, machine), (_FIOSETOWN, _SIOCSPGRP, _FIOASYNC)),
+    ]
+
+
+def _without_commands(number: int, commands: Sequence[int], others: Sequence[bytes] = ()) -> list[bytes]:
+    """Steps that end a call of this number: with an error if its second argument is a command, else after `others`."""
+    code = [_step(_LOAD, _SECOND_ARGUMENT)]
+    for command in commands:
+        code += [_step(_JUMP_EQUAL, command, 0, 1), _step(_RETURN, _ERROR | EPERM)]
+    code += [*others, _step(_RETURN, _ALLOW)]
+    return [_step(_JUMP_EQUAL, number, 0, len(code)), *code]
 
 
 def _step(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -245,6 +245,7 @@ ELSEWHERE = {
         "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(99)\nprint(7)",
         "output=b'7\\n'",
     ),
+    "an event loop": ("import asyncio\nasyncio.run(asyncio.sleep(0))\nprint(7)", "output=b'7\\n'"),
     "never ends": ("import os\nos.fork()\nwhile True: pass", "end='timed_out'"),
     "counts": (
         "import os, time\nn = 0\ntry:\n    while n < 30:\n"

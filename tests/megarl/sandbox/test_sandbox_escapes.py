@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from becoming import REMAPPED
+from becoming import REMAPPED, USER
 from sandbox_limits import LIMITS
 
 from megarl.sandbox.run import run
@@ -14,7 +14,10 @@ from megarl.sandbox.run import run
 ROOT = Path(__file__).parents[3]
 SYSTEM_PYTHON = Path("/usr/bin/python3")
 CALL = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
-TRY = "import os, resource, signal, socket, sys\ntry:\n    {}\n    print('REACHED')\nexcept (OSError, ValueError): pass"
+TRY = (
+    "import fcntl, os, resource, signal, socket, struct, sys\n"
+    "try:\n    {}\n    print('REACHED')\nexcept (OSError, ValueError): pass"
+)
 
 
 def attempt(line):
@@ -83,6 +86,16 @@ IN_NAMESPACES = {
 IN_LIMITS = {
     "other processes": attempt("os.kill(os.getppid(), 0)"),
     "a real-time signal": calls("sigqueue(os.getppid(), 34, 0)"),
+    **{
+        f"a file's signal {number}": attempt(f"fcntl.fcntl(os.pipe()[0], {number}, {argument})")
+        for number, argument in {4: "os.O_ASYNC", 8: "os.getppid()", 10: "9", 15: "struct.pack('ii', 1, 1)"}.items()
+    },
+    **{
+        f"a socket's signal {number:#x}": attempt(
+            f"fcntl.ioctl(socket.socketpair()[0], {number}, struct.pack('i', os.getppid()))"
+        )
+        for number in (0x8901, 0x8902, 0x5452)
+    },
     "a thread's signal": calls("syscall(234, os.getppid(), os.getppid(), 0)" if X86 else "kill(os.getppid(), 0)"),
 }
 BY_SYSTEM = f"""
@@ -114,13 +127,19 @@ def test_limits_have_no_way_to_more(way):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM_PYTHON.exists(), reason="needs root, to become others")
-@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
-def test_who_is_called_root_alone_in_a_container_has_no_way_to_more(isolation):
-    # Who is root there becomes it again, and reaches the first process of a namespace, which no signal ends.
+@pytest.mark.parametrize(
+    ("who", "isolation", "leads_nowhere"),
+    [
+        (USER, "limits", ()),
+        (REMAPPED, "limits", ("another user", "another group")),  # they become root, which they are called
+        (REMAPPED, "namespaces", ("other processes",)),  # the first of a namespace, which no signal ends
+    ],
+    ids=["user", "remapped", "remapped in namespaces"],
+)
+def test_programs_of_a_user_itself_have_no_way_to_more(who, isolation, leads_nowhere):
     ways = EVERYWHERE | (IN_NAMESPACES if isolation == "namespaces" else IN_LIMITS)
-    leads_nowhere = ("other processes",) if isolation == "namespaces" else ("another user", "another group")
     programs = [program for way, program in ways.items() if way not in leads_nowhere]
-    words = [*REMAPPED, str(SYSTEM_PYTHON), "-B", "-c", BY_SYSTEM, isolation, *programs]
+    words = [*who, str(SYSTEM_PYTHON), "-B", "-c", BY_SYSTEM, isolation, *programs]
     ran = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, cwd="/", capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "exited " * len(programs)
