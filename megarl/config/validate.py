@@ -55,7 +55,7 @@ _AT_LEAST: Mapping[str, float] = {
     "rollout.replicas": 1,
     "rollout.max_response_tokens": 1,
     "refit.bucket_bytes": ALIGNMENT_BYTES,
-    "reward.workers": 1,
+    **dict.fromkeys(("reward.workers", "reward.async_samples"), 1),
     "reward.overlong_buffer_tokens": 0,
     "reward.overlong_penalty": 0,
     "algorithm.kl_horizon": 1,
@@ -118,7 +118,7 @@ _ABOVE_ZERO = (
 _AT_MOST: Mapping[str, int] = {
     "rollout.top_p": 1,
     "sft.stop_at_exact_match": 1,
-    "reward.workers": 10_000,
+    **dict.fromkeys(("reward.workers", "reward.async_samples"), 10_000),
     "cluster.rendezvous_port": 65535,
     # Kernels count the words of a bucket in int32.
     "refit.bucket_bytes": 4 * 1024**3,

@@ -176,7 +176,7 @@ ALERTS: tuple[Alert, ...] = (
         (
             Advice("look at what the reward function waits for, or a built-in one with the part unchecked computes"),
             Advice("raise reward.timeout_s"),
-            Advice("raise reward.workers"),
+            Advice("lower reward.async_samples, where a server is slow with so many requests"),
             Advice(
                 "set reward.on_timeout=stop to be shown the first", lambda config: config.reward.on_timeout != "stop"
             ),

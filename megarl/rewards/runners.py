@@ -39,6 +39,11 @@ class TimeLeft:
 class Runner(Protocol):
     """Calls one function."""
 
+    @property
+    def places(self) -> asyncio.Semaphore:
+        """A place in here is to be had before a call."""
+        ...
+
     async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
         """The function's score. Raises `RewardFailed`, and `RewardTimedOut` when no time is left."""
         ...
@@ -53,8 +58,11 @@ def taken(arguments: Mapping[str, Any], calling: Calling) -> dict[str, Any]:
 class InProcess:
     """A plain function, which is number `index` of a pool's, in a process that is killed when the time is over."""
 
-    def __init__(self, index: int, calling: Calling, builtin: Builtin | None, pool: WorkerPool) -> None:
+    def __init__(
+        self, index: int, calling: Calling, builtin: Builtin | None, pool: WorkerPool, places: asyncio.Semaphore
+    ) -> None:
         self._index, self._calling, self._builtin, self._pool = index, calling, builtin, pool
+        self.places = places
 
     async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
         """The function's score; a built-in one's may be what its entry says of an end by force, or by its own limit.
@@ -140,9 +148,17 @@ class _Call:
 class InLoop:
     """An async function in an event loop of its own; even if it blocks this loop, its samples time out."""
 
-    def __init__(self, function: RewardFunction, calling: Calling, loop: EventLoop, asking: EventLoop) -> None:
+    def __init__(
+        self,
+        function: RewardFunction,
+        calling: Calling,
+        loop: EventLoop,
+        asking: EventLoop,
+        places: asyncio.Semaphore,
+    ) -> None:
         """`asking` is the loop that samples are scored from."""
         self._function, self._calling, self._loop, self._asking = function, calling, loop, asking
+        self.places = places
 
     async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
         """The function's score."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import count
+from itertools import count, groupby
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -35,8 +35,8 @@ _CLOSE_WAIT_S = 10.0
 class Scorer:
     """Scores samples while others are still being generated; one per run, a context manager.
 
-    At most `config.workers` samples are scored at a time. Plain functions run in processes of their own, which are
-    killed at the timeout and restarted, so that no response can hang or end the run; async ones in an event loop.
+    Plain functions run in `config.workers` processes of their own, which are killed at the timeout and restarted, so
+    that no response can hang or end the run; async ones in an event loop, for `config.async_samples` samples at a time.
     The first process starts at once where a function is a user's, and loads it, so that a file which fails, hangs or
     exits does so there; the others start with the samples that need them.
 
@@ -49,7 +49,6 @@ class Scorer:
         self._pool = WorkerPool([term.source for term in self._terms])
         self._loop = EventLoop("scorer")
         self._functions_loop = EventLoop("async rewards")
-        self._places = asyncio.Semaphore(config.workers)
         try:
             self._runners = self._make_runners()
         except BaseException:
@@ -120,24 +119,24 @@ class Scorer:
         return dict(zip(samples, outcomes, strict=True))
 
     async def _score(self, arguments: Mapping[str, Any], pending: "PendingScores") -> Outcome | None:
-        """Score a sample; None if what it is added to was stopped before."""
-        async with self._places:
-            if pending.is_stopped:
-                return None
-            time_left = TimeLeft(self.config.timeout_s)
-            try:
-                scored = [
-                    (term, await _score_by(term, runner, arguments, time_left))
-                    for term, runner in zip(self._terms, self._runners, strict=True)
-                    if term.applies_to(arguments["data_source"])
-                ]
-                return _combined(scored, arguments)
-            except RewardFailed as error:
-                pending.is_stopped |= _stops(error, self.config)
-                return error
-            except BaseException:
-                pending.is_stopped = True
-                raise
+        """Score a sample; None if what it is added to was stopped while it waited."""
+        time_left = TimeLeft(self.config.timeout_s)
+        terms = zip(self._terms, self._runners, strict=True)
+        asked = [pair for pair in terms if pair[0].applies_to(arguments["data_source"])]
+        scored: list[tuple[Term, Score]] = []
+        try:
+            for places, pairs in groupby(asked, lambda pair: pair[1].places):
+                async with places:
+                    if pending.is_stopped:
+                        return None
+                    scored += [(term, await _score_by(term, runner, arguments, time_left)) for term, runner in pairs]
+            return _combined(scored, arguments)
+        except RewardFailed as error:
+            pending.is_stopped |= _stops(error, self.config)
+            return error
+        except BaseException:
+            pending.is_stopped = True
+            raise
 
     def _make_runners(self) -> list[Runner]:
         sources = [term.source for term in self._terms]
@@ -147,10 +146,11 @@ class Scorer:
             callings = self._loop.begin(self._pool.load_first()).result()
             if all(calling.is_async for calling in callings):
                 self._loop.begin(self._pool.close()).result(_CLOSE_WAIT_S)
+        processes, waiting = asyncio.Semaphore(self.config.workers), asyncio.Semaphore(self.config.async_samples)
         return [
-            InLoop(source.load(), calling, self._functions_loop, self._loop)
+            InLoop(source.load(), calling, self._functions_loop, self._loop, waiting)
             if calling.is_async
-            else InProcess(index, calling, source.builtin, self._pool)
+            else InProcess(index, calling, source.builtin, self._pool, processes)
             for index, (source, calling) in enumerate(zip(sources, callings, strict=True))
         ]
 

@@ -152,7 +152,9 @@ class RewardConfig:
     timeout_s: float = 60.0
     """How long the scoring of one sample may take, in seconds."""
     workers: int = 8
-    """Samples scored at the same time."""
+    """Processes that score with plain functions, each a sample at a time."""
+    async_samples: int = 256
+    """Samples that async functions score at the same time: as many requests as a judge behind a server is to get."""
     overlong_buffer_tokens: int = 0
     """Soft penalty of long responses (DAPO): it grows linearly over the last so many of max_response_tokens; 0 is
     none."""

@@ -170,6 +170,8 @@ def _reward(t: Translation) -> None:
         _reward_model(t)
     elif path:
         t.recipe.set("reward.function", f"{path}:{name}")
+        why = "an async function scores reward.async_samples samples at a time, verl's all; reward.workers is of others"
+        t.recipe.always[why] = [f"custom_reward_function.path={path}"]
     else:
         for reward, sources in verl.REWARDS.items():
             t.recipe.set(f"reward.functions.{reward}", {"function": reward, "data_sources": list(sources)})

@@ -54,6 +54,7 @@ REFUSED = {
     "implicit_reward_model.ranks": "0",
     "teachers": "{a:{path:there,ranks:0}}",
     "reward.workers": "0 1000000",
+    "reward.async_samples": "0 1000000",
     "reward.timeout_s": "nan 1e400",
     "reward.overlong_penalty": "inf",
     "refit.bucket_bytes": "1 -1",

@@ -15,7 +15,7 @@ from converters.errors import UserError
 from megarl.rewards import RewardFailed, RewardLost, RewardTimedOut, Score, Scorer, reward_arguments
 from megarl.rewards.scoring import LONGEST_SCORED_CHARACTERS
 from megarl.rewards.worker import MOST_TRIES
-from megarl.schema import RewardConfig
+from megarl.schema import RewardConfig, RewardTermConfig
 
 ROOT = Path(__file__).parents[3]
 FUNCTIONS = Path(__file__).parents[1] / "reward_functions.py"
@@ -232,9 +232,16 @@ def test_the_processes_die_with_a_killed_parent(file, tmp_path):
 
 
 def test_async_functions_run_side_by_side(file):
-    with scorer_of(file, "meet", workers=20) as scorer:
+    with scorer_of(file, "meet", workers=1, timeout_s=9.0, on_timeout="stop") as scorer:
         assert scorer.score([sample("")] * 20) == [Score(1.0, {}, {"score": 1.0})] * 20
         assert processes() == {}
+
+
+def test_processes_and_event_loop_have_places_of_their_own(file):
+    terms = {name: RewardTermConfig(f"{file}:{name}") for name in ("meet", "tokens")}
+    with Scorer(RewardConfig(functions=terms, workers=1, timeout_s=9.0, on_timeout="stop")) as scorer:
+        assert values(scorer.score([sample("", response_tokens=3)] * 20)) == [4.0] * 20
+        assert len(processes()) == 1
 
 
 def test_async_functions_time_out_also_if_they_block(file):

@@ -33,13 +33,13 @@ def number(value):
 
 @pytest.fixture(scope="module", params=PLAIN_AND_ASYNC)
 def drops(request):
-    with scorer_of(request.param, on_error="drop", workers=3) as scorer:
+    with scorer_of(request.param, on_error="drop", workers=3, async_samples=3) as scorer:
         yield scorer
 
 
 @pytest.fixture(scope="module", params=PLAIN_AND_ASYNC)
 def stops(request):
-    with scorer_of(request.param, workers=1) as scorer:
+    with scorer_of(request.param, workers=1, async_samples=1) as scorer:
         yield scorer
 
 
@@ -67,8 +67,8 @@ def test_a_plain_function_gets_the_sample_by_name():
         assert scorer.score([sample("text")])[0].value == 1.0
 
 
-def test_as_many_async_functions_run_at_once_as_there_are_workers():
-    with scorer_of("at_once", workers=3, timeout_s=20.0, on_timeout="stop") as scorer:
+def test_as_many_async_functions_run_at_once_as_are_asked_for():
+    with scorer_of("at_once", workers=8, async_samples=3, timeout_s=20.0, on_timeout="stop") as scorer:
         assert max(score.value for score in scorer.score([sample("")] * 12)) == 3
 
 
@@ -85,7 +85,7 @@ def test_an_async_function_that_gives_no_number_fails():
 
 def test_the_first_failure_in_order_is_raised_and_nothing_begins_after_it():
     begun = []
-    with scorer_of("notes_and_fails", workers=2) as scorer, pytest.raises(RewardFailed, match="RuntimeError: 0"):
+    with scorer_of("notes_and_fails", async_samples=2) as scorer, pytest.raises(RewardFailed, match="RuntimeError: 0"):
         scorer.score([sample(str(number), begun=begun) for number in range(50)])
     assert len(begun) < 50
 

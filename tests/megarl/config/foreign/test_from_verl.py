@@ -302,6 +302,14 @@ def test_a_reward_model_is_the_only_reward(tmp_path: Path) -> None:
     assert said(recipe.absent) == ["trainer.test_freq=5"]
 
 
+def test_the_processes_that_score_are_said_not_to_be_for_async_functions() -> None:
+    recipe = from_verl([*PPO_KEYS, "custom_reward_function.path=mine.py", "reward.num_workers=16"], {})
+    check(recipe)
+    assert recipe.get("reward.workers") == 16
+    (why,) = [why for why, settings in recipe.always.items() if settings == ["custom_reward_function.path=mine.py"]]
+    assert "async function scores reward.async_samples" in why
+
+
 def test_a_reward_model_without_a_path_is_said() -> None:
     recipe = from_verl([*PPO_KEYS, "reward_model.enable=True"], {})
     assert recipe.get("reward_model.path") == "???"
