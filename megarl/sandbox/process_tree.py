@@ -89,6 +89,23 @@ def tasks_of_user(user: int) -> int:
 
 
 def _descendants() -> list[int]:
+    if not Path("/proc/thread-self/children").exists():  # a kernel without CONFIG_PROC_CHILDREN
+        return _descendants_among_all()
+    found = [os.getpid()]
+    for pid in found:
+        found += _children(pid)
+    return found[1:]
+
+
+def _children(pid: int) -> list[int]:
+    """Children of all threads of a process; none if it ended."""
+    try:
+        return [int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _descendants_among_all() -> list[int]:
     parents = {pid: int(status["PPid"]) for pid, status in _processes()}
     found = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
