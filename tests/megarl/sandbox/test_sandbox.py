@@ -43,6 +43,11 @@ def no_new_children():
     assert set(psutil.Process().children()) <= before
 
 
+@pytest.mark.parametrize("way", ["sys.stdin", "open(0)", "os.fdopen(0)", "io.BytesIO(os.read(0, 99))"])
+def test_input_is_read(way):
+    assert finish(f"import io, os, sys\nprint(int({way}.readline()))", b"6\n").output == b"6\n"
+
+
 def test_a_program_reads_its_input_and_ends_with_its_code():
     finished = finish("import sys\nprint(int(input()) + 1)\nsys.exit(3)", b"6\n")
     assert (finished.end, finished.code, finished.output) == ("exited", 3, b"7\n")
@@ -69,6 +74,7 @@ ATTEMPTS = {
     "shared memory": "import ctypes\nassert ctypes.CDLL(None).shmget(0, 4096, 0o1600) != -1",
     "the machine's users": "open('/etc/passwd')",
     "the machine's processes": "import os\nos.listdir('/proc')",
+    "its input by name": "open('/dev/stdin')",
     "the repository": f"open({str(ROOT / 'README.md')!r})",
     "a file outside": "open('/usr/megarl-was-here', 'w')",
     "a file in the interpreter's folder": "import sys, os\nopen(os.path.join(sys.base_prefix, 'a'), 'w')",
