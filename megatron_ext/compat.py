@@ -62,6 +62,7 @@ def install() -> None:
     look_positions_up_in_tables_of_few_lengths()
     rotate_latent_queries_in_one_warp()
     rotate_latent_heads_in_whole_blocks()
+    rotate_latent_heads_of_many_tokens()
     if not device.gpus():
         offload_beside_a_cpu()
     let_routers_multiply_as_torch()
@@ -95,6 +96,23 @@ def rotate_latent_heads_in_whole_blocks() -> None:
         for part in ("q", "kv"):
             for way in ("fwd", "bwd"):
                 getattr(latent_rotation, f"rotary_{way}_{part}_kernel").early_config_prune = _in_whole_blocks
+
+
+def rotate_latent_heads_of_many_tokens() -> None:
+    """Have these kernels count numbers in 64 bits: a rank may have 2^31 and more, with 65,536 tokens of DeepSeek-V3.
+
+    They multiply the index of a token by the distance from one to the next, both of 32 bits: the product becomes
+    negative, and they read, and write, what lies before their tensors.
+    """
+    if latent_rotation.HAVE_TRITON:
+        for part in ("q", "kv"):
+            for way in ("fwd", "bwd"):
+                kernel = getattr(latent_rotation, f"rotary_{way}_{part}_kernel")
+                function = kernel.fn.fn
+                distances = [name for name in kernel.fn.arg_names if re.fullmatch(r"stride_\w+_seq", name)]
+                function.__annotations__.update(dict.fromkeys(distances, "i64"))
+                # A launch takes the type of a number from the number, except where the signature has one.
+                kernel.fn = latent_rotation.triton.jit(function)
 
 
 def _in_whole_blocks(launches: Sequence[Any], given: Mapping[str, Any], **_constants: Any) -> Sequence[Any]:

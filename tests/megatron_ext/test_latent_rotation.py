@@ -40,3 +40,8 @@ def test_a_gpu_reads_all_that_it_rotates_in_place_before_it_writes(compiled: str
 
 def test_blocks_of_heads_are_full(compiled: str) -> None:
     assert re.findall(r"^of 12: (.*)$", compiled, flags=re.MULTILINE) == ["1 2 4"] * 4
+
+
+def test_tokens_are_found_behind_2_31_numbers(compiled: str) -> None:
+    found = re.findall(r"^offsets: (.*)$", compiled, flags=re.MULTILINE)
+    assert found == ["i64"] * 2 + ["i64 i64 i64 i64"] * 2
