@@ -20,12 +20,17 @@ class PackedSequences(PackedSeqParams):
 
 
 def table_rows(longest: int, tokens: int) -> int:
-    """Rows of the table for sequences of at most `longest` tokens: a power of two, of which there are few.
+    """Rows of the table for sequences of at most `longest` of all `tokens`: round numbers, of which there are few.
 
-    They are never as many as all `tokens`: megatron-core takes a table of so many for one of a row for each token.
+    Where a sequence is not all, they are fewer than `tokens`: latent attention cuts more off, and megatron-core takes a
+    table of as many rows as tokens for one of a row for each.
     """
-    rows = 1 << (longest - 1).bit_length()
-    return 2 * rows if rows == tokens else rows
+    step = 1 << (longest - 1).bit_length()
+    if longest >= tokens:
+        return step
+    while (rows := -(-longest // step) * step) >= tokens:
+        step //= 2
+    return rows
 
 
 def rotate_by_position(chunk: torch.nn.Module) -> None:

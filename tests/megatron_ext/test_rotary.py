@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from launch import run_ranks
+from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from torch import Tensor
@@ -46,12 +48,14 @@ def test_llama3_frequencies_equal_those_of_transformers(factor: float, head_dim:
     assert {1.0, factor} < set(ratio.round(decimals=3).tolist())
 
 
-def test_tables_have_few_lengths_and_never_that_of_all_tokens() -> None:
-    assert [table_rows(longest, tokens=100) for longest in (1, 2, 3, 4, 5, 700)] == [1, 2, 4, 4, 8, 1024]
-    assert (table_rows(5, tokens=8), table_rows(8, tokens=8)) == (16, 16)
+def test_tables_have_few_lengths_and_fewer_rows_than_all_tokens() -> None:
+    assert [table_rows(longest, tokens=2000) for longest in (1, 2, 3, 4, 5, 700)] == [1, 2, 4, 4, 8, 1024]
+    assert [table_rows(longest, tokens=1000) for longest in (513, 700, 800, 999, 1000)] == [768, 768, 896, 999, 1024]
+    for tokens in range(2, 70):
+        assert all(longest <= table_rows(longest, tokens) < tokens for longest in range(1, tokens))
 
 
-# Two sequences are as many tokens as the table for the longer one would have rows, 8.
+# Two sequences are as many tokens as the longer one, rounded up, would have rows: 8.
 LENGTHS = [5, 3, 7, 6]
 
 
@@ -77,7 +81,7 @@ def packed_and_alone(rank: int, sizes: ParallelSizes, folder: Path) -> tuple[Ten
 def test_positions_are_looked_up_in_tables_that_several_lengths_share(tiny_models: Mapping[str, Path]) -> None:
     packed, alone, kept = run_ranks(packed_and_alone, ParallelSizes(), tiny_models["qwen3"])[0]
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
-    # 16 rows and 8; alone, 4, too.
+    # 6 rows and 8; alone, 4, too.
     assert kept == [2, 3, 0]
 
 
@@ -85,3 +89,26 @@ def test_latent_attention_looks_positions_up_in_them_too(tiny_models: Mapping[st
     packed, alone, (*_, left) = run_ranks(packed_and_alone, ParallelSizes(), tiny_models["deepseek_v3"])[0]
     torch.testing.assert_close(packed, alone, atol=1e-5, rtol=0)
     assert left == 0
+
+
+def rows_and_tokens(rank: int, sizes: ParallelSizes, folder: Path) -> set[tuple[int, int]]:
+    """How many rows the tables have that several sequences, packed, are rotated by, and how many tokens these are."""
+    found = set()
+    original = rope_utils._apply_rotary_pos_emb_thd
+
+    def recorded(heads: Tensor, bounds: Tensor, table: Tensor, **options: Any) -> Tensor:
+        if len(bounds) > 2:
+            found.add((len(table), int(bounds[-1])))
+        rotated: Tensor = original(heads, bounds, table, **options)
+        return rotated
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rope_utils, "_apply_rotary_pos_emb_thd", recorded)
+        packed_and_alone(rank, sizes, folder)
+    return found
+
+
+@pytest.mark.parametrize("model", ["qwen3", "deepseek_v3"])
+def test_packed_sequences_are_rotated_from_their_own_beginnings(model: str, tiny_models: Mapping[str, Path]) -> None:
+    """A table of as many rows as tokens is read row by row, past the bounds of sequences."""
+    assert run_ranks(rows_and_tokens, ParallelSizes(), tiny_models[model])[0] == {(6, 8)}
