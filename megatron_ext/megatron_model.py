@@ -187,6 +187,8 @@ class MegatronModel:
         self._expert_load = ExpertLoad(self.bare_chunks, self.architecture.num_layers)
         self._balance = RouterBalance(self.bare_chunks, RouterLosses.of(options.transformer))
         self.residence = OffloadableState(self._weight_tensors, self._training_tensors, self.chunks)
+        # Buffers begin as they are after a step: the next forward pass gathers, whatever the weights are by then.
+        self._weights_are_complete = not gathers_in_forward(self.chunks)
 
     def freeze(self) -> None:
         """Leave the model as it is, in place of `prepare_training`: no gradients, no optimizer, no buffers."""

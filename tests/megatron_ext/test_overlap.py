@@ -9,6 +9,7 @@ import pytest
 import torch
 from launch import run_ranks
 from long_cases import but_long
+from megatron.core.distributed import DistributedDataParallel
 from parallel_rank import parallel_rank
 from safetensors.torch import load_file
 from torch import Tensor
@@ -83,6 +84,22 @@ def adapted(rank: int, sizes: ParallelSizes, folder: Path, counts: tuple[int, ..
             model.train_step(batch_of(step, count), [[i] for i in range(count)], SftObjective())
         found.append(log_probs(model)["log_probs"])
     return found
+
+
+def test_nobody_gathers_weights_that_are_being_exchanged(tmp_path: Path) -> None:
+    """Prediction layers, which log-probs leave out, would wait for nothing that a pass begins to gather."""
+    predicting = write_tiny_model("deepseek_v3", tmp_path, fields={"num_nextn_predict_layers": 1})
+    assert run_ranks(gathers_left, ParallelSizes(), predicting)[0] == 0
+
+
+def gathers_left(rank: int, sizes: ParallelSizes, folder: Path) -> int:
+    """How many gathers are still under way once the policy is back after the reference's log-probs."""
+    model = make_model(rank, sizes, folder, GATHER | {"bucket_size": 2000})
+    log_probs(model, reference=True)
+    (chunk,) = model.chunks
+    assert isinstance(chunk, DistributedDataParallel)
+    groups = (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)
+    return sum(each.param_gather_handle is not None for each in groups)
 
 
 def of_each(
