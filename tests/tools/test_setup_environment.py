@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 from megarl.rollout import ENGINES
 from megarl.rollout.sglang.installation import KERNELS, OF_MEGARL
-from megarl.rollout.sglang.kind import VERSIONS
+from megarl.rollout.sglang.kind import REQUIRED, SGLANG, VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 LOGGERS = {
@@ -133,6 +133,14 @@ def test_sglang_on_cuda_has_a_torch_of_its_own_kernels_and_what_megarl_needs_the
     assert KERNELS in own
     shared = {*OF_MEGARL, "nixl-cu13"}
     assert {name: own.get(name) for name in shared} == {name: cuda[name] for name in shared}
+
+
+@pytest.mark.parametrize("lock", ["sglang.txt", "sglang_cuda.txt"])
+def test_sglang_goes_without_what_some_python_has_no_wheel_of(lock: str) -> None:
+    """SGLang loads outlines for grammars alone, and makes none where it has no tokenizer."""
+    assert not {"outlines", "outlines-core"} & read_lock(setup_environment.ROOT / "constraints" / lock).keys()
+    assert REQUIRED["skip_tokenizer_init"] is True
+    assert SGLANG.refused["skip_tokenizer_init"].covers(False)
 
 
 @pytest.fixture
