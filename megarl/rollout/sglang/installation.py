@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -63,7 +64,8 @@ def installed_versions(names: Sequence[str]) -> Mapping[str, str]:
 
 def _found(on: str) -> tuple[str, list[str]]:
     if python := os.environ.get(PYTHON_VARIABLE):
-        return python, [str(_ROOT)]
+        # The server's PATH begins with its folder, which a bare name does not say.
+        return shutil.which(python) or python, [str(_ROOT)]
     packages = Path(sys.prefix).parent / PACKAGES
     if (own := packages / "bin" / "python").is_file():
         return str(own), [str(_ROOT)]

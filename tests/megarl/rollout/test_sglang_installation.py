@@ -1,5 +1,6 @@
 """Where SGLang is looked for, and what has to be there."""
 
+import os
 import re
 import subprocess
 import sys
@@ -82,6 +83,16 @@ def test_an_environment_beside_that_of_megarl_is_found(tmp_path, python_with):
     assert python == own
     assert [(Path(path) / "megarl").is_dir() for path in paths] == [True]
     assert installed_versions(["sglang", "isal"]) == {"sglang": "1.0"}
+
+
+def test_a_python_that_is_named_without_its_folder_is_one_on_the_path(tmp_path, python_with, monkeypatch):
+    """Its folder, and not the one that a run is started in, comes first on the PATH of the server."""
+    python = python_with("sglang")
+    monkeypatch.setenv(PYTHON_VARIABLE, "python")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert installation()[0] == python
+    monkeypatch.setenv(PYTHON_VARIABLE, "nowhere")
+    assert installation()[0] == "nowhere"
 
 
 def test_on_a_gpu_it_needs_kernels_and_what_megarl_needs_there(python_with, monkeypatch):
