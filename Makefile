@@ -111,6 +111,8 @@ docs: setup
 # among it, and so it is a whole environment.
 PIP_FOR_SGLANG = -m pip install --quiet --no-deps --retries 10
 .venv-sglang: constraints/sglang.txt constraints/sglang_cuda.txt | environment
+	@printf '%s\n' "glibc 2.34" "$$(getconf GNU_LIBC_VERSION)" | sort --version-sort --check=quiet || { \
+		echo "[setup] error: SGLang has no wheels for a glibc below 2.34; take a newer Linux, or a container: Dockerfile.cuda" >&2; exit 1; }
 	rm -rf $@ $@.partial
 	@if grep --quiet '"variant": "cuda"' .venv/megarl-setup.json; then \
 		$(PYTHON) -m venv $@.partial && $@.partial/bin/python $(PIP_FOR_SGLANG) --requirement constraints/sglang_cuda.txt; \

@@ -41,6 +41,34 @@ def test_sglang_is_installed_once_after_the_environment(target):
     assert not any("tools/setup_environment.py" in command for command in commands[place:])
 
 
+@pytest.fixture
+def make_sglang(tmp_path):
+    """Runs a `make` in another folder, whose Python writes down what it is told; gives that."""
+    (tmp_path / "constraints").mkdir()
+    for name in ("sglang.txt", "sglang_cuda.txt"):
+        (tmp_path / "constraints" / name).touch()
+
+    def program(path, lines):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{lines}\n")
+        path.chmod(0o755)
+
+    def make(variant, glibc="2.34"):
+        told = tmp_path / "told"
+        told.touch()
+        places = '[ "$2" != venv ] || { mkdir -p $3/bin; cp $0 $3/bin/python; }; mkdir -p .venv-sglang.partial'
+        program(tmp_path / ".venv" / "bin" / "python", f'echo "$0 $*" >> {told}\n{places}')
+        (tmp_path / ".venv" / "megarl-setup.json").write_text(f'{{\n "variant": "{variant}"\n}}')
+        program(tmp_path / "bin" / "getconf", f'[ "$1" != GNU_LIBC_VERSION ] || echo "glibc {glibc}"')
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        environment["PATH"] = f"{tmp_path / 'bin'}:{environment['PATH']}"
+        command = ["make", "--file", ROOT / "Makefile", "--old-file", "environment", ".venv-sglang"]
+        made = subprocess.run(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+        return made, told.read_text().splitlines()
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("variant", "program", "lock"),
     [
@@ -48,24 +76,21 @@ def test_sglang_is_installed_once_after_the_environment(target):
         ("cuda", ".venv-sglang.partial/bin/python", "sglang_cuda.txt"),
     ],
 )
-def test_on_cuda_sglang_has_an_environment_of_its_own(tmp_path, variant, program, lock):
-    """Run by a `make` in another folder, whose Python writes down what it is told."""
-    told = tmp_path / "told"
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / "constraints").mkdir()
-    for name in ("sglang.txt", "sglang_cuda.txt"):
-        (tmp_path / "constraints" / name).touch()
-    python = tmp_path / ".venv" / "bin" / "python"
-    places = '[ "$2" != venv ] || { mkdir -p $3/bin; cp $0 $3/bin/python; }; mkdir -p .venv-sglang.partial'
-    python.write_text(f'#!/bin/sh\necho "$0 $*" >> {told}\n{places}\n')
-    python.chmod(0o755)
-    (tmp_path / ".venv" / "megarl-setup.json").write_text(f'{{\n "variant": "{variant}"\n}}')
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-    make = ["make", "--file", ROOT / "Makefile", "--old-file", "environment", ".venv-sglang"]
-    subprocess.run(make, cwd=tmp_path, env=environment, check=True)
-    installs = told.read_text().splitlines()[-1]
-    assert program in installs
-    assert installs.endswith(f"--requirement constraints/{lock}")
+def test_on_cuda_sglang_has_an_environment_of_its_own(tmp_path, make_sglang, variant, program, lock):
+    made, told = make_sglang(variant)
+    assert made.returncode == 0
+    assert program in told[-1]
+    assert told[-1].endswith(f"--requirement constraints/{lock}")
+    assert (tmp_path / ".venv-sglang").is_dir()
+
+
+@pytest.mark.parametrize("glibc", ["2.4", "2.28", "2.33"])
+def test_where_sglang_has_no_wheels_pip_is_not_asked(tmp_path, make_sglang, glibc):
+    (tmp_path / ".venv-sglang").mkdir()
+    os.utime(tmp_path / ".venv-sglang", (0, 0))
+    made, told = make_sglang("cuda", glibc)
+    assert "SGLang has no wheels for a glibc below 2.34" in made.stderr
+    assert told == []
     assert (tmp_path / ".venv-sglang").is_dir()
 
 
