@@ -110,12 +110,15 @@ docs: setup
 # What SGLang needs in other versions than .venv has lies beside it, and only its server sees it. On CUDA another torch is
 # among it, and so it is a whole environment.
 PIP_FOR_SGLANG = -m pip install --quiet --no-deps --retries 10
+# Its programs name the folder in which they were made.
+RENAMED_IN_SGLANG = grep --recursive --files-with-matches --binary-files=without-match '$@\.partial' $@.partial/bin | xargs sed --in-place 's|$@\.partial|$@|g'
 .venv-sglang: constraints/sglang.txt constraints/sglang_cuda.txt | environment
 	@printf '%s\n' "glibc 2.34" "$$(getconf GNU_LIBC_VERSION)" | sort --version-sort --check=quiet || { \
 		echo "[setup] error: SGLang has no wheels for a glibc below 2.34; take a newer Linux, or a container: Dockerfile.cuda" >&2; exit 1; }
 	rm -rf $@ $@.partial
 	@if grep --quiet '"variant": "cuda"' .venv/megarl-setup.json; then \
-		$(PYTHON) -m venv $@.partial && $@.partial/bin/python $(PIP_FOR_SGLANG) --requirement constraints/sglang_cuda.txt; \
+		$(PYTHON) -m venv $@.partial && $@.partial/bin/python $(PIP_FOR_SGLANG) --requirement constraints/sglang_cuda.txt && \
+			$(RENAMED_IN_SGLANG); \
 	else $(PYTHON) $(PIP_FOR_SGLANG) --target $@.partial --requirement constraints/sglang.txt; fi || { rm -rf $@.partial; \
 		echo "[setup] error: SGLang could not be installed, as pip says above; all else is there. Run the same command again" >&2; exit 1; }
 	mv $@.partial $@

@@ -56,7 +56,10 @@ def make_sglang(tmp_path):
     def make(variant, glibc="2.34"):
         told = tmp_path / "told"
         told.touch()
-        places = '[ "$2" != venv ] || { mkdir -p $3/bin; cp $0 $3/bin/python; }; mkdir -p .venv-sglang.partial'
+        places = (
+            '[ "$2" != venv ] || { mkdir -p $3/bin; cp $0 $3/bin/python; }; mkdir -p .venv-sglang.partial\n'
+            '[ ! -d .venv-sglang.partial/bin ] || echo "#!$PWD/$0" > .venv-sglang.partial/bin/program'
+        )
         program(tmp_path / ".venv" / "bin" / "python", f'echo "$0 $*" >> {told}\n{places}')
         (tmp_path / ".venv" / "megarl-setup.json").write_text(f'{{\n "variant": "{variant}"\n}}')
         program(tmp_path / "bin" / "getconf", f'[ "$1" != GNU_LIBC_VERSION ] || echo "glibc {glibc}"')
@@ -82,6 +85,12 @@ def test_on_cuda_sglang_has_an_environment_of_its_own(tmp_path, make_sglang, var
     assert program in told[-1]
     assert told[-1].endswith(f"--requirement constraints/{lock}")
     assert (tmp_path / ".venv-sglang").is_dir()
+
+
+def test_programs_of_sglangs_environment_name_the_python_that_is_there(tmp_path, make_sglang):
+    make_sglang("cuda")
+    programs = tmp_path / ".venv-sglang" / "bin"
+    assert (programs / "program").read_text() == f"#!{programs / 'python'}\n"
 
 
 @pytest.mark.parametrize("glibc", ["2.4", "2.28", "2.33"])
