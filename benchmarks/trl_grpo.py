@@ -7,17 +7,19 @@ the reward is the same built-in one, and metrics.jsonl gets the same lines as th
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from megarl.algorithms.parts import option_defaults
 from megarl.algorithms.policy_losses.surrogates import clipped
 from megarl.cli import recipe
 from megarl.cli.training import TRAINING_COMMANDS
+from megarl.data.tokenizer import read_tokenizer
 from megarl.rewards.registry import load_reward
 from megarl.run.opening import open_tracker_of
 from megarl.schema import MegarlConfig
@@ -136,7 +138,7 @@ def main() -> None:
     rows = [row for file in config.data.train_files for row in pq.read_table(file).to_pylist()]
     trainer = TimedGRPOTrainer(
         model=config.model.path,
-        processing_class=AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=False),
+        processing_class=read_tokenizer(Path(config.model.path)),
         args=grpo_config(config),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(rows),

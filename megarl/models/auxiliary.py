@@ -12,7 +12,8 @@ from megarl.algorithms import ADVANTAGES, Source
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.config.megatron import ModelGroup, megatron_options
 from megarl.data import Prompt
-from megarl.models.policy import Model, check_layout, check_not_in_fp8, read_tokenizer
+from megarl.data.tokenizer import read_tokenizer
+from megarl.models.policy import Model, check_layout, check_not_in_fp8
 from megarl.output.places import TRAINED_AUXILIARY
 from megarl.schema import MegarlConfig, TeacherConfig
 from megatron_ext.options.options import MegatronOptions

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from converters.architectures import Architecture, adapter_architecture, read_architecture
 from converters.copying import check_checkpoint, check_distributed
@@ -18,6 +18,7 @@ from converters.hf_to_megatron import HUGGINGFACE
 from converters.layouts.megatron import ParallelSizes, check_divisible, megatron_layout
 from converters.manifest import manifest_of, require_files
 from megarl.config.folder import known_model
+from megarl.data.tokenizer import read_tokenizer
 from megarl.rollout import engine_kind
 from megarl.rollout.argument_values import PREFIX
 from megarl.rollout.number_format import in_number_format
@@ -30,7 +31,6 @@ _SIZES = (
     *("num_experts", "n_routed_experts", "moe_intermediate_size"),
 )
 """Fields of a config.json by which a model is known."""
-_SETTINGS = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -88,38 +88,6 @@ def check_name(config: ModelConfig) -> None:
 
 def _is_below(folder: Path, root: Path) -> bool:
     return root.resolve() in folder.resolve().parents
-
-
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a HuggingFace folder. Raises UserError where it is missing, damaged or code."""
-    is_code = _is_code(folder)
-    if is_code and not (folder / "tokenizer.json").is_file():
-        # transformers would read its words by the rules of another model, and say nothing.
-        raise UserError(
-            f"{folder} has no tokenizer.json, and its tokenizer is code of its author (auto_map in {_SETTINGS}), which"
-            " is not run: make a tokenizer.json once, as docs/recipes.md says under Tokenizers that are code"
-        )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise whatever a damaged file leads them to
-        advice = f"copy tokenizer.json and {_SETTINGS} of the model there again"
-        raise UserError(
-            f"the tokenizer in {folder} cannot be read ({type(error).__name__}: {str(error)[:200]});"
-            f" {f'take auto_map out of {_SETTINGS}: no code is run' if is_code else advice}"
-        ) from error
-    # Without its files transformers makes one that knows nothing but special tokens, if any.
-    if len(tokenizer.get_vocab()) <= len(tokenizer.added_tokens_decoder):
-        raise UserError(
-            f"{folder} has no tokenizer that knows any word; copy tokenizer.json and {_SETTINGS} of the model there"
-        )
-    return tokenizer
-
-
-def _is_code(folder: Path) -> bool:
-    """Whether the author of a tokenizer would have it read by a program beside it."""
-    path = folder / _SETTINGS
-    programs = read_json(path).get("auto_map") if path.is_file() else None
-    return isinstance(programs, dict) and "AutoTokenizer" in programs
 
 
 def check_trainable(model: Model, options: MegatronOptions, algorithm: AlgorithmConfig) -> None:

@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from megarl.data import Turn
 from megarl.data.stretches import here
+from megarl.data.tokenizer import read_tokenizer
 from megarl.rollout.protocol import Request, TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MANY = 64
 """Tokens; text of fewer is made by whoever reads it, without a tokenizer here."""
@@ -36,8 +40,6 @@ class Texts:
         return replace(turn, text=self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     @cached_property
-    def _tokenizer(self) -> Any:
+    def _tokenizer(self) -> "PreTrainedTokenizerBase":
         # Not the engine's own, which might be another than the run's.
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self._folder, trust_remote_code=False)
+        return read_tokenizer(self._folder)
