@@ -148,7 +148,17 @@ def test_arguments_that_megatron_lm_saved_are_compared_with_the_config(name: str
     if saved["num_experts"]:
         other = saved | {"moe_router_topk": 1, "moe_router_pre_softmax": not saved["moe_router_pre_softmax"]}
         found = [each for each, _, _ in different_arguments(architecture, other)]
-        assert found == ["moe_router_topk", "moe_router_pre_softmax"]
+        # Sigmoids of all scores are the same before the choice and after it.
+        is_sigmoid = saved["moe_router_score_function"] == "sigmoid"
+        assert found == ["moe_router_topk", *["moe_router_pre_softmax"] * (not is_sigmoid)]
+
+
+@pytest.mark.parametrize(("factor", "found"), [(1, []), (40, ["rope_type", "rotary_scaling_factor"])])
+def test_yarn_by_a_factor_of_1_is_no_scaling(factor: float, found: list[str]) -> None:
+    """slime gives every model with latent attention yarn, Moonlight by a factor of 1."""
+    arguments = arguments_of(MODELS["moonlight"])
+    saved = arguments | {"rope_type": "yarn", "rotary_scaling_factor": factor, "mscale": 1.0, "mscale_all_dim": 1.0}
+    assert [name for name, _, _ in different_arguments(read_architecture(MODELS["moonlight"]), saved)] == found
 
 
 def test_a_checkpoint_of_another_model_with_the_same_shapes_is_refused(tmp_path: Path) -> None:

@@ -48,10 +48,20 @@ def check_saved_arguments(checkpoint: TorchDistCheckpoint, architecture: Archite
 
 def different_arguments(architecture: Architecture, saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """Arguments with which Megatron-LM would make another model: each with the architecture's value, and its own."""
-    arguments = {**ASKED_FOR, **model_arguments(architecture)}
-    for name in _compared(arguments):
-        if name in arguments and name in saved and not _are_equal(arguments[name], saved[name]):
-            yield name, arguments[name], saved[name]
+    ours, theirs = _as_computed({**ASKED_FOR, **model_arguments(architecture)}), _as_computed(saved)
+    for name in _compared(ours):
+        if name in ours and name in theirs and not _are_equal(ours[name], theirs[name]):
+            yield name, ours[name], theirs[name]
+
+
+def _as_computed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments without what changes nothing: YaRN by a factor of 1, and the place of a softmax beside sigmoids."""
+    computed = dict(arguments)
+    if computed.get("rope_type") == "yarn" and computed.get("rotary_scaling_factor") == 1:
+        computed["rope_type"] = "rope"
+    if computed.get("moe_router_score_function") == "sigmoid":
+        computed.pop("moe_router_pre_softmax", None)
+    return computed
 
 
 def _compared(ours: Mapping[str, Any]) -> tuple[str, ...]:
