@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from converters.errors import UserError
 from converters.formats.safetensors import (
@@ -93,6 +96,17 @@ def test_the_rest_of_the_model_folder_comes_along(tmp_path, source):
     assert config == {"model_type": "qwen3", "dtype": "bfloat16", "name": "é"}
     assert not partial_folder(tmp_path / "other").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "source"]
+
+
+def test_every_chat_template_comes_along(tmp_path, source):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
+    tokenizer.chat_template = {"default": "D", "tool_use": "T"}
+    tokenizer.save_pretrained(source)
+    assert (source / "additional_chat_templates/tool_use.jinja").is_file()
+    folder = tmp_path / "export"
+    create_checkpoint(partial_folder(folder), SHAPES, DTYPES, 10**9)
+    finish(partial_folder(folder), folder, copy_from=source)
+    assert PreTrainedTokenizerFast.from_pretrained(folder).chat_template == tokenizer.chat_template
 
 
 def test_weights_that_were_decoded_are_not_said_to_be_quantised(tmp_path, source):

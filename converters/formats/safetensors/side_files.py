@@ -23,6 +23,7 @@ _BESIDE_CONFIG = (
     "*.tiktoken",
     "*.model",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "preprocessor_config.json",
     "processor_config.json",
     "*.py",
@@ -34,7 +35,9 @@ def copy_side_files(source: Path, folder: Path) -> None:
     for pattern in _BESIDE_CONFIG:
         for path in source.glob(pattern):
             if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+                copy = folder / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
