@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from released_configs import RELEASED
+from transformers import AutoConfig
 
 from converters.architectures import Architecture, read_architecture
 from converters.architectures.extensions import Extensions
@@ -190,3 +191,12 @@ def test_names_of_prediction_layers_with_transformer_engine() -> None:
 def test_what_megatron_cannot_compute_is_refused(name: str, fields: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
         architecture_of(name, **fields)
+
+
+@pytest.mark.parametrize("field", ["n_group", "topk_group", "routed_scaling_factor"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Kimi-K2"])
+def test_a_router_that_engines_would_take_for_deepseek_v3s_is_refused(name: str, field: str) -> None:
+    """Left out, the field is no 1 to transformers, whose class engines use for both model types."""
+    assert getattr(AutoConfig.for_model("deepseek_v3"), field) == RELEASED["DeepSeek-V3"][field] != 1
+    with pytest.raises(UserError, match=f"has no field {field}, and engines would take DeepSeek-V3's: add"):
+        architecture_of(name, **{field: None})

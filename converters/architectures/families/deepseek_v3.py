@@ -12,12 +12,16 @@ from converters.architectures.routing import sigmoid_routing, sigmoid_routing_ex
 from converters.architectures.weight_map import Architecture
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
+_SAID = ("n_group", "topk_group", "routed_scaling_factor")
+"""Fields of the router that transformers, and engines with it, take from DeepSeek-V3 where they are left out."""
 
 
 def read(config: HuggingFaceConfig) -> Architecture:
     """The Megatron model of a config.json of DeepSeek-V3 or a model of its shape."""
     layers = range(config["num_hidden_layers"])
     moe_layers = [layer for layer in layers if deepseek.has_experts(config, layer)]
+    if moe_layers and (unsaid := [name for name in _SAID if config.fields.get(name) is None]):
+        raise config.error(f"has no field {unsaid[0]}, and engines would take DeepSeek-V3's: add the model's own")
     mtp = _multi_token_prediction(config, layers)
     return Architecture(
         model_type=config["model_type"],
