@@ -40,9 +40,8 @@ class Conversation:
         messages = [*self._messages, {"role": "user", "content": question}]
         if not self.has_template:
             return self._tokenizer("".join(message["content"] for message in messages))["input_ids"]
-        return encode(
-            self._tokenizer, [render(self._tokenizer, messages, "the conversation", add_generation_prompt=True)]
-        )[0]
+        text = render(self._tokenizer, messages, "the conversation", add_generation_prompt=True)
+        return next(encode(self._tokenizer, [text]))
 
     def add(self, question: str, answer: str) -> None:
         """Remember a question and its answer."""

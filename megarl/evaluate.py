@@ -39,7 +39,7 @@ class FreshEngines:
         one = replace(self.config, loop=replace(self.config.loop, samples_per_prompt=1))
         sampling = sampling_parameters(one, self.model.stop_token_ids, range(len(drawn)))
         groups = sample_all(self.engines, drawn, sampling)
-        return [(group.prompt.token_ids, group.trajectories[0].turns[0]) for group in groups]
+        return [(list(group.prompt.token_ids), group.trajectories[0].turns[0]) for group in groups]
 
 
 @contextmanager

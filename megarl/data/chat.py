@@ -1,6 +1,6 @@
 """Chat messages to text and token ids, through the chat template of the model's own tokenizer."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 _RENDER_LIMIT_S = 10.0
+_TEXTS_AT_ONCE = 1024
+"""Tokenizers answer with far more than the tokens of a text."""
 
 
 def check_messages(value: object, where: str) -> list[Message]:
@@ -75,9 +77,10 @@ class LengthBound:
         return len(text) > max_tokens * self._longest_token
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of rendered chats; a template writes its special tokens itself, so none is added."""
-    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> Iterator[list[int]]:
+    """Yield the token ids of rendered chats; a template writes its special tokens itself, so none is added."""
+    for start in range(0, len(texts), _TEXTS_AT_ONCE):
+        yield from tokenizer(texts[start : start + _TEXTS_AT_ONCE], add_special_tokens=False)["input_ids"]
 
 
 def _shortened(value: object) -> str:

@@ -77,7 +77,7 @@ def tokenise(chats: Sequence[Chat], tokenizer: "PreTrainedTokenizerBase", max_to
     for chat, texts in zip(chats, rendered, strict=True):
         bound.check(texts[-1], max_tokens, chat.where)
     end_tokens = _special_token_ids(tokenizer)
-    encoded = iter(encode(tokenizer, [text for texts in rendered for text in texts]))
+    encoded = encode(tokenizer, [text for texts in rendered for text in texts])
     return [
         _mask_turns(chat.where, [next(encoded) for _ in texts], end_tokens)
         for chat, texts in zip(chats, rendered, strict=True)

@@ -1,5 +1,6 @@
 """Prompts from parquet files in the columns of verl: data_source, prompt, reward_model, extra_info."""
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ class Prompt:
 
     index: int
     data_source: str
-    token_ids: list[int]
+    token_ids: Sequence[int]
+    """An array, which rows of the same messages share."""
     ground_truth: Any
     extra_info: Mapping[str, Any]
     where: str = ""
@@ -58,14 +60,20 @@ def load_prompts(files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBas
     """
     if not files:
         raise UserError("no data file is given; name parquet files in data.train_files (or data.eval_files)")
-    rows = [row for file in files for row in _read_file(file, tokenizer, config.prompt_column)]
+    texts: dict[str, str] = {}
+    rows = [row for file in files for row in _read_file(file, tokenizer, config.prompt_column, texts)]
     bound, limit = LengthBound(tokenizer), config.max_prompt_tokens
     short = [row for row in rows if not bound.exceeds(row.text, limit)]
     if len(short) < len(rows) and config.overlong_prompts == "refuse":
         row = next(row for row in rows if bound.exceeds(row.text, limit))
         raise _too_long(row, f"{len(row.text)} characters", limit)
+    distinct = list(dict.fromkeys(row.text for row in short))
+    # Lists would take ten times the memory.
+    arrays = (array("i", token_ids) for token_ids in encode(tokenizer, distinct))
+    encoded = dict(zip(distinct, arrays, strict=True))
     prompts: list[Prompt] = []
-    for row, token_ids in zip(short, encode(tokenizer, [row.text for row in short]), strict=True):
+    for row in short:
+        token_ids = encoded[row.text]
         if not token_ids:
             raise UserError(f"{row.where}: the chat template makes no token of this prompt; rewrite it, or take it out")
         if len(token_ids) > limit:
@@ -88,7 +96,10 @@ def _too_long(row: _Row, length: str, limit: int) -> UserError:
     )
 
 
-def _read_file(file: str | Path, tokenizer: "PreTrainedTokenizerBase", prompt_column: str) -> list[_Row]:
+def _read_file(
+    file: str | Path, tokenizer: "PreTrainedTokenizerBase", prompt_column: str, texts: dict[str, str]
+) -> list[_Row]:
+    """The rows of a file; `texts` has what was rendered of files before it, by the messages, and gets the rest."""
     rows = []
     needed, named_by = ["data_source", prompt_column, "reward_model"], {prompt_column: "data.prompt_column"}
     for number, row in read_rows(file, needed, ["extra_info"], named_by):
@@ -101,6 +112,8 @@ def _read_file(file: str | Path, tokenizer: "PreTrainedTokenizerBase", prompt_co
             raise UserError(f"{where}: column 'reward_model' must hold a 'ground_truth', found {reward_model!r}")
         if not isinstance(extra_info, Mapping):
             raise UserError(f"{where}: column 'extra_info' must be a struct of named values, found {extra_info!r}")
-        text = render(tokenizer, messages, where, add_generation_prompt=True)
-        rows.append(_Row(where, text, row["data_source"], reward_model["ground_truth"], extra_info))
+        said = repr(messages)
+        if said not in texts:
+            texts[said] = render(tokenizer, messages, where, add_generation_prompt=True)
+        rows.append(_Row(where, texts[said], row["data_source"], reward_model["ground_truth"], extra_info))
     return rows

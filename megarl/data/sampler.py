@@ -1,7 +1,6 @@
 """In which order prompts are drawn."""
 
 import hashlib
-from array import array
 from collections.abc import Iterable, Sequence
 from typing import NotRequired, TypedDict
 
@@ -28,7 +27,7 @@ def digest_of(prompts: Iterable[Sequence[int]]) -> str:
     digest = hashlib.sha256()
     for token_ids in prompts:
         digest.update(len(token_ids).to_bytes(8))
-        digest.update(array("q", token_ids).tobytes())
+        digest.update(np.asarray(token_ids, np.int64).tobytes())
     return digest.hexdigest()
 
 

@@ -37,7 +37,7 @@ class EngineStart:
         engines: EngineGroup,
         model: Model,
         config: MegarlConfig,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Sequence[int]],
         gpus: GpuSharing | None = None,
     ) -> None:
         """`prompts` are token ids of which a refit may be checked by some answers.
@@ -52,7 +52,7 @@ class EngineStart:
             _check_adapter_apart(config, machines)
         self._adapter = trainer.adapter_alone
         self._trainer, self._engines, self._model, self._config = trainer, engines, model, config
-        self._prompts = prompts[:_CHECKED_PROMPTS]
+        self._prompts = [list(prompt) for prompt in prompts[:_CHECKED_PROMPTS]]
         self._refit: Refit | None = None
         self._gpus = gpus or OwnGpus()
         load_weights = self._is_apart or self._adapter is not None

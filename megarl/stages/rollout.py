@@ -42,7 +42,7 @@ def requests_for(
 ) -> list[Request]:
     """One request for each group; `with_baselines` then one more for each, of a greedy response."""
     requests = [
-        Request(group.prompt.token_ids, parameters, priority=group.ordinal, conversation=group.ordinal)
+        Request(list(group.prompt.token_ids), parameters, priority=group.ordinal, conversation=group.ordinal)
         for group, parameters in zip(groups, sampling, strict=True)
     ]
     greedy = [replace(each, sampling=_greedy(each.sampling)) for each in requests] if with_baselines else []

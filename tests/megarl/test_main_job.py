@@ -3,6 +3,7 @@
 import json
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
         prompts = job.data.eval_prompts[:4]
         # The model's own end tokens are not in the way of twelve tokens: the engine stops where transformers would.
         greedy = SamplingParameters(temperature=0.0, max_tokens=LENGTH)
-        answers = job.engines.generate([Request(prompt.token_ids, greedy) for prompt in prompts])
+        answers = job.engines.generate([Request(list(prompt.token_ids), greedy) for prompt in prompts])
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / EXPORT, dtype=torch.float32)
     for prompt, (answer,) in zip(prompts, answers, strict=True):
         assert answer.token_ids.tolist() == greedy_tokens(reference, prompt.token_ids)
@@ -175,7 +176,7 @@ def make_config(model: str, folder):
     )
 
 
-def greedy_tokens(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+def greedy_tokens(model: torch.nn.Module, prompt: Sequence[int]) -> list[int]:
     tokens = list(prompt)
     with torch.no_grad():
         while len(tokens) < len(prompt) + LENGTH:

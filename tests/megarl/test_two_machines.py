@@ -99,9 +99,9 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path, capsys):
         job.export()
         prompts = job.data.eval_prompts[:4]
         greedy = SamplingParameters(temperature=0.0, max_tokens=LENGTH)
-        answers = job.engines.generate([Request(prompt.token_ids, greedy) for prompt in prompts])
+        answers = job.engines.generate([Request(list(prompt.token_ids), greedy) for prompt in prompts])
         check_listener(job)
-        check_that_a_worker_that_dies_on_the_second_machine_is_noticed(job, Request(prompts[0].token_ids, greedy))
+        check_that_a_worker_that_dies_on_the_second_machine_is_noticed(job, Request(list(prompts[0].token_ids), greedy))
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / EXPORT, dtype=torch.float32)
     for prompt, (answer,) in zip(prompts, answers, strict=True):
         assert answer.token_ids.tolist() == greedy_tokens(reference, prompt.token_ids)

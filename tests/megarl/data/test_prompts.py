@@ -1,4 +1,5 @@
 import dataclasses
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -35,7 +36,7 @@ def test_a_prompt_is_the_rendered_chat_with_the_generation_prompt(tokenizer, tmp
     chat = [{"role": "user", "content": "1+"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "="}]
     file = write(tmp_path / "a.parquet", [row(), row(prompt=chat)])
     loaded = load_prompts([file], tokenizer, DataConfig())
-    assert [tokenizer.decode(prompt.token_ids) for prompt in loaded.prompts] == [
+    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in loaded.prompts] == [
         "<user>1+2=<assistant>",
         "<user>1+<assistant>2<end><user>=<assistant>",
     ]
@@ -48,14 +49,44 @@ def test_a_prompt_is_the_rendered_chat_with_the_generation_prompt(tokenizer, tmp
 def test_token_ids_equal_those_of_the_tokenizer(tokenizer, tmp_path):
     prompt = load_prompts([write(tmp_path / "a.parquet", [row()])], tokenizer, DataConfig()).prompts[0]
     expected = tokenizer.apply_chat_template(row()["prompt"], add_generation_prompt=True, return_dict=False)
-    assert prompt.token_ids == expected
+    assert list(prompt.token_ids) == expected
+
+
+def test_equal_rows_are_rendered_and_tokenised_once_and_share_their_tokens(tokenizer, tmp_path, monkeypatch):
+    rendered, tokenised = [], []
+    render, call = tokenizer.apply_chat_template, type(tokenizer).__call__
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: rendered.append(a) or render(*a, **k))
+    monkeypatch.setattr(
+        type(tokenizer), "__call__", lambda self, texts, **k: tokenised.extend(texts) or call(self, texts, **k)
+    )
+    rows = [row(str(number % 3)) for number in range(1000)]
+    files = [write(tmp_path / f"{name}.parquet", rows) for name in "ab"]
+    prompts = load_prompts(files, tokenizer, DataConfig()).prompts
+    assert [tokenizer.decode(list(prompt.token_ids[1:2])) for prompt in prompts] == [
+        str(n % 3) for n in range(1000)
+    ] * 2
+    assert tokenised == [f"<user>{number}<assistant>" for number in range(3)]
+    assert len(rendered) == len({id(prompt.token_ids) for prompt in prompts}) == 3
+    assert sys.getsizeof(prompts[0].token_ids) < 100
+
+
+def test_a_tokenizer_is_given_a_piece_of_all_texts(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("megarl.data.chat._TEXTS_AT_ONCE", 2)
+    given, call = [], type(tokenizer).__call__
+    monkeypatch.setattr(
+        type(tokenizer), "__call__", lambda self, texts, **k: given.append(len(texts)) or call(self, texts, **k)
+    )
+    file = write(tmp_path / "a.parquet", [row(str(number)) for number in range(5)])
+    prompts = load_prompts([file], tokenizer, DataConfig()).prompts
+    assert [tokenizer.decode(list(prompt.token_ids[1:2])) for prompt in prompts] == ["0", "1", "2", "3", "4"]
+    assert given == [2, 2, 1]
 
 
 def test_files_follow_each_other_and_indices_run_through(tokenizer, tmp_path):
     files = [write(tmp_path / "b.parquet", [row("1"), row("2")]), write(tmp_path / "a.parquet", [row("3")])]
     prompts = load_prompts([str(file) for file in files], tokenizer, DataConfig()).prompts
     assert [prompt.index for prompt in prompts] == [0, 1, 2]
-    assert [tokenizer.decode(prompt.token_ids[1:2]) for prompt in prompts] == ["1", "2", "3"]
+    assert [tokenizer.decode(list(prompt.token_ids[1:2])) for prompt in prompts] == ["1", "2", "3"]
 
 
 def test_extra_info_may_be_absent(tokenizer, tmp_path):
@@ -67,7 +98,7 @@ def test_extra_info_may_be_absent(tokenizer, tmp_path):
 def test_the_prompt_column_is_the_configured_one(tokenizer, tmp_path):
     rows = [{**row(), "chat": row("9")["prompt"]}]
     loaded = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig(prompt_column="chat"))
-    assert tokenizer.decode(loaded.prompts[0].token_ids) == "<user>9<assistant>"
+    assert tokenizer.decode(list(loaded.prompts[0].token_ids)) == "<user>9<assistant>"
 
 
 def test_overlong_prompts_are_dropped_and_counted(tokenizer, tmp_path):

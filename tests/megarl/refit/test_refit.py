@@ -302,7 +302,7 @@ def scale(receiver, factor):
 
 def check_that_one_engine_is_written_while_the_other_serves(job):
     greedy = SamplingParameters(temperature=0, max_tokens=8)
-    requests = [Request(prompt.token_ids, greedy) for prompt in job.data.eval_prompts[:4]]
+    requests = [Request(list(prompt.token_ids), greedy) for prompt in job.data.eval_prompts[:4]]
     before = job.engines.generate(requests)
     alone = refit_of(job, job.engines.only(1), "auto")
     assert [alone(version)["refit/direct"] for version in (2, 3)] == [0, 1]
