@@ -19,6 +19,7 @@ _TEXTS_AT_ONCE = 1024
 def check_messages(value: object, where: str) -> list[Message]:
     """Return `value` as a chat: a non-empty list of {role: str, content: str}.
 
+    Keys of None are left out: in parquet a message has every key that any other has, and templates ask which are there.
     `where` (file, row, column) opens the `UserError` raised for anything else.
     """
     if not isinstance(value, list) or not value:
@@ -33,7 +34,7 @@ def check_messages(value: object, where: str) -> list[Message]:
             raise UserError(
                 f"{where}: message {number} must have a text 'role' and a text 'content', found {_shortened(message)}"
             )
-    return value
+    return [{key: part for key, part in message.items() if part is not None} for message in value]
 
 
 def render(

@@ -82,6 +82,17 @@ def test_a_tokenizer_is_given_a_piece_of_all_texts(tokenizer, tmp_path, monkeypa
     assert given == [2, 2, 1]
 
 
+def test_a_key_that_other_messages_alone_have_is_not_there(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.tool_calls|length if 'tool_calls' in m else m.content }}{% endfor %}"
+    )
+    calls = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "tool_calls": [{"name": "f"}]}]
+    rows = [row("7"), row(prompt=calls)]
+    prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
+    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["7", "11"]
+
+
 def test_files_follow_each_other_and_indices_run_through(tokenizer, tmp_path):
     files = [write(tmp_path / "b.parquet", [row("1"), row("2")]), write(tmp_path / "a.parquet", [row("3")])]
     prompts = load_prompts([str(file) for file in files], tokenizer, DataConfig()).prompts
