@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +13,40 @@ from megarl.algorithms.corrections import correction_factor, correction_metrics,
 from megarl.algorithms.kl import KL_ESTIMATORS, importance_weighted, k3
 from megarl.algorithms.metrics import Mean, Metrics
 from megarl.algorithms.off_policy import interpolated, largest, off_policy_metrics
-from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, probability_ratio
+from megarl.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, TokenLoss, probability_ratio
 from megarl.algorithms.policy_losses.ratios import ratio_counts
 from megarl.algorithms.ragged import Ragged
 from megarl.algorithms.trained_tokens import check_tokens_finite, trained_tokens
 from megarl.schema import AlgorithmConfig
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing.packing import MicroBatch, RaggedBatch
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The T trained tokens of a micro-batch, end to end: tensors are [T]."""
+
+    responses: Ragged
+    fields: Mapping[str, Tensor]
+    log_probs: Tensor
+    """Under the present policy, differentiable."""
+    entropy: Tensor
+    """The present policy's, differentiable."""
+    old: Tensor
+    """Log-probs under the policy that ratios are to."""
+    engine_log_ratio: Tensor
+    """log(pi / pi_rollout); pi is the policy that corrections lead to from the engine."""
+
+    @property
+    def present(self) -> Tensor:
+        """Log-probs under the present policy, without gradient."""
+        return self.log_probs.detach()
+
+    @property
+    def inputs(self) -> Mapping[str, Any]:
+        """Everything that a policy loss may read."""
+        known = {"log_probs": self.log_probs, "old_log_probs": self.old, "responses": self.responses}
+        return {**self.fields, **known}
 
 
 @dataclass(frozen=True)
@@ -47,12 +75,12 @@ class PolicyObjective:
     @property
     def needs_reference(self) -> bool:
         """Whether a reference model has to be kept."""
-        return self.algorithm.kl_coefficient > 0 or self._loss.needs_reference
+        return self.algorithm.kl_coefficient > 0 or self._policy_loss.needs_reference
 
     @property
     def needs_selection(self) -> bool:
         """Whether batches need the field `chosen` of `select`."""
-        return self._loss.selection is not None
+        return self._policy_loss.selection is not None
 
     def select(self, batch: RaggedBatch, log_probs: Tensor, *, seed: Sequence[int]) -> Tensor:
         """The tokens that the loss treats apart, bool[T], for the field `chosen` of `batch`.
@@ -71,7 +99,7 @@ class PolicyObjective:
             "responses": Ragged(trained.sum()[None]),
         }
         generator = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
-        chosen = self._loss.select(inputs, generator, self.algorithm.policy_loss_options)
+        chosen = self._policy_loss.select(inputs, generator, self.algorithm.policy_loss_options)
         return torch.zeros_like(trained).masked_scatter(trained, chosen)
 
     def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
@@ -87,48 +115,63 @@ class PolicyObjective:
         Corrections lead from the engine to the policy that ratios are to. Where that is the engine itself, they are of
         the present policy to it.
         """
+        algorithm, tokens = self.algorithm, self._tokens(predictions, micro_batch)
+        policy = self._policy_loss(tokens.inputs, algorithm.policy_loss_options)
+        factor = correction_factor(algorithm.corrections, tokens.engine_log_ratio, tokens.responses)
+        kept, kl = self._off_policy_mask(tokens), self._kl(tokens)
+
+        loss = kept * (factor * policy.loss)
+        if algorithm.entropy_coefficient:
+            loss = loss - algorithm.entropy_coefficient * tokens.entropy
+        if kl is not None and self.has_kl_in("loss"):
+            loss = loss + algorithm.kl_coefficient * kl
+        total = (tokens.fields["weights"] * loss).sum()
+
+        return total, self._metrics(tokens, policy, factor, kept, kl) | Metrics(sums={"policy/loss": total.detach()})
+
+    def _tokens(self, predictions: LogProbs, micro_batch: MicroBatch) -> _Tokens:
         places, responses, fields = trained_tokens(micro_batch)
         log_probs, entropy = predictions.log_probs[places], predictions.entropy[places]
-        present, rollout = log_probs.detach(), fields["rollout_log_probs"]
+        present = log_probs.detach()
         check_tokens_finite("policy's log-prob", present, responses, micro_batch.names)
         old = self._anchor(present, fields)
-        compared = present if self.algorithm.ratio_to == "rollout" else old
-        inputs = {**fields, "log_probs": log_probs, "old_log_probs": old, "responses": responses}
-        policy = self._loss(inputs, self.algorithm.policy_loss_options)
-        loss, metrics = policy.loss, _metrics(present, old, entropy.detach())
-        metrics = metrics | off_policy_metrics(present, rollout, responses)
-        if self._knows_the_old_policy:
-            metrics = metrics | _difference(compared - rollout)
-            if "on_kept_kv" in fields:
-                gap = (compared - rollout)[fields["on_kept_kv"]].abs()
-                metrics = metrics | Metrics(means={"staleness/kept_kv_gap": Mean.of(gap)})
-        if self.algorithm.corrections:
-            factor = correction_factor(self.algorithm.corrections, compared - rollout, responses)
-            loss, metrics = factor * loss, metrics | correction_metrics(factor, responses)
-        if self.algorithm.off_policy_mask is not None:
-            bound = self.algorithm.off_policy_mask
-            kept = near_or_rewarded(present - rollout, fields["advantages"], responses, bound)
-            loss = kept * loss
-            metrics = metrics | Metrics(means={"policy/off_policy_masked": Mean.of(1 - kept)})
-        if self.algorithm.entropy_coefficient:
-            loss = loss - self.algorithm.entropy_coefficient * entropy
-        if self.has_kl_in("loss") or "reference_log_probs" in fields:
-            estimate = self._kl(log_probs, rollout, fields["reference_log_probs"])
-            metrics = metrics | Metrics(kl_to_reference=Mean.of(estimate))
-            if self.has_kl_in("loss"):
-                loss = loss + self.algorithm.kl_coefficient * estimate
-        total = (fields["weights"] * loss).sum()
-        details = {name: Mean.of(values) for name, values in policy.metrics.items()}
-        return total, metrics | Metrics(sums={"policy/loss": total.detach()}, means=details)
+        corrected = present if self.algorithm.ratio_to == "rollout" else old
+        return _Tokens(responses, fields, log_probs, entropy, old, corrected - fields["rollout_log_probs"])
 
-    def _kl(self, log_probs: Tensor, rollout: Tensor, reference: Tensor) -> Tensor:
-        estimate = KL_ESTIMATORS[self.algorithm.kl_estimator](log_probs, reference)
+    def _off_policy_mask(self, tokens: _Tokens) -> Tensor:
+        """0 at the tokens that the off-policy mask takes out of the policy loss, else 1."""
+        bound = self.algorithm.off_policy_mask
+        if bound is None:
+            return torch.ones_like(tokens.present)
+        return near_or_rewarded(
+            tokens.present - tokens.fields["rollout_log_probs"], tokens.fields["advantages"], tokens.responses, bound
+        )
+
+    def _kl(self, tokens: _Tokens) -> Tensor | None:
+        """The estimate of the KL to the reference, differentiable; None where there is no reference."""
+        if not self.has_kl_in("loss") and "reference_log_probs" not in tokens.fields:
+            return None
+        estimator = KL_ESTIMATORS[self.algorithm.kl_estimator]
+        estimate = estimator(tokens.log_probs, tokens.fields["reference_log_probs"])
         if not self.algorithm.kl_unbiased:
             return estimate
-        return importance_weighted(estimate, log_probs - rollout)
+        return importance_weighted(estimate, tokens.log_probs - tokens.fields["rollout_log_probs"])
+
+    def _metrics(self, tokens: _Tokens, policy: TokenLoss, factor: Tensor, kept: Tensor, kl: Tensor | None) -> Metrics:
+        metrics = _ratio_metrics(tokens)
+        metrics |= off_policy_metrics(tokens.present, tokens.fields["rollout_log_probs"], tokens.responses)
+        if self._knows_the_old_policy:
+            metrics |= _engine_metrics(tokens)
+        if self.algorithm.corrections:
+            metrics |= correction_metrics(factor, tokens.responses)
+        if self.algorithm.off_policy_mask is not None:
+            metrics |= Metrics(means={"policy/off_policy_masked": Mean.of(1 - kept)})
+        if kl is not None:
+            metrics |= Metrics(kl_to_reference=Mean.of(kl))
+        return metrics | Metrics(means={name: Mean.of(values) for name, values in policy.metrics.items()})
 
     @property
-    def _loss(self) -> PolicyLoss:
+    def _policy_loss(self) -> PolicyLoss:
         return POLICY_LOSSES[self.algorithm.policy_loss]
 
     @property
@@ -143,23 +186,23 @@ class PolicyObjective:
         return fields.get(f"{self.algorithm.ratio_to}_log_probs", present)
 
 
-def _metrics(log_probs: Tensor, old: Tensor, entropy: Tensor) -> Metrics:
-    ratio = probability_ratio(log_probs, old)
+def _ratio_metrics(tokens: _Tokens) -> Metrics:
+    ratio = probability_ratio(tokens.present, tokens.old)
     return Metrics(
         maxima={"policy/ratio_max": largest(ratio)},
         means={
-            "policy/entropy": Mean.of(entropy),
+            "policy/entropy": Mean.of(tokens.entropy),
             # The tokens are that policy's, so the estimate is of KL(old || present).
-            "policy/kl_to_old": Mean.of(k3(old, log_probs)),
+            "policy/kl_to_old": Mean.of(k3(tokens.old, tokens.present)),
             "policy/ratio_mean": Mean.of(ratio),
         },
-        histograms={"policy/ratio_histogram": ratio_counts(log_probs - old)},
+        histograms={"policy/ratio_histogram": ratio_counts(tokens.present - tokens.old)},
     )
 
 
-def _difference(log_ratio: Tensor) -> Metrics:
-    difference = log_ratio.abs()
-    return Metrics(
-        maxima={"log_prob_difference/max": largest(difference)},
-        means={"log_prob_difference/mean": Mean.of(difference)},
-    )
+def _engine_metrics(tokens: _Tokens) -> Metrics:
+    difference = tokens.engine_log_ratio.abs()
+    means = {"log_prob_difference/mean": Mean.of(difference)}
+    if "on_kept_kv" in tokens.fields:
+        means["staleness/kept_kv_gap"] = Mean.of(difference[tokens.fields["on_kept_kv"]])
+    return Metrics(maxima={"log_prob_difference/max": largest(difference)}, means=means)
