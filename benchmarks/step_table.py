@@ -7,7 +7,7 @@ from observation import Observation
 from rich import box
 from rich.table import Table
 
-_STAGES = ("rollout", "reward", "advantage", "update", "refit", "overhead")
+_STAGES = ("rollout", "reward", "log_probs", "advantage", "update", "refit", "overhead")
 
 Row = tuple[str, str, Callable[[Observation], float | None]]
 

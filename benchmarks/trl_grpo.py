@@ -63,7 +63,10 @@ class StepMetrics(TrainerCallback):
 
 
 def _by_stage(times: dict[str, float]) -> dict[str, float]:
-    """The parts of TRL's step under the names of megarl's stages; TRL has no refit and no time outside its stages."""
+    """The parts of TRL's step under the names of megarl's stages; TRL has no refit and no time outside its stages.
+
+    Its log-probs before the update are in the advantage.
+    """
     before_update = times.pop("seconds/before_update")
     times.pop("seconds/overhead")
     return {

@@ -67,12 +67,14 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
     taken = job.rollouts.take(clock)
 
     job.gpus.switch_to(job.trainer)
-    with clock.stage("advantage"):
+    with clock.stage("log_probs"):
         groups = without_small_groups(taken.groups, algorithm)
         batch = job.trainer.place(to_batch(groups, algorithm))
         gaps = replay_gaps(batch, groups, job.trainer, version=version, temperature=config.rollout.temperature)
         batch = with_model_outputs(batch, groups, job.trainer, job.auxiliary, job.objective, config)
-        kl = kl_in_reward(batch, job.objective.with_kl_coefficient(state.kl.coefficient))
+
+    with clock.stage("advantage"):
+        kl = kl_in_reward(batch, job.objective)
         batch = with_advantages(batch, groups, config, kl=kl, kl_coefficient=state.kl.coefficient)
         batch = with_staleness(batch, groups, version, config)
         batches = mini_batches(batch, groups, config)

@@ -158,7 +158,7 @@ def open_job(setup: RunSetup) -> Iterator[Job]:
             refit=models.refit,
             tracker=tracker,
             throughput=processes.throughput(
-                models.trainer, computing=("advantage", "update"), waiting=("rollout", "reward")
+                models.trainer, computing=("log_probs", "update"), waiting=("rollout", "reward")
             ),
             timeline=_timeline(config, models, scorer),
             alerts=Alerts.of_run(config, Path(config.output_dir), state.step),

@@ -186,7 +186,7 @@ class LoopConfig:
     """How long, how much, how often."""
 
     steps: int = 100
-    """Steps of the whole run: rollout, reward, advantage, update, refit."""
+    """Steps of the whole run: rollout, reward, log-probs, advantage, update, refit."""
     prompts_per_step: int = 64
     """Prompts of one rollout."""
     samples_per_prompt: int = 8

@@ -172,8 +172,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "seconds/<stage>",
         "s",
-        "wall time of one stage: rollout, reward, advantage, update, refit, evaluate, checkpoint; of "
-        "`megarl dpo` and `megarl spin` also reference",
+        "wall time of one stage: rollout, reward, log_probs (making the batch, and the passes before the update that "
+        "give log-probs and values), advantage, update, refit, evaluate, checkpoint; of `megarl dpo` and `megarl spin` "
+        "also reference",
     ),
     Metric(
         "seconds/turns",

@@ -131,7 +131,7 @@ class StepPrediction:
         """The trainer's stages, which need nothing of the engines."""
         step = self.step
         training = Training(step.refit.architecture, step.refit.trainer, step.training, self._speeds, step.workload)
-        return {"log-probs": training.log_prob_seconds, "update": training.update_seconds}
+        return {"log_probs": training.log_prob_seconds, "update": training.update_seconds}
 
     @property
     def step_seconds(self) -> float:

@@ -101,9 +101,9 @@ def test_a_step_of_one_update_has_no_stage_of_log_probs(capsys: pytest.CaptureFi
         assert main(["plan", *SMALL, "--colocated", "--recompute", "full", *words]) == 0
         return capsys.readouterr().out
 
-    assert "log-probs" not in said()
-    assert "log-probs" in said("--updates", "4")
-    assert "log-probs" in said("--log-prob-passes", "1")
+    assert "log_probs" not in said()
+    assert "log_probs" in said("--updates", "4")
+    assert "log_probs" in said("--log-prob-passes", "1")
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def work_is_counted(policy: TrainerGroup, model: Path) -> None:
     assert policy.take_flops() == pytest.approx(2 * forward)
     policy.train_step(whole, SftObjective())
     timings = {"throughput/tokens_per_s": 6.0, "seconds/update": 2.0, "seconds/rollout": 4.0, "seconds/step": 8.0}
-    of_run = Throughput(policy, ("advantage", "update"), gpus=3, peak_tflops=1e-9, waiting=("rollout", "reward"))
+    of_run = Throughput(policy, ("log_probs", "update"), gpus=3, peak_tflops=1e-9, waiting=("rollout", "reward"))
     found = of_run.end_step(timings)
     assert found == timings | {
         "throughput/trainer_idle": 0.5,

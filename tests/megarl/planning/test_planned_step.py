@@ -104,7 +104,7 @@ def test_fsdp2_has_rows_at_rest_and_gathers_layers_beside_each_pass() -> None:
     assert 4 / 16 < after.trainer_memory.gathered / before.trainer_memory.weights < 6 / 16
     # Passes of large micro-batches are longer than what is gathered beside them; those of one sequence are not, over a
     # slow network.
-    assert after.seconds["log-probs"] == before.seconds["log-probs"]
+    assert after.seconds["log_probs"] == before.seconds["log_probs"]
     tiny = replace(rows.workload, max_tokens_per_micro_batch=1)
     slow = Cluster(gpus_per_node=1, nic_gbit_per_s=50)
     whole, rows = (replace(each, workload=tiny, refit=replace(each.refit, cluster=slow)) for each in (whole, rows))
