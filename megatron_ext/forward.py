@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from megatron.core import parallel_state
@@ -27,11 +27,14 @@ from megatron_ext.packing.shared_prefixes import SharedPart
 from megatron_ext.routing.router_balance import expect_routed_tokens
 from megatron_ext.routing.router_replay import replaying, set_replayed_experts
 
-Predict: TypeAlias = Callable[[Any, Any, Part], Any]
+P = TypeVar("P")
+M = TypeVar("M")
+
+Predict: TypeAlias = Callable[[Any, Any, Part], P]
 """Called on the last stage with the model, its output (hidden states) and the tokens that these are of."""
 
 
-def predict_labels(temperature: float) -> Predict:
+def predict_labels(temperature: float) -> Predict[LogProbs]:
     """A language model's predictions of the labels of a micro-batch that are asked for."""
 
     def predict(model: LanguageModel, hidden: Tensor, own: Part) -> LogProbs:
@@ -43,7 +46,7 @@ def predict_labels(temperature: float) -> Predict:
     return predict
 
 
-def predict_ahead(temperature: float) -> Predict:
+def predict_ahead(temperature: float) -> Predict[tuple[LogProbs, list[LogProbs]]]:
     """The predictions of `predict_labels`, and those of each prediction layer: of parts that look ahead."""
     predict_own = predict_labels(temperature)
 
@@ -65,13 +68,13 @@ def predict_nothing(_model: torch.nn.Module, _hidden: Tensor, _own: Part) -> Non
     """For a pass whose layers alone are of interest."""
 
 
-def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], predict: Predict) -> list[Any]:
+def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], predict: Predict[P]) -> list[P]:
     """The predictions of each micro-batch; empty on all but the last pipeline stage.
 
     In evaluation mode: activations are not kept for a backward pass that never comes.
     """
 
-    def collect(predictions: Any, _micro_batch: MicroBatch) -> Any:
+    def collect(predictions: P, _micro_batch: MicroBatch) -> P:
         return predictions
 
     step = partial(_forward_step, predict=predict, consume=collect)
@@ -96,15 +99,15 @@ def _evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 def forward_backward(
     chunks: Sequence[Wrapped],
     micro_batches: Sequence[MicroBatch],
-    objective: Objective,
-    predict: Predict,
-) -> list[Any]:
+    objective: Objective[P, M],
+    predict: Predict[P],
+) -> list[M]:
     """Add the gradients of `objective` to the chunks' gradient buffers.
 
     Returns the metrics of each micro-batch; empty on all but the last pipeline stage.
     """
 
-    def loss_of(predictions: Any, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
+    def loss_of(predictions: P, micro_batch: MicroBatch) -> tuple[Tensor, Tensor, M]:
         loss, metrics = objective(predictions, micro_batch)
         return loss, torch.zeros((), dtype=torch.int), metrics
 
@@ -119,11 +122,11 @@ def forward_backward_ahead(
     chunks: Sequence[Wrapped],
     micro_batches: Sequence[MicroBatch],
     batch: RaggedBatch,
-    objective: Objective,
+    objective: Objective[LogProbs, M],
     *,
     layers: int,
     temperature: float,
-) -> tuple[list[Any], Tensor | None]:
+) -> tuple[list[M], Tensor | None]:
     """As `forward_backward` for a language model, with the loss of its prediction layers.
 
     Returns the metrics of each micro-batch, and `StepResult.ahead`. `batch` has the sequences of all of them.
@@ -162,8 +165,8 @@ def _forward_step(
     micro_batches: Iterator[MicroBatch],
     model: torch.nn.Module,
     *,
-    predict: Predict,
-    consume: Callable[[Any, MicroBatch], Any],
+    predict: Predict[P],
+    consume: Callable[[P, MicroBatch], object],
 ) -> tuple[Tensor, Callable]:
     micro_batch = next(micro_batches)
     own = micro_batch.own

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 from math import isfinite
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,8 @@ from megatron_ext.routing.router_balance import RouterBalance, routed_tokens
 from megatron_ext.routing.router_loss_options import RouterLosses
 from megatron_ext.routing.router_replay import take_counts
 from megatron_ext.weights import export_huggingface, load_huggingface
+
+M = TypeVar("M")
 
 
 class MegatronModel:
@@ -260,10 +263,10 @@ class MegatronModel:
         self,
         batch: RaggedBatch,
         micro_batches: Sequence[Sequence[int]],
-        objective: Objective,
+        objective: Objective[Any, M],
         *,
         temperature: float = 1.0,
-    ) -> StepResult:
+    ) -> StepResult[M]:
         """One optimizer step on `batch`. The `temperature` divides logits; a value model has none.
 
         Raises RuntimeError if a gradient is not finite: before a weight changes, or with `check_for_nan_in_grad` off,
@@ -288,9 +291,10 @@ class MegatronModel:
                     layers=self.trained_mtp_layers,
                     temperature=temperature,
                 )
+            elif self.architecture.head == "value":
+                metrics, ahead = forward_backward(self.chunks, packed, objective, predict_values), None
             else:
-                predict = predict_values if self.architecture.head == "value" else predict_labels(temperature)
-                metrics, ahead = forward_backward(self.chunks, packed, objective, predict), None
+                metrics, ahead = forward_backward(self.chunks, packed, objective, predict_labels(temperature)), None
         gradient_norm = self._step_optimizer()
         experts = self.chunks[0].config.num_moe_experts
         load = self._expert_load.take(experts, device.device()) if experts else None

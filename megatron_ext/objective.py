@@ -1,22 +1,27 @@
 """Objective that a train step minimises, and the result of the step."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from megatron_ext.packing.packing import MicroBatch
 
+Predictions = TypeVar("Predictions", contravariant=True)
+"""Predictions of a model for a micro-batch."""
+StepMetrics = TypeVar("StepMetrics", covariant=True)
+"""Metrics of a micro-batch."""
 
-class Objective(Protocol):
+
+class Objective(Protocol[Predictions, StepMetrics]):
     """A sum over tokens whose weights are normalised over the global batch.
 
     Because the weights already carry the global denominator, the sum of all micro-batches' losses on all ranks is the
     loss, and no cut of the work into micro-batches or ranks changes a gradient.
     """
 
-    def __call__(self, predictions: Any, micro_batch: MicroBatch) -> tuple[Tensor, Any]:
+    def __call__(self, predictions: Predictions, micro_batch: MicroBatch) -> tuple[Tensor, StepMetrics]:
         """The scalar loss of one micro-batch and its metrics.
 
         `predictions` are LogProbs of the micro-batch's labels; of a model with a value head float32[T'], the values:
@@ -27,10 +32,10 @@ class Objective(Protocol):
 
 
 @dataclass(frozen=True)
-class StepResult:
+class StepResult(Generic[StepMetrics]):
     """The outcome of one optimizer step: on one rank, or of all that share its batch."""
 
-    metrics: list[Any]
+    metrics: Sequence[StepMetrics]
     """The objective's metrics of each micro-batch; empty on all but the last pipeline stage."""
     gradient_norm: float
     """Global norm before clipping."""

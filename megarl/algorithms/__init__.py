@@ -9,7 +9,7 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.corrections import CORRECTIONS
 from megarl.algorithms.implicit_reward import ImplicitRewardObjective, implicit_process_rewards
 from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.metrics import Metrics
+from megarl.algorithms.metrics import AnyObjective, Metrics
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.algorithms.policy_objective import PolicyObjective
 from megarl.algorithms.preference import PreferenceObjective, RewardModelObjective
@@ -23,6 +23,7 @@ __all__ = [
     "KL_ESTIMATORS",
     "POLICY_LOSSES",
     "AdaptiveKl",
+    "AnyObjective",
     "ImplicitRewardObjective",
     "Metrics",
     "PolicyObjective",

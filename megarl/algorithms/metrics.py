@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from megarl.tracking import Histogram, MetricValue
+from megatron_ext.objective import Objective
 
 Value = TypeVar("Value")
 
@@ -152,6 +153,10 @@ class Metrics:
     def _is_of_nothing(self, name: str) -> bool:
         mean = {**self.means, **self._kl()}.get(name)
         return mean is not None and not mean.count
+
+
+AnyObjective: TypeAlias = Objective[Any, Metrics]
+"""One for any model, whose head says what is predicted: log-probs of labels, or values."""
 
 
 def _merge(pieces: Sequence[Mapping[str, Value]], combine: Callable[[Value, Value], Value]) -> dict[str, Value]:

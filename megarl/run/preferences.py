@@ -1,6 +1,7 @@
 """Pairs of replies on the way to an objective of preferences: read, drawn, batched, measured."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from megarl.run.opening import RunSetup
 from megarl.run.supervised import conversation_batch
 from megatron_ext.objective import Objective
 from megatron_ext.packing.packing import RaggedBatch, pack
+
+P = TypeVar("P")
 
 
 def read_pairs(setup: RunSetup) -> tuple[list[PreferencePair], list[PreferencePair]]:
@@ -58,13 +61,12 @@ def with_reference(batch: RaggedBatch, log_probs: Tensor) -> RaggedBatch:
     return batch.with_fields(reference_log_probs=log_probs)
 
 
-def held_out_metrics(objective: Objective, predictions: object, batch: RaggedBatch) -> dict[str, float]:
+def held_out_metrics(objective: Objective[P, Metrics], predictions: P, batch: RaggedBatch) -> dict[str, float]:
     """Metrics of an objective on a whole batch of held-out pairs; nothing is learned from it.
 
     `predictions` come from the whole batch as one micro-batch.
     """
     _, metrics = objective(predictions, pack(batch, range(len(batch))))
-    assert isinstance(metrics, Metrics)
     return {name.replace("/", "/eval_", 1): float(value) for name, value in metrics.sums.items()}
 
 

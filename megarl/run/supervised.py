@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from converters.architectures import Head
-from megarl.algorithms import AGGREGATIONS
+from megarl.algorithms import AGGREGATIONS, AnyObjective
 from megarl.cluster.placement.roles import POLICY
 from megarl.cluster.trainer.batch import Batch
 from megarl.cluster.trainer.trainer_group import TrainerGroup
@@ -25,7 +25,6 @@ from megarl.stages.update import update
 from megarl.tracking import MetricValue, Tracker
 from megarl.tracking.clock import Clock
 from megarl.tracking.histogram import numbers
-from megatron_ext.objective import Objective
 from megatron_ext.packing.packing import RaggedBatch
 
 
@@ -88,14 +87,14 @@ class Training:
         """Give the metrics of the present step to all loggers."""
         self.tracker.log(self.position.step, metrics)
 
-    def learn(self, batches: BatchStream, objective: Objective, held_out: HeldOut | None) -> None:
+    def learn(self, batches: BatchStream, objective: AnyObjective, held_out: HeldOut | None) -> None:
         """One optimizer step per batch, until there are all, no more batches, or it is enough."""
         self.clock.end_step(tokens=0)  # the time of the start is no step's
         take_step = partial(self._take_step, batches, objective, held_out)
         run_steps(self, self.clock, take_step=take_step, save=partial(self._save, batches))
 
     def _take_step(
-        self, batches: BatchStream, objective: Objective, held_out: HeldOut | None
+        self, batches: BatchStream, objective: AnyObjective, held_out: HeldOut | None
     ) -> dict[str, MetricValue] | None:
         position = self.position
         if (drawn := batches.after(position.step)) is None:

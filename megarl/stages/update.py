@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from megarl.algorithms import ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
+from megarl.algorithms import AnyObjective, ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
 from megarl.cluster.trainer.batch import Batch, opened_values, sequences_of
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.diagnostics import expert_metrics, replay_metrics
@@ -12,7 +12,7 @@ from megarl.schema import MegarlConfig
 from megarl.stages.batch import weighted
 from megarl.stages.fields import LearnedModel, for_loss, with_fields
 from megarl.tracking import MetricValue
-from megatron_ext.objective import Objective, StepResult
+from megatron_ext.objective import StepResult
 
 _POLICY: LearnedModel = "policy"
 """The model whose experts' load is reported."""
@@ -85,7 +85,7 @@ def update_implicit_reward_model(
 def update(
     trainer: TrainerGroup,
     batches: Iterable[Batch],
-    objective: Objective,
+    objective: AnyObjective,
     *,
     temperature: float,
     model: LearnedModel = _POLICY,
@@ -98,17 +98,21 @@ def update(
 
 
 def _optimizer_steps(
-    trainer: TrainerGroup, batches: Iterable[Batch], objective: Objective, temperature: float, model: LearnedModel
-) -> list[StepResult]:
+    trainer: TrainerGroup,
+    batches: Iterable[Batch],
+    objective: AnyObjective,
+    temperature: float,
+    model: LearnedModel,
+) -> list[StepResult[Metrics]]:
     return [trainer.train_step(for_loss(batch, model), objective, temperature=temperature) for batch in batches]
 
 
-def _merged(steps: Sequence[StepResult]) -> list[Metrics]:
+def _merged(steps: Sequence[StepResult[Metrics]]) -> list[Metrics]:
     """The metrics of each optimizer step."""
     return [Metrics.merge(step.metrics) for step in steps]
 
 
-def _metrics(steps: Sequence[StepResult], model: LearnedModel) -> dict[str, MetricValue]:
+def _metrics(steps: Sequence[StepResult[Metrics]], model: LearnedModel) -> dict[str, MetricValue]:
     loads = [step.expert_load for step in steps if step.expert_load is not None]
     replayed = [step.replayed for step in steps if step.replayed is not None]
     prefix = _METRIC_PREFIXES[model]
@@ -123,12 +127,12 @@ def _metrics(steps: Sequence[StepResult], model: LearnedModel) -> dict[str, Metr
     }
 
 
-def _router_losses(steps: Sequence[StepResult]) -> dict[str, float]:
+def _router_losses(steps: Sequence[StepResult[Metrics]]) -> dict[str, float]:
     names = steps[0].router_losses
     return {f"experts/{name}": sum(step.router_losses[name] for step in steps) / len(steps) for name in names}
 
 
-def _prediction_layers(steps: Sequence[StepResult]) -> dict[str, float]:
+def _prediction_layers(steps: Sequence[StepResult[Metrics]]) -> dict[str, float]:
     of_steps = [step.ahead for step in steps if step.ahead is not None]
     if not of_steps:
         return {}

@@ -8,7 +8,7 @@ has the sum over the layers times mtp_loss_scaling_factor / D, as Megatron's.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.options.options import MtpTraining
 from megatron_ext.packing.packing import Ahead, MicroBatch, RaggedBatch, asked, positions_within
+
+M = TypeVar("M")
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
@@ -112,14 +114,14 @@ def look_ahead(micro_batch: MicroBatch, layers: int) -> MicroBatch:
     return replace(micro_batch, part=replace(own, ahead=ahead))
 
 
-class WithPredictionLayers:
+class WithPredictionLayers(Generic[M]):
     """An objective and the loss of prediction layers beside it.
 
     Its metrics are those of the objective, and the micro-batch's parts of two means over the tokens that each layer
     predicts: of -log p, and of whether the token was the layer's first choice; float64[D, 2].
     """
 
-    def __init__(self, objective: Objective, batch: RaggedBatch, layers: int, factor: float) -> None:
+    def __init__(self, objective: Objective[LogProbs, M], batch: RaggedBatch, layers: int, factor: float) -> None:
         """Collective over the ranks of the data parallelism, each with its part of the batch."""
         self._objective = objective
         counts = predictable(batch, layers).to(device.device())
@@ -130,7 +132,7 @@ class WithPredictionLayers:
 
     def __call__(
         self, predictions: tuple[LogProbs, list[LogProbs]], micro_batch: MicroBatch
-    ) -> tuple[Tensor, tuple[Any, Tensor]]:
+    ) -> tuple[Tensor, tuple[M, Tensor]]:
         """See `Objective`; `predictions` are the policy's and those of each layer."""
         own, of_layers = predictions
         loss, metrics = self._objective(own, micro_batch)

@@ -16,6 +16,7 @@ from converters.architectures import Head, Lora
 from converters.cost.compute import PassFlops
 from converters.errors import UserError
 from converters.layouts.megatron import ModuleNames, ParallelSizes
+from megarl.algorithms import AnyObjective, Metrics
 from megarl.cluster.placement.reservation import Seats
 from megarl.cluster.placement.roles import POLICY
 from megarl.cluster.trainer.batch import REFERENCE, ROUTED_EXPERTS, Batch
@@ -29,7 +30,7 @@ from megarl.data.stretches import Values, is_away, joined, stored_together
 from megarl.process.file_system import lost_in_export
 from megarl.schema import ClusterConfig
 from megatron_ext.memory.device_memory import CountedMemory, StatePart
-from megatron_ext.objective import Objective, StepResult
+from megatron_ext.objective import StepResult
 from megatron_ext.options.options import MegatronOptions
 from megatron_ext.packing.balance import Cut, assign, computed
 from megatron_ext.packing.packing import asked_field
@@ -139,12 +140,12 @@ class TrainerGroup(WorkerGroup):
         """Make the present weights those of the reference model; checkpoints then hold them."""
         self.call("refresh_reference")
 
-    def train_step(self, batch: Batch, objective: Objective, *, temperature: float = 1.0) -> StepResult:
+    def train_step(self, batch: Batch, objective: AnyObjective, *, temperature: float = 1.0) -> StepResult[Metrics]:
         """One optimizer step on `batch`, with the metrics of all micro-batches. The `temperature` divides logits.
 
         The fields of the batch are those that the objective reads.
         """
-        results: list[StepResult] = self._call_shares(
+        results: list[StepResult[Metrics]] = self._call_shares(
             "train_step", batch, self._cut(batch), objective, temperature, work=[self._work.update]
         )
         ahead = [result.ahead for result in results if result.ahead is not None]

@@ -18,6 +18,7 @@ from converters.architectures import Head, adapter_architecture, read_architectu
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ModuleNames  # noqa: E402
 from converters.number_formats import NumberFormat  # noqa: E402
+from megarl.algorithms import AnyObjective, Metrics  # noqa: E402
 from megarl.cluster.trainer.batch import REFERENCE, Batch  # noqa: E402
 from megarl.data.packed_stretches import Packed  # noqa: E402
 from megarl.data.stretches import Array  # noqa: E402
@@ -36,7 +37,7 @@ from megatron_ext.checkpoint import checkpoint  # noqa: E402
 from megatron_ext.loopback import open_store  # noqa: E402
 from megatron_ext.megatron_model import MegatronModel  # noqa: E402
 from megatron_ext.memory.device_memory import CountedMemory, StatePart, take_peak  # noqa: E402
-from megatron_ext.objective import Objective, StepResult  # noqa: E402
+from megatron_ext.objective import StepResult  # noqa: E402
 from megatron_ext.options.options import MegatronOptions  # noqa: E402
 
 MicroBatches: TypeAlias = list[list[int]]
@@ -138,8 +139,13 @@ class TrainerWorker:
         self.model.refresh_reference()
 
     def train_step(
-        self, share: Batch, micro_batches: MicroBatches, is_asked: bool, objective: Objective, temperature: float
-    ) -> StepResult | None:
+        self,
+        share: Batch,
+        micro_batches: MicroBatches,
+        is_asked: bool,
+        objective: AnyObjective,
+        temperature: float,
+    ) -> StepResult[Metrics] | None:
         """See `MegatronModel.train_step`; all in memory of the host."""
         result = self.model.train_step(share.load(), micro_batches, objective, temperature=temperature)
         if not is_asked:
