@@ -1,7 +1,6 @@
 """The direct path: every shard goes from a rank that has it straight to where an engine keeps it."""
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -18,6 +17,7 @@ from megarl.cluster.engines.engines import REFIT_LIMIT, Engines
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.calls import wait, wait_together
 from megarl.cluster.workers.worker import Call, WorkerFailed
+from megarl.refit.path import Receivers
 from megarl.refit.rdma_restrictions import NO_RDMA, between_machines
 from megarl.resharding.direct.abort import abort_rendezvous
 from megarl.resharding.direct.connections import TransferError
@@ -49,7 +49,8 @@ class DirectPath:
         self, trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig
     ) -> None:
         self._trainer = trainer
-        self._engines = self._all_engines = engines
+        self._all_engines = engines
+        self._receivers = Receivers.of(engines)
         self._config = config
         dtypes = trainer.weights.dtypes()
         quantisation = _quantisation(engines, architecture, dtypes)
@@ -61,7 +62,6 @@ class DirectPath:
             timeout_s=config.timeout_s,
         )
         traces = self._trace(engines)
-        self._workers = engines.workers()
         self._trainer_nodes = trainer_nodes = trainer.nodes()
         worker_nodes = engines.worker_nodes()
         self._are_apart = len({*trainer_nodes, *worker_nodes}) > 1
@@ -85,20 +85,17 @@ class DirectPath:
             self._spec.check(dtypes)
         except CutBlocksError as error:
             raise NoDirectPathError(str(error)) from error
-        self._is_connected = False
 
-    def to(self, engines: Engines) -> "DirectPath":
-        """See `WeightPath.to`. Engines that are new are asked where they keep their weights, as the first ones were."""
-        if engines.workers() == self._workers:
-            return self
-        new = engines.excluding(self._workers)
+    def lead_to(self, engines: Engines) -> None:
+        """See `WeightPath.lead_to`. New engines are asked where they keep their weights, as the first ones were."""
+        if self._receivers.are(engines):
+            return
+        new = engines.excluding(self._receivers.workers)
         if len(new) and self._trace(new) != self._spec.traces:
             raise RuntimeError("an engine that was restarted keeps its weights elsewhere than before")
-        path = copy(self)
-        path._engines, path._workers, path._is_connected = engines, engines.workers(), False
         topology = topology_of(self._trainer_nodes, engines.worker_nodes())
-        path._spec = replace(self._spec, replicas=len(engines), topology=topology)
-        return path
+        self._spec = replace(self._spec, replicas=len(engines), topology=topology)
+        self._receivers = Receivers.of(engines)
 
     @property
     def description(self) -> str:
@@ -111,10 +108,10 @@ class DirectPath:
 
     def connect(self) -> None:
         """Connect all ranks with the workers that they send to; earlier connections are closed, also of others."""
-        timeout_s = self._config.timeout_s
-        workers = len(self._engines) * len(self._spec.traces)
+        engines, timeout_s = self._receivers.engines, self._config.timeout_s
+        workers = len(engines) * len(self._spec.traces)
         self._disconnect()
-        relay_listeners = self._engines.open_transfer(self._spec, timeout_s)
+        relay_listeners = engines.open_transfer(self._spec, timeout_s)
         rendezvous = self._trainer.weights.open_transfer(self._spec, self._transport, workers, timeout_s)
         topology = self._spec.topology if self._are_apart else None
         checked = self._config.verify == "checksum" or self._config.delta
@@ -126,10 +123,10 @@ class DirectPath:
             with_changes=self._config.delta,
             by_hardware=self._rdma.by_hardware,
         )
-        connecting = [*self._trainer.weights.begin_connect(rendezvous), *self._engines.begin_connect(rendezvous)]
+        connecting = [*self._trainer.weights.begin_connect(rendezvous), *engines.begin_connect(rendezvous)]
         # Before they have met, nobody sees the end of a peer.
         wait_together(connecting, TransferError, lambda failure: abort_rendezvous(rendezvous, _news(failure)))
-        self._is_connected = True
+        self._receivers = replace(self._receivers, are_connected=True)
 
     def confirm(self, version: int) -> None:
         """Connect, and compare the engines' parameters, which hold `version`, with what `send` would write there.
@@ -137,7 +134,7 @@ class DirectPath:
         Raises NoDirectPathError if there is a difference: they keep a tensor in another form than it is loaded in.
         """
         self.connect()
-        comparing = self._engines.begin_compare(version)
+        comparing = self._receivers.engines.begin_compare(version)
         self._send(version, comparing)
         if differing := set().union(*chain.from_iterable(wait(comparing))):
             self.close()
@@ -145,15 +142,15 @@ class DirectPath:
 
     def send(self, version: int) -> TransferStats:
         """See `WeightPath.send`."""
-        if not self._is_connected:
+        if not self._receivers.are_connected:
             self.connect()
-        return self._send(version, self._engines.begin(Engine.receive, version))
+        return self._send(version, self._receivers.engines.begin(Engine.receive, version))
 
     def recover(self, failure: WorkerFailed) -> None:
         """See `WeightPath.recover`: a transfer that failed while all processes live is made once more."""
         if not isinstance(failure.error, TransferError):
             raise failure
-        self._is_connected = False
+        self._receivers = replace(self._receivers, are_connected=False)
 
     def next_path(self, version: int) -> "DirectPath":  # noqa: ARG002
         """See `WeightPath.next_path`."""
@@ -161,10 +158,10 @@ class DirectPath:
 
     def close(self) -> None:
         """Free the buckets, until the next `connect`."""
-        self._is_connected = False
+        self._receivers = replace(self._receivers, are_connected=False)
         try:
             self._disconnect()
-            self._engines.close_transfer(self._config.timeout_s)
+            self._receivers.engines.close_transfer(self._config.timeout_s)
         finally:
             self._trainer.weights.close_transfer()
 

@@ -1,6 +1,6 @@
 """The loader path: whole HuggingFace tensors, put together in shared memory, read by the engine's own loader."""
 
-from copy import copy
+from dataclasses import replace
 
 from converters.architectures import Architecture
 from converters.errors import UserError
@@ -8,7 +8,7 @@ from megarl.cluster.engines.engines import Engines, wait_in_refit
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.worker import Call, WorkerFailed
 from megarl.refit.direct import DirectPath, NoDirectPathError
-from megarl.refit.path import WeightPath
+from megarl.refit.path import Receivers, WeightPath
 from megarl.resharding.loader.buckets import Quantised, cut_into_buckets
 from megarl.resharding.shared_memory import Segment
 from megarl.resharding.transfer_stats import TransferStats
@@ -39,8 +39,7 @@ class LoaderPath:
     ) -> None:
         """`refusal` is why there is no direct path. Raises UserError if the configuration allows no other."""
         self._trainer = trainer
-        self._engines = engines
-        self._workers = engines.workers()
+        self._receivers = Receivers.of(engines)
         self._config = config
         self._buckets = cut_into_buckets(
             architecture.hf_shapes,
@@ -49,7 +48,6 @@ class LoaderPath:
             segments=_SEGMENTS,
             quantised=_quantised(trainer, engines, architecture),
         )
-        self._is_open = False
         self._candidate = candidate
         self._refusal = ""
         if refusal:
@@ -62,14 +60,13 @@ class LoaderPath:
             return "loader (refit.path=loader)"
         return f"loader ({self._refusal or 'this is the first refit'})"
 
-    def to(self, engines: Engines) -> "LoaderPath":
-        """See `WeightPath.to`."""
-        if engines.workers() == self._workers:
-            return self
-        path = copy(self)
-        path._engines, path._workers, path._is_open = engines, engines.workers(), False
-        path._candidate = self._candidate and self._candidate.to(engines)
-        return path
+    def lead_to(self, engines: Engines) -> None:
+        """See `WeightPath.lead_to`."""
+        if self._receivers.are(engines):
+            return
+        if self._candidate is not None:
+            self._candidate.lead_to(engines)
+        self._receivers = Receivers.of(engines)
 
     def _refuse_direct(self, reason: str) -> None:
         """Go on through the loader for this `reason`. Raises UserError if the configuration forbids that."""
@@ -79,13 +76,13 @@ class LoaderPath:
 
     def send(self, version: int) -> TransferStats:  # noqa: ARG002
         """See `WeightPath.send`."""
-        if not self._is_open:
+        if not self._receivers.are_connected:
             self._open()
         loading: dict[int, list[Call[None]]] = {}
         for bucket in self._buckets:
             wait_in_refit(loading.pop(bucket.segment, []), self._config.timeout_s)
             self._trainer.weights.write(bucket)
-            loading[bucket.segment] = self._engines.begin(Engine.write, bucket)
+            loading[bucket.segment] = self._receivers.engines.begin(Engine.write, bucket)
         for references in loading.values():
             wait_in_refit(references, self._config.timeout_s)
         return TransferStats(sum(bucket.size_bytes for bucket in self._buckets))
@@ -113,9 +110,9 @@ class LoaderPath:
 
     def close(self) -> None:
         """Free the segments, until the next time."""
-        if self._is_open:
+        if self._receivers.are_connected:
             self._map_segments([], 0)
-            self._is_open = False
+            self._receivers = replace(self._receivers, are_connected=False)
 
     def _open(self) -> None:
         size = max(bucket.size_bytes for bucket in self._buckets)
@@ -126,11 +123,11 @@ class LoaderPath:
             # Mapped memory lives on, and ends with the last process that mapped it.
             for segment in segments:
                 segment.close()
-        self._is_open = True
+        self._receivers = replace(self._receivers, are_connected=True)
 
     def _map_segments(self, segments: list[str], segment_bytes: int) -> None:
         self._trainer.weights.map_segments(segments, segment_bytes)
-        self._engines.map_segments(segments, segment_bytes, self._config.timeout_s)
+        self._receivers.engines.map_segments(segments, segment_bytes, self._config.timeout_s)
 
 
 def _quantised(trainer: TrainerGroup, engines: Engines, architecture: Architecture) -> Quantised | None:

@@ -1,10 +1,31 @@
 """The shape of a path: how weights get from the trainer's ranks into engines that have begun an update."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 from megarl.cluster.engines.engines import Engines
-from megarl.cluster.workers.worker import WorkerFailed
+from megarl.cluster.workers.worker import Worker, WorkerFailed
 from megarl.resharding.transfer_stats import TransferStats
+
+
+@dataclass(frozen=True)
+class Receivers:
+    """The engines that a path leads to, and whether they are ready for what is sent."""
+
+    engines: Engines
+    workers: Sequence[Worker]
+    """The process that answered for each engine when the path came to lead to it: a restart gives it another one."""
+    are_connected: bool = False
+
+    @classmethod
+    def of(cls, engines: Engines) -> Self:
+        """Engines that are not connected yet."""
+        return cls(engines, engines.workers())
+
+    def are(self, engines: Engines) -> bool:
+        """Whether these are the same engines, and none was restarted."""
+        return engines.workers() == self.workers
 
 
 class WeightPath(Protocol):
@@ -16,8 +37,8 @@ class WeightPath(Protocol):
     def description(self) -> str:
         """The path of the next weights, in a few words."""
 
-    def to(self, engines: Engines) -> Self:
-        """The same path to other engines of the same kind: a subset, or with replacements for engines that died."""
+    def lead_to(self, engines: Engines) -> None:
+        """Lead to other engines of the same kind: a subset, or with replacements for engines that died."""
 
     def send(self, version: int) -> TransferStats:
         """Give all weights to engines that have begun the update to `version`. How much was moved."""

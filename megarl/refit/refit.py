@@ -94,7 +94,8 @@ class Refit:
         while True:
             try:
                 moved = self._send(version)
-                self._path = self._path.to(self._engines.with_version(version)).next_path(version)
+                self._path.lead_to(self._engines.with_version(version))
+                self._path = self._path.next_path(version)
             except WorkerFailed as failure:
                 repeated = True
                 if self._engines.restart_dead():
@@ -113,7 +114,7 @@ class Refit:
         while True:
             self._gpus.begin_refit()
             if len(engines := self._engines.without_version(version)):
-                self._path = self._path.to(engines)
+                self._path.lead_to(engines)
                 engines.begin_update(version, self._names, self._timeout_s)
                 moved += self._path.send(version)
                 self._recomputed += engines.commit_update(version, self._timeout_s, self._kv)

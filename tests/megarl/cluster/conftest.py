@@ -24,8 +24,8 @@ class OnThePath:
     is_direct = True
     description = "nothing moves"
 
-    def to(self, engines):
-        return self
+    def lead_to(self, engines):
+        pass
 
     def send(self, version):
         return TransferStats(1)

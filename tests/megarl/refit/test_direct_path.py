@@ -7,6 +7,7 @@ import pytest
 
 from megarl.refit import direct
 from megarl.refit.direct import DirectPath
+from megarl.refit.path import Receivers
 from megarl.refit.rdma_restrictions import Rdma
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.schema import RefitConfig
@@ -38,7 +39,7 @@ RENDEZVOUS = Rendezvous("rdma", b"", [], None, 1, 1.0)
 def path_of(asked, *, delta=False, **of_engines):
     path = object.__new__(DirectPath)
     path._trainer = SimpleNamespace(weights=Noting("trainer", asked, open_transfer=RENDEZVOUS))
-    path._engines = Noting("engines", asked, open_transfer=[("here", 1)], **of_engines)
+    path._receivers = Receivers(Noting("engines", asked, open_transfer=[("here", 1)], **of_engines), [])
     path._all_engines = Noting("all engines", asked)
     path._spec, path._config = SimpleNamespace(traces=[None]), RefitConfig(verify="off", delta=delta)
     path._are_apart, path._transport, path._rdma = False, "rdma", Rdma(by_hardware=True, restriction="")

@@ -21,6 +21,7 @@ from megarl.cluster.engines import engines as engines_module
 from megarl.cluster.engines.engines import Engines, SharedByEngines
 from megarl.cluster.trainer.trainer_worker import TrainerWorker
 from megarl.cluster.trainer.weight_sender import WeightSender
+from megarl.cluster.workers.worker import WorkerFailed
 from megarl.refit import direct
 from megarl.refit.direct import DirectPath
 from megarl.refit.refit import Refit
@@ -169,7 +170,7 @@ def test_an_engine_that_serves_has_let_go_when_another_one_catches_up(run, cuda)
     check(run, 1)
 
 
-def test_after_a_failure_buckets_stay_until_all_have_let_go(run, cuda):
+def test_after_a_failure_buckets_stay_until_all_have_let_go(run, cuda, tmp_path):
     run.refit(0)
     sending = run.rank.begin("send", 1, delta=False)[0]
     # The second engine waits for another version, and the first one has not begun.
@@ -178,7 +179,7 @@ def test_after_a_failure_buckets_stay_until_all_have_let_go(run, cuda):
     with pytest.raises(TransferError):
         sending.result(60)
     assert cuda.freed_while_open == []
-    run.refit._path._is_connected = False
+    run.refit._path.recover(WorkerFailed("the transfer failed", tmp_path / "log", TransferError()))
     run.rank.fill(1)
     run.refit(1)
     check(run, 1)
