@@ -1,11 +1,11 @@
 """The Megatron ranks as one object: a call cuts its batch over data parallelism and joins what the ranks return."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import chain, count
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import ray
@@ -22,6 +22,7 @@ from megarl.cluster.placement.roles import POLICY
 from megarl.cluster.trainer.batch import REFERENCE, ROUTED_EXPERTS, Batch
 from megarl.cluster.trainer.model_work import ModelWork
 from megarl.cluster.trainer.prefixes import prefixes_of
+from megarl.cluster.trainer.rank_methods import TrainerWorker
 from megarl.cluster.trainer.weight_sender import WeightSender
 from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker_group import WorkerGroup
@@ -35,6 +36,9 @@ from megatron_ext.options.options import MegatronOptions
 from megatron_ext.packing.balance import Cut, assign, computed
 from megatron_ext.packing.packing import asked_field
 from megatron_ext.packing.prefix_tree import Prefixes
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 class TrainerGroup(WorkerGroup):
@@ -60,8 +64,8 @@ class TrainerGroup(WorkerGroup):
         self.make("megarl.cluster.trainer.trainer_worker", "TrainerWorker", [(rank,) for rank in range(len(self))])
         # Two groups cannot meet at one port: the one that is chosen is the policy's.
         port = self._cluster.rendezvous_port if self.name == POLICY else 0
-        address = self.call("rendezvous", port)[0]
-        self.call("join", self._options, address, self._cluster.collective_timeout_s)
+        address = self.call(TrainerWorker.rendezvous, port)[0]
+        self.call(TrainerWorker.join, self._options, address, self._cluster.collective_timeout_s)
 
     def build(
         self,
@@ -79,12 +83,12 @@ class TrainerGroup(WorkerGroup):
         as those of the reference model, too.
         """
         self._work = ModelWork.of(model_path, head, self._options)
-        self.call("build", model_path, megatron_checkpoint, self._options, total_steps, reference, head)
+        self.call(TrainerWorker.build, model_path, megatron_checkpoint, self._options, total_steps, reference, head)
 
     def build_frozen(self, model_path: Path, *, head: Head = "language_model") -> None:
         """Make the model of a HuggingFace folder for predictions alone: no gradients and no optimizer are held."""
         self._work = ModelWork.of(model_path, head, self._options)
-        self.call("build_frozen", model_path, self._options, head)
+        self.call(TrainerWorker.build_frozen, model_path, self._options, head)
 
     def place(self, batch: Batch) -> Batch:
         """`batch` with the tokens of each data-parallel share in one array of the object store.
@@ -115,7 +119,9 @@ class TrainerGroup(WorkerGroup):
         read = [name for name in (asked_field(batch.fields), ROUTED_EXPERTS if replay else None) if name is not None]
         of_models = {name.startswith(REFERENCE) for name in names}
         work = [self._work.reference if is_reference else self._work.forward for is_reference in of_models]
-        results = self._call_shares("predictions", batch.only(read), cut, list(names), temperature, work=work)
+        results = self._call_shares(
+            TrainerWorker.predictions, batch.only(read), cut, list(names), temperature, work=work
+        )
         return {name: in_order(cut, [result[name] for result in results]) for name in names}
 
     def log_probs(
@@ -128,25 +134,25 @@ class TrainerGroup(WorkerGroup):
     def values(self, batch: Batch) -> list[Values]:
         """float32: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
         cut = self._cut(batch)
-        return in_order(cut, self._call_shares("values", batch.only(()), cut, work=[self._work.forward]))
+        return in_order(cut, self._call_shares(TrainerWorker.values, batch.only(()), cut, work=[self._work.forward]))
 
     def scores(self, batch: Batch) -> Tensor:
         """float32[N]: the value at the last token of each sequence of `batch`."""
         cut = self._cut(batch)
-        scores = np.concatenate(self._call_shares("scores", batch.only(()), cut, work=[self._work.forward]))
+        scores = np.concatenate(self._call_shares(TrainerWorker.scores, batch.only(()), cut, work=[self._work.forward]))
         return torch.from_numpy(scores)[torch.tensor(_sequences(cut), dtype=torch.long).argsort()]
 
     def refresh_reference(self) -> None:
         """Make the present weights those of the reference model; checkpoints then hold them."""
-        self.call("refresh_reference")
+        self.call(TrainerWorker.refresh_reference)
 
     def train_step(self, batch: Batch, objective: AnyObjective, *, temperature: float = 1.0) -> StepResult[Metrics]:
         """One optimizer step on `batch`, with the metrics of all micro-batches. The `temperature` divides logits.
 
         The fields of the batch are those that the objective reads.
         """
-        results: list[StepResult[Metrics]] = self._call_shares(
-            "train_step", batch, self._cut(batch), objective, temperature, work=[self._work.update]
+        results = self._call_shares(
+            TrainerWorker.train_step, batch, self._cut(batch), objective, temperature, work=[self._work.update]
         )
         ahead = [result.ahead for result in results if result.ahead is not None]
         return replace(
@@ -179,22 +185,22 @@ class TrainerGroup(WorkerGroup):
     @property
     def module_names(self) -> ModuleNames:
         """The names by which the tensors of the model are known."""
-        return wait([self.workers[0].begin("module_names")])[0]
+        return self.call_first(TrainerWorker.module_names)
 
     @property
     def backend(self) -> str:
         """The collective backend of the device that the model is on."""
-        return wait([self.workers[0].begin("backend")])[0]
+        return self.call_first(TrainerWorker.backend)
 
     def export(self, folder: Path, copy_from: Path) -> None:
         """Write the model as a HuggingFace checkpoint. Raises UserError where a file system would lose parts of it."""
         _check_mapped_by(self._seats, folder)
-        self.call("export", folder, copy_from)
+        self.call(TrainerWorker.export, folder, copy_from)
 
     def export_adapter(self, folder: Path) -> None:
         """Write the adapter that is trained as a PEFT folder. Raises as `export`."""
         _check_mapped_by(self._seats, folder)
-        self.call("export_adapter", folder)
+        self.call(TrainerWorker.export_adapter, folder)
 
     def begin_save(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write model, optimizer, schedule and RNG to `folder`.
@@ -202,11 +208,11 @@ class TrainerGroup(WorkerGroup):
         With `in_background` the present state is copied and the ranks may go on; without, they may change nothing until
         `finish_save`.
         """
-        self.call("begin_save", folder, in_background)
+        self.call(TrainerWorker.begin_save, folder, in_background)
 
     def save_is_written(self) -> bool:
         """Whether all ranks have written their part. Raises what ended the writing."""
-        return all(self.call("save_is_written"))
+        return all(self.call(TrainerWorker.save_is_written))
 
     def finish_save(self) -> float:
         """Wait until all of it is written, however much later some ranks' disks are done than others'.
@@ -214,25 +220,25 @@ class TrainerGroup(WorkerGroup):
         Returns how many seconds the slowest rank took, from the end of `begin_save` on.
         """
         # Not in a collective, whose time limit is for ranks that stand still.
-        seconds = self.call("wait_until_save_is_written")
-        self.call("finish_save")
+        seconds = self.call(TrainerWorker.wait_until_save_is_written)
+        self.call(TrainerWorker.finish_save)
         return max(seconds)
 
     def load(self, folder: Path) -> None:
         """Continue from a checkpoint."""
-        self.call("load", folder)
+        self.call(TrainerWorker.load, folder)
 
     def offload(self, parts: Collection[StatePart]) -> None:
         """Let parts of the state of all ranks go to the host."""
-        self.call("offload", list(parts))
+        self.call(TrainerWorker.offload, list(parts))
 
     def reload(self, parts: Collection[StatePart]) -> None:
         """Have parts of the state of all ranks back on their devices."""
-        self.call("reload", list(parts))
+        self.call(TrainerWorker.reload, list(parts))
 
     def count_memory(self, memory: CountedMemory) -> None:
         """Count what the ranks hold, from now on, where there is no GPU to do it."""
-        self.call("count_memory", memory)
+        self.call(TrainerWorker.count_memory, memory)
 
     def take_flops(self) -> float:
         """Floating-point operations of the model since the last time, on all ranks, recomputed activations left out."""
@@ -241,22 +247,27 @@ class TrainerGroup(WorkerGroup):
 
     def device_name(self) -> str:
         """The kind of device that rank 0 computes on."""
-        return wait([self.workers[0].begin("device_name")])[0]
+        return self.call_first(TrainerWorker.device_name)
 
     def take_device_peak(self) -> int:
         """The most that all processes held of a rank's device since the last turn began."""
-        return max(self.call("take_device_peak"))
+        return max(self.call(TrainerWorker.take_device_peak))
 
     def peak_memory_bytes(self) -> list[int]:
         """The most memory that each rank ever held."""
-        return self.call("peak_memory_bytes")
+        return self.call(TrainerWorker.peak_memory_bytes)
 
     def _cut(self, batch: Batch) -> Cut:
         return cut_batch(batch, self._options, self._max_tokens, self._work.forward.attention_length)
 
     def _call_shares(
-        self, method: str, batch: Batch, cut: Cut, *arguments: Any, work: Sequence[PassFlops]
-    ) -> list[Any]:
+        self,
+        method: Callable[[Any, Batch, list[list[int]], bool, *Ts], R | None],
+        batch: Batch,
+        cut: Cut,
+        *arguments: *Ts,
+        work: Sequence[PassFlops],
+    ) -> list[R]:
         """Call every rank with its data-parallel share; returns one result per share.
 
         The batch has the fields that the call reads, and no others: they go to every rank. The call is as much
@@ -269,8 +280,12 @@ class TrainerGroup(WorkerGroup):
         of_ranks = [
             (*shares[self._parallel.data_parallel_rank(rank)], asked[rank], *arguments) for rank in range(len(self))
         ]
-        results = wait(self.begin_each(method, of_ranks))
-        return [result for rank, result in enumerate(results) if asked[rank]]
+        results = []
+        for result, is_asked in zip(wait(self.begin_each(method, of_ranks)), asked, strict=True):
+            if is_asked:
+                assert result is not None, "a rank that is asked answers"
+                results.append(result)
+        return results
 
 
 def _check_mapped_by(seats: Seats, folder: Path) -> None:

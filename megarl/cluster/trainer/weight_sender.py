@@ -3,12 +3,13 @@
 import secrets
 from collections.abc import Collection, Sequence
 from itertools import chain
+from typing import Any
 
 import ray
 import torch
 
 from converters.number_formats import NumberFormat
-from megarl.cluster.workers.calls import wait
+from megarl.cluster.trainer.rank_methods import TrainerWorker
 from megarl.cluster.workers.worker import Call
 from megarl.cluster.workers.worker_group import WorkerGroup
 from megarl.resharding.direct.transfer_spec import TransferSpec
@@ -26,43 +27,45 @@ class WeightSender:
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """The type of every HF tensor of the model."""
-        return dict(chain.from_iterable(part.items() for part in self._ranks.call("weight_dtypes")))
+        return dict(chain.from_iterable(part.items() for part in self._ranks.call(TrainerWorker.weight_dtypes)))
 
     def cut_blocks(self, number_format: NumberFormat, names: Collection[str]) -> set[str]:
         """The ones among the HF tensors `names` of which no rank can quantise a block, since it has a part of it."""
-        return set().union(*self._ranks.call("cut_blocks", number_format, frozenset(names)))
+        return set().union(*self._ranks.call(TrainerWorker.cut_blocks, number_format, frozenset(names)))
 
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
         """Let every rank map the shared-memory segments of a refit."""
-        self._ranks.call("map_segments", list(segments), segment_bytes)
+        self._ranks.call(TrainerWorker.map_segments, list(segments), segment_bytes)
 
     def write(self, bucket: Bucket) -> None:
         """Let every rank write its part of a bucket."""
-        self._ranks.call("write", bucket)
+        self._ranks.call(TrainerWorker.write, bucket)
 
     def rdma_ports(self) -> list[bool]:
         """Whether the machine of each rank has a port of InfiniBand, RoCE or EFA that is up."""
-        return self._ranks.call("has_rdma_port")
+        return self._ranks.call(TrainerWorker.has_rdma_port)
 
     def gpudirect_obstacles(self) -> list[str]:
         """Why network cards do not reach the memory of each rank's GPU; empty where no obstacle is known."""
-        return self._ranks.call("gpudirect_obstacle")
+        return self._ranks.call(TrainerWorker.gpudirect_obstacle)
 
     def open_transfer(self, spec: TransferSpec, transport: str, engine_workers: int, timeout_s: float) -> Rendezvous:
         """Prepare all ranks to send their parts of `spec`; where their receivers meet them."""
-        listeners = self._ranks.call("open_transfer", ray.put(spec))
-        first = self._ranks.workers[0]
-        store = wait([first.begin("open_store", timeout_s)])[0] if TRANSPORTS[transport].needs_store else None
+        stored: Any = ray.put(spec)
+        listeners = self._ranks.call(TrainerWorker.open_transfer, stored)
+        store = (
+            self._ranks.call_first(TrainerWorker.open_store, timeout_s) if TRANSPORTS[transport].needs_store else None
+        )
         return Rendezvous(transport, secrets.token_bytes(32), listeners, store, engine_workers, timeout_s)
 
     def begin_connect(self, rendezvous: Rendezvous) -> list[Call[None]]:
         """Begin to connect all ranks, after `open_transfer`, with their receivers."""
-        return self._ranks.begin("connect_transfer", rendezvous)
+        return self._ranks.begin(TrainerWorker.connect_transfer, rendezvous)
 
     def begin_send(self, version: int, *, delta: bool) -> list[Call[TransferStats]]:
         """Begin to send the present weights as `version`; the result is how much each rank sent."""
-        return self._ranks.begin("send", version, delta)
+        return self._ranks.begin(TrainerWorker.send, version, delta)
 
     def close_transfer(self) -> None:
         """Free what a transfer holds."""
-        self._ranks.call("close_transfer")
+        self._ranks.call(TrainerWorker.close_transfer)

@@ -1,10 +1,10 @@
 """The worker processes of a role: one call in, all results out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, TypeVarTuple
 
 import ray
 
@@ -12,6 +12,9 @@ from megarl.cluster.placement.reservation import Seats
 from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker import Call, Worker
 from megarl.process.errors import MachinesUnfit
+
+R = TypeVar("R")
+Ts = TypeVarTuple("Ts")
 
 
 class WorkerGroup:
@@ -35,7 +38,7 @@ class WorkerGroup:
     ) -> None:
         # After a failure a worker may be stuck in a collective with one that is gone: it is not asked to leave.
         if kind is None:
-            self.call("close")
+            wait([worker.begin("close") for worker in self.workers])
         self.kill()
 
     def kill(self) -> None:
@@ -78,17 +81,21 @@ class WorkerGroup:
             )
         return wait(calls)
 
-    def begin(self, method: str, *arguments: Any) -> list[Call[Any]]:
-        """Begin a call of every worker."""
-        return [worker.begin(method, *arguments) for worker in self.workers]
+    def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[Call[R]]:
+        """Begin a call of every worker: of a method of the class that was made in it."""
+        return [worker.begin(method.__name__, *arguments) for worker in self.workers]
 
-    def begin_each(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Call[Any]]:
+    def begin_each(self, method: Callable[..., R], arguments: Sequence[Sequence[Any]]) -> list[Call[R]]:
         """Begin a call of every worker, with arguments of its own."""
-        return [worker.begin(method, *own) for worker, own in zip(self.workers, arguments, strict=True)]
+        return [worker.begin(method.__name__, *own) for worker, own in zip(self.workers, arguments, strict=True)]
 
-    def call(self, method: str, *arguments: Any) -> list[Any]:
+    def call(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
         """Call every worker and wait; results in the order of the workers."""
         return wait(self.begin(method, *arguments))
+
+    def call_first(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> R:
+        """Call the first worker and wait for its result."""
+        return wait([self.workers[0].begin(method.__name__, *arguments)])[0]
 
 
 def in_order_of_gpus(nodes: Sequence[str], gpus: Sequence[Sequence[str]]) -> list[int]:

@@ -28,6 +28,7 @@ from megarl.cluster.placement.roles import trainer_role
 from megarl.cluster.ray.runtime import ray_cluster
 from megarl.cluster.trainer import trainer_group
 from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.rank_methods import TrainerWorker
 from megarl.cluster.trainer.trainer_group import TrainerGroup, share_of
 from megarl.cluster.workers import calls
 from megarl.cluster.workers.worker import WorkerGone
@@ -117,7 +118,9 @@ def predictions_are_in_the_order_of_the_batch(critic: TrainerGroup, policy: Trai
 
 def a_rank_answers_only_if_it_is_asked(policy: TrainerGroup) -> None:
     share = share_of(batch(), [[4, 0], [2]])
-    asked, other = (policy.call("predictions", *share, is_asked, ["greedy"], 1.0) for is_asked in (True, False))
+    asked, other = (
+        policy.call(TrainerWorker.predictions, *share, is_asked, ["greedy"], 1.0) for is_asked in (True, False)
+    )
     assert [list(each) for each in asked] == [["greedy"]]
     assert other == [None]
 
@@ -204,7 +207,7 @@ def write_late(seconds: float) -> list[object]:
 
 def a_rank_may_write_for_longer_than_a_collective_waits(ranks: TrainerGroup, folder: Path) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    calls.wait(ranks.begin_each("reload", [(Disk(0),), (Disk(4),)]))
+    calls.wait(ranks.begin_each(TrainerWorker.reload, [(Disk(0),), (Disk(4),)]))
     folder.mkdir()
     ranks.begin_save(folder, in_background=True)
     assert ranks.finish_save() >= 4

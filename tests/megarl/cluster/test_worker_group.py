@@ -31,6 +31,7 @@ from megarl.cluster.ray.runtime import ray_cluster
 from megarl.cluster.workers import calls, idle_ranks
 from megarl.cluster.workers.calls import wait, wait_together
 from megarl.cluster.workers.idle_ranks import IdleRanks
+from megarl.cluster.workers.method_names import MethodNames
 from megarl.cluster.workers.streams import End, Stream, next_of, next_part, results_of
 from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
 from megarl.cluster.workers.worker_group import WorkerGroup, in_order_of_gpus
@@ -109,6 +110,7 @@ class Program:
     def close(self):
         print("closed in order", flush=True)
 """
+Program = MethodNames()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,22 +147,22 @@ def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_gro
     with make_group() as group:
         copies, get = [], ray.get
         monkeypatch.setattr(ray, "get", lambda reference: copies.append(reference) or get(reference))
-        assert group.call("rank_plus", 10) == [10, 11]
+        assert group.call(Program.rank_plus, 10) == [10, 11]
         assert len(copies) == 2, "each result is copied out of the store once"
-        assert group.call("environment", "MEGARL_TEST") == ["seen", "seen"]
+        assert group.call(Program.environment, "MEGARL_TEST") == ["seen", "seen"]
         # It costs a start 1.5 s of a core, and what the process holds may do without.
-        assert group.call("has_imported", "torch") == [False, False]
+        assert group.call(Program.has_imported, "torch") == [False, False]
         with pytest.raises(WorkerFailed, match="a fault of the program"):
-            group.call("fail")
+            group.call(Program.fail)
         # The consequence comes first, and is not what is told.
         with pytest.raises(WorkerFailed, match="ZeroDivisionError: a fault of the program"):
             play(group, "lose_a_peer", "fail_later")
         with pytest.raises(WorkerFailed, match="ConnectionError: a peer is gone"):
             play(group, "lose_a_peer", "pid")
-        assert wait(group.begin_each("rank_plus", [(1,), (2,)])) == [1, 3]
+        assert wait(group.begin_each(Program.rank_plus, [(1,), (2,)])) == [1, 3]
         first, second = group.nodes()
         assert first == second
-        pids = group.call("pid")
+        pids = group.call(Program.pid)
     assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     for number, pid in enumerate(pids):
         head, *rest = (tmp_path / "logs" / f"worker_{number}.log").read_text().splitlines()
@@ -179,10 +181,10 @@ def test_processes_are_numbered_by_machine_and_gpu(make_group, tmp_path):
     nodes = ["a", "a", "a", "b", "b"]
     assert in_order_of_gpus(nodes, [["10"], ["9"], ["0"], ["1"], ["0"]]) == [2, 1, 0, 4, 3]
     with make_group(gpus=1) as group:
-        assert group.call("environment", "CUDA_VISIBLE_DEVICES") == ["0", "1"]
-        first, second = group.call("pid")
+        assert group.call(Program.environment, "CUDA_VISIBLE_DEVICES") == ["0", "1"]
+        first, second = group.call(Program.pid)
         group.renumber([1, 0])
-        assert group.call("pid") == [second, first]
+        assert group.call(Program.pid) == [second, first]
         group.workers[0].begin("say", "I am the first")
     written = (tmp_path / "logs" / "worker_0.log").read_text().splitlines()
     assert [line for line in written if " is process " not in line] == ["I am the first", "closed in order"]
@@ -198,13 +200,13 @@ def fail_beside_one_that_stands_still(group):
     with pytest.raises(WorkerFailed, match="ZeroDivisionError: a fault of the program"):
         play(group, "sleep", "fail")
     with pytest.raises(UserError, match=r"^rank 1 was given nonsense$"):
-        group.call("refuse")
-    wait(group.begin("sleep"), timeout_s=0.5)
+        group.call(Program.refuse)
+    wait(group.begin(Program.sleep), timeout_s=0.5)
 
 
 def test_dead_worker_is_reported_with_its_last_lines(make_group):
     with pytest.raises(WorkerFailed, match="the last words of rank 1"), make_group() as group:
-        group.call("die")
+        group.call(Program.die)
 
 
 def test_long_arrays_of_a_stream_stay_with_the_worker_until_they_are_read(make_group):
@@ -236,7 +238,7 @@ def test_one_that_stops_in_the_midst_of_a_result_holds_nobody_up(make_group):
         stopping, other = group.workers
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         ray.get(stopping.actor.__ray_call__.remote(lambda _: stop_before_the_arrays()))
-        pid, _ = group.call("pid")
+        pid, _ = group.call(Program.pid)
         streams = [Stream.begin(stopping, "give", 2)]
         assert eventually(
             lambda: not next_of(streams, [], 0.1) and psutil.Process(pid).status() == psutil.STATUS_STOPPED
@@ -280,13 +282,13 @@ def test_a_death_is_told_and_not_its_consequence_which_comes_first(make_group, t
     assert caught.value.details.startswith(f"The end of {tmp_path}/logs/worker_1.log:")
     # Nor where nobody said what a consequence looks like.
     with pytest.raises(WorkerGone, match="the process of worker_1 died"), make_group() as group:
-        wait(group.begin_each("play", [("lose_a_peer",), ("die_later",)]))
+        wait(group.begin_each(Program.play, [("lose_a_peer",), ("die_later",)]))
 
 
 def test_a_death_is_heard_of_while_nothing_is_asked(make_group, monkeypatch):
     monkeypatch.setattr(idle_ranks, "LOOK_S", 0.1)
     with pytest.raises(WorkerGone, match="the process of worker_1 died"), make_group() as group:
-        check_and_kill(IdleRanks([group]), group.call("pid")[1])
+        check_and_kill(IdleRanks([group]), group.call(Program.pid)[1])
 
 
 def check_idle(group):
@@ -295,7 +297,7 @@ def check_idle(group):
 
 WAITS = {
     "nothing is asked": check_idle,
-    "all work": lambda group: group.call("sleep"),
+    "all work": lambda group: group.call(Program.sleep),
     "all need each other": lambda group: play(group, "sleep", "sleep"),
 }
 
@@ -313,7 +315,7 @@ def test_one_that_stands_still_is_told_and_ended(make_group, monkeypatch, meanwh
 
 
 def stop_the_second_and(wait_for, group, stopped):
-    stopped.append(psutil.Process(group.call("pid")[1]))
+    stopped.append(psutil.Process(group.call(Program.pid)[1]))
     stopped[0].suspend()
     wait_for(group)
 
@@ -340,7 +342,7 @@ def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothi
 
 def play(group, *parts, at_first=lambda _failure: None):
     """Each worker its part, in which they need each other."""
-    wait_together(group.begin_each("play", [(part,) for part in parts]), ConnectionError, at_first)
+    wait_together(group.begin_each(Program.play, [(part,) for part in parts]), ConnectionError, at_first)
 
 
 def test_those_whom_nobody_needs_any_more_have_to_answer_in_time(make_group):
@@ -350,7 +352,7 @@ def test_those_whom_nobody_needs_any_more_have_to_answer_in_time(make_group):
 
 
 def wait_for_the_second(group):
-    calls = group.begin_each("play", [("pid",), ("sleep",)])
+    calls = group.begin_each(Program.play, [("pid",), ("sleep",)])
     wait_together(calls, ConnectionError, last=calls[1:], timeout_s=0.5, key="a.key")
 
 
@@ -420,7 +422,7 @@ def test_processes_that_share_gpus_see_those_of_their_places(tmp_path):
         for role in roles:
             group = stack.enter_context(WorkerGroup(seats[role.name], tmp_path / "logs"))
             group.make("program", "Program", [(rank,) for rank in range(role.processes)])
-            visible[role.name] = group.call("environment", "CUDA_VISIBLE_DEVICES")
+            visible[role.name] = group.call(Program.environment, "CUDA_VISIBLE_DEVICES")
     first, second, third = visible["trainer"]
     assert visible["engine"] == [f"{first},{second}"]
     # The critic takes no turns.

@@ -89,13 +89,12 @@ class PlayedRank:
             local_tensors=lambda: self.parameters, complete_weights=lambda: None, trained_weights=nullcontext
         )
         self.rank.weight_dtypes = lambda: dict.fromkeys(SCENE.architecture.hf_shapes, torch.float32)
-        self.workers = [self]
 
     def call(self, method, *arguments):
         return [each.result(60) for each in self.begin(method, *arguments)]
 
     def begin(self, method, *arguments, **named):
-        return [self._pool.submit(getattr(self.rank, method), *arguments, **named)]
+        return [self._pool.submit(getattr(self.rank, method.__name__), *arguments, **named)]
 
     def fill(self, version):
         for name, tensor in shard_of(SCENE.plan.source, 0, version).items():
@@ -172,7 +171,7 @@ def test_an_engine_that_serves_has_let_go_when_another_one_catches_up(run, cuda)
 
 def test_after_a_failure_buckets_stay_until_all_have_let_go(run, cuda, tmp_path):
     run.refit(0)
-    sending = run.rank.begin("send", 1, delta=False)[0]
+    sending = run.rank.begin(TrainerWorker.send, 1, delta=False)[0]
     # The second engine waits for another version, and the first one has not begun.
     with pytest.raises(TransferError, match="version 2 lacks"):
         run.handles[1].begin(WeightReceiver.receive, 2).result(60)
