@@ -259,7 +259,7 @@ class Engines:
         # By reference: it holds the traces of all workers.
         stored: Any = ray.put(spec)
         opening = [
-            handle.worker.begin(Engine.call_receivers.__name__, WeightReceiver.open, stored, replica)
+            handle.begin(Engine.call_receivers, WeightReceiver.open, stored, replica)
             for replica, handle in enumerate(self.handles)
         ]
         return list(chain.from_iterable(wait_in_refit(opening, timeout_s)))
