@@ -26,7 +26,7 @@ DEADLINE_S = 120.0
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-class RankFailed(RuntimeError):  # noqa: N818 - says what happened
+class RankFailedError(RuntimeError):
     """A process ended, or ended a call with an error; the message holds its traceback."""
 
 
@@ -63,7 +63,7 @@ class Ranks:
         self._commands = commands
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Results of the method, rank by rank. Raises RankFailed if a rank fails or does not answer."""
+        """Results of the method, rank by rank. Raises RankFailedError if a rank fails or does not answer."""
         for command in self._commands:
             command.send((method, arguments, False))
         return self._answers()
@@ -87,7 +87,7 @@ class Ranks:
             open_pipes = [pipe for rank, pipe in enumerate(self._commands) if rank not in answers]
             answered = wait(open_pipes, max(0.0, deadline - time.monotonic()))
             if not answered:
-                raise RankFailed(f"{len(open_pipes)} ranks said nothing for {DEADLINE_S:g} s")
+                raise RankFailedError(f"{len(open_pipes)} ranks said nothing for {DEADLINE_S:g} s")
             for pipe in answered:
                 rank = self._commands.index(pipe)
                 answers[rank] = _answer(rank, self._commands[rank])
@@ -98,9 +98,9 @@ def _answer(rank: int, pipe: Connection) -> Any:
     try:
         failed, answer = pipe.recv()
     except (EOFError, ConnectionResetError) as error:  # the latter where it has ended before it read what it was told
-        raise RankFailed(f"the process of rank {rank} has ended") from error
+        raise RankFailedError(f"the process of rank {rank} has ended") from error
     if failed:
-        raise RankFailed(f"rank {rank} failed:\n{answer}")
+        raise RankFailedError(f"rank {rank} failed:\n{answer}")
     return answer
 
 
@@ -191,15 +191,15 @@ def say(pipe: Connection, number: int = 0) -> None:
 
 
 def hear(pipe: Connection) -> int:
-    """The next byte. Raises RankFailed if none comes."""
+    """The next byte. Raises RankFailedError if none comes."""
     heard_of([pipe])
     (number,) = pipe.recv_bytes()
     return number
 
 
 def heard_of(pipes: Sequence[Connection]) -> list[Connection]:
-    """The pipes on which something came, at least one. Raises RankFailed if nothing comes."""
+    """The pipes on which something came, at least one. Raises RankFailedError if nothing comes."""
     found = cast(list[Connection], wait(pipes, DEADLINE_S))
     if not found:
-        raise RankFailed(f"nobody said anything for {DEADLINE_S:g} s")
+        raise RankFailedError(f"nobody said anything for {DEADLINE_S:g} s")
     return found

@@ -9,7 +9,7 @@ from resharding.rank import Rank
 from resharding.scenario import Scenario
 
 
-class WrongValues(RuntimeError):  # noqa: N818 - says what happened
+class WrongValuesError(RuntimeError):
     """Raised if a contender wrote wrong values."""
 
 
@@ -38,7 +38,7 @@ def measure(
 ) -> tuple[dict[str, Facts], list[Run]]:
     """Start the processes of all ranks and let the contenders take turns in them.
 
-    Raises WrongValues if one of them is wrong.
+    Raises WrongValuesError if one of them is wrong.
     """
     with running(scenario.ranks, Rank, scenario) as ranks:
         facts = {}
@@ -56,11 +56,11 @@ def _prepare(ranks: Ranks, name: str, sources: int) -> Facts:
             ranks.call("run", name)
     ranks.call("wipe", name)
     if not any(ranks.call("wrong", name)):
-        raise WrongValues(f"{name}: what is wiped counts as right")
+        raise WrongValuesError(f"{name}: what is wiped counts as right")
     ranks.call("run", name)
     for rank, wrong in enumerate(ranks.call("wrong", name)):
         if wrong:
-            raise WrongValues(f"{name}: {wrong[0]}, one of {len(wrong)}, is wrong on rank {rank}")
+            raise WrongValuesError(f"{name}: {wrong[0]}, one of {len(wrong)}, is wrong on rank {rank}")
     trainer, workers = growth.of_ranks[:sources], growth.of_ranks[sources:]
     return Facts(
         sum(ranks.call("moved_bytes", name)),

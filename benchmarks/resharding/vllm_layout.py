@@ -18,14 +18,14 @@ from resharding.scenario import DTYPE
 _DEADLINE_S = 180.0
 
 
-class NotRecordable(RuntimeError):  # noqa: N818 - says what happened
+class NotRecordableError(RuntimeError):
     """vLLM keeps a weight in another form than it is loaded in."""
 
 
 def trace_vllm_layouts(configs: Sequence[Mapping[str, Any]], workers: int) -> list[list[LoadTrace]]:
     """Trace the layout of each model's tensor-parallel workers.
 
-    Raises NotRecordable where direct writes are not possible.
+    Raises NotRecordableError where direct writes are not possible.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -37,7 +37,7 @@ def trace_vllm_layouts(configs: Sequence[Mapping[str, Any]], workers: int) -> li
         of_models = [list(of_model) for of_model in zip(*(call.result(_DEADLINE_S) for call in calls), strict=True)]
     for traces in of_models:
         for tensor, reason in untraced(traces).items():
-            raise NotRecordable(f"{tensor}: {reason}")
+            raise NotRecordableError(f"{tensor}: {reason}")
     return of_models
 
 

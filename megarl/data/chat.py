@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
-from megarl.data.time_limit import CpuTimeSpent, cpu_time_limit
+from megarl.data.time_limit import CpuTimeSpentError, cpu_time_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,7 +50,7 @@ def render(
             return tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
-    except CpuTimeSpent as error:
+    except CpuTimeSpentError as error:
         raise UserError(
             f"{where}: the chat template of the model is not done with these messages after {_RENDER_LIMIT_S:g} s; "
             "correct chat_template.jinja, or take the row out"

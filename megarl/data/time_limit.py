@@ -7,13 +7,13 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class CpuTimeSpent(Exception):  # noqa: N818 - says what happened
+class CpuTimeSpentError(Exception):
     """The limit is reached."""
 
 
 @contextmanager
 def cpu_time_limit(seconds: float) -> Iterator[None]:
-    """Raise CpuTimeSpent inside after so many seconds of the process's own computing: waiting does not count.
+    """Raise CpuTimeSpentError inside after so many seconds of the process's own computing: waiting does not count.
 
     In another thread than the main one, which alone receives signals, there is no limit.
     """
@@ -31,4 +31,4 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
 
 
 def _raise(_number: int, _frame: FrameType | None) -> None:
-    raise CpuTimeSpent
+    raise CpuTimeSpentError

@@ -9,7 +9,7 @@ from typing import Any
 from converters.errors import UserError
 from megarl.rewards.fenced import last_block
 from megarl.rewards.program_tests import Test, TestCode, read_truth
-from megarl.sandbox.run import Finished, Limits, SandboxUnavailable, run
+from megarl.sandbox.run import Finished, Limits, SandboxUnavailableError, run
 from megarl.sandbox.users import another_user
 
 _LANGUAGES = ("python", "python3", "py")
@@ -81,7 +81,7 @@ class CodeOptions:
             raise UserError(f"{where}: {error} (docs/add_a_reward.md)") from error
         try:
             finished = run("", b"", self.limits, self.isolation)
-        except SandboxUnavailable as error:
+        except SandboxUnavailableError as error:
             raise UserError(f"{where}: {error}; {_ISOLATIONS[self.isolation]} (docs/add_a_reward.md)") from error
         if (finished.end, finished.code) != ("exited", 0):
             raise UserError(
@@ -116,7 +116,7 @@ def code(
     0.0.
 
     Each test is run on its own, with the limits that the options give; see `megarl.sandbox`. Raises `ValueError` for
-    a ground truth of another form and for test code that a program which does nothing passes, `SandboxUnavailable`
+    a ground truth of another form and for test code that a program which does nothing passes, `SandboxUnavailableError`
     where the machine does not allow the isolation.
 
     With `partial`, no test is begun that might end more than `all_tests_s` seconds after the first began: where tests

@@ -17,7 +17,7 @@ from megarl.rewards.scoring import (
     Score,
     as_score,
 )
-from megarl.rewards.worker import MOST_TRIES, WorkerKilled, WorkerLost, WorkerPool
+from megarl.rewards.worker import MOST_TRIES, WorkerKilledError, WorkerLostError, WorkerPool
 
 
 class TimeLeft:
@@ -75,7 +75,7 @@ class InProcess:
             time_left.seconds = seconds
             try:
                 return await self._try(arguments, time_left)
-            except WorkerKilled as error:
+            except WorkerKilledError as error:
                 killed = error
         raise RewardLost(arguments, f"{killed}, {MOST_TRIES} times") from killed
 
@@ -86,13 +86,13 @@ class InProcess:
         undecided = builtin.undecided if builtin is not None and builtin.may_be_undecided else None
         try:
             return await self._ask(arguments, min(time_left.seconds, own_limit_s), time_left)
-        except WorkerKilled:
+        except WorkerKilledError:
             raise
         except TimeoutError as error:
             if is_own and undecided is not None:
                 return as_score(undecided)
             raise _timed_out(arguments) from error
-        except WorkerLost as error:
+        except WorkerLostError as error:
             if undecided is not None:
                 return as_score(undecided)
             raise RewardFailed(arguments, str(error)) from error
@@ -104,7 +104,7 @@ class InProcess:
             with time_left.running():
                 reply = await asyncio.wait_for(self._pool.ask(worker, request), limit_s)
             if reply.get("exhausted"):
-                raise WorkerLost(reply["error"])
+                raise WorkerLostError(reply["error"])
         except BaseException:
             await self._pool.end(worker)
             raise

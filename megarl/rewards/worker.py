@@ -29,11 +29,11 @@ _END_TIMEOUT_S = 5.0
 _FORGED = "it wrote to the connection that its scores go through"
 
 
-class WorkerLost(Exception):  # noqa: N818 - says what happened
+class WorkerLostError(Exception):
     """A function ended its process, left it without memory, or made its answers worthless."""
 
 
-class WorkerKilled(WorkerLost):
+class WorkerKilledError(WorkerLostError):
     """Somebody killed the process by force: the kernel, for want of memory, or whoever may."""
 
 
@@ -73,7 +73,7 @@ class Worker:
     async def load(self, sources: Sequence[Source], timeout_s: float) -> list[Calling]:
         """Load the functions, which are then asked by their places.
 
-        Raises UserError for one that cannot be loaded, and WorkerKilled, which is no fault of theirs.
+        Raises UserError for one that cannot be loaded, and WorkerKilledError, which is no fault of theirs.
         """
         self._streams = await asyncio.open_connection(sock=self._channel, limit=2 * LONGEST_REPLY_BYTES)
         self._printed.begin()
@@ -82,7 +82,7 @@ class Worker:
         return [await self._load(source, timeout_s) for source in sources]
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply. Raises `WorkerLost` if there will be none that can be trusted."""
+        """The reply. Raises `WorkerLostError` if there will be none that can be trusted."""
         # Not guessable: what a function writes where replies go is no reply to anything.
         number = secrets.randbits(64)
         self._printed.allow_more()
@@ -93,10 +93,10 @@ class Worker:
         except ConnectionError:  # it died while it read
             line = b""
         except ValueError as error:  # no line ends within the limit
-            raise WorkerLost(_FORGED) from error
+            raise WorkerLostError(_FORGED) from error
         if not line.endswith(b"\n"):
             code = await asyncio.to_thread(self._process.wait)
-            raise (WorkerKilled if code == -signal.SIGKILL else WorkerLost)(_manner(code))
+            raise (WorkerKilledError if code == -signal.SIGKILL else WorkerLostError)(_manner(code))
         return _reply(line, number)
 
     async def end(self) -> None:
@@ -119,9 +119,9 @@ class Worker:
             reply = await asyncio.wait_for(self.ask({"load": source}), timeout_s)
         except TimeoutError as error:
             raise UserError(f"{where}: loading it takes longer than {timeout_s:.0f} s") from error
-        except WorkerKilled as error:
-            raise WorkerKilled(f"{where}: while it was loaded, {error}") from error
-        except WorkerLost as error:
+        except WorkerKilledError as error:
+            raise WorkerKilledError(f"{where}: while it was loaded, {error}") from error
+        except WorkerLostError as error:
             raise UserError(f"{where}: while it was loaded, {error}") from error
         if "error" in reply:
             raise UserError(reply["error"])
@@ -201,7 +201,7 @@ class WorkerPool:
             self._all.add(worker)
             try:
                 return worker, await worker.load(self._sources, self._load_timeout_s)
-            except WorkerKilled as error:
+            except WorkerKilledError as error:
                 killed = error
                 await self.end(worker)
             except BaseException:
@@ -214,9 +214,9 @@ def _reply(line: bytes, number: int) -> dict[str, Any]:
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise WorkerLost(_FORGED) from error
+        raise WorkerLostError(_FORGED) from error
     if not isinstance(reply, dict) or reply.get("number") != number:
-        raise WorkerLost(_FORGED)
+        raise WorkerLostError(_FORGED)
     return reply
 
 

@@ -191,7 +191,7 @@ class Checkpoints:
             reason = error.error if isinstance(error, WorkerFailed) else error
             if isinstance(reason, OSError):
                 reason = checkpoint_folder.disk_error(reason, self._root)
-            if isinstance(reason, checkpoint_folder.DiskUnavailable):
+            if isinstance(reason, checkpoint_folder.DiskUnavailableError):
                 raise CheckpointFailed(reason) from error
             raise
 

@@ -26,7 +26,7 @@ _TIME_IS_OVER = (-signal.SIGALRM, 128 + signal.SIGXCPU)
 """Exit codes where the supervisor's clock, or the limit of CPU time, ended the program."""
 
 
-class SandboxUnavailable(Exception):  # noqa: N818 - says what is wrong
+class SandboxUnavailableError(Exception):
     """This machine does not allow what the isolation needs."""
 
 
@@ -59,7 +59,7 @@ class Finished:
 def run(program: str, stdin: bytes, limits: Limits, isolation: str) -> Finished:
     """Run Python source with this interpreter; when it returns, none of its processes and files is left.
 
-    `isolation` is a name of `supervisor.ISOLATIONS`. Raises `SandboxUnavailable` if the machine does not allow it.
+    `isolation` is a name of `supervisor.ISOLATIONS`. Raises `SandboxUnavailableError` if the machine does not allow it.
     """
     request = json.dumps({"program": program, "isolation": isolation, **asdict(limits)}).encode()
     heard, said = os.pipe()
@@ -82,7 +82,7 @@ def run(program: str, stdin: bytes, limits: Limits, isolation: str) -> Finished:
         finally:
             code = _end(supervisor)
         if message := complaint.read():
-            raise SandboxUnavailable(message.decode())
+            raise SandboxUnavailableError(message.decode())
     return Finished("timed_out" if code in _TIME_IS_OVER else end, code, output)
 
 

@@ -25,7 +25,7 @@ _PARTIAL = ".partial"
 _WRITTEN = "written.json"
 
 
-class DiskUnavailable(Exception):  # noqa: N818 - says what happened
+class DiskUnavailableError(Exception):
     """A checkpoint cannot be written, of which nobody has to change anything: the disk may be back later."""
 
 
@@ -147,9 +147,9 @@ def read_controller_state(folder: Path) -> dict[str, Any]:
     return json.loads((folder / CONTROLLER_STATE).read_text())
 
 
-def disk_error(error: OSError, root: Path) -> UserError | DiskUnavailable:
+def disk_error(error: OSError, root: Path) -> UserError | DiskUnavailableError:
     """Error of a `root` that cannot be written: one for the user, but where the disk alone is to blame."""
     failed = f"cannot write a checkpoint below {root}: {error.strerror}"
     if error.errno in AWAY:
-        return DiskUnavailable(failed)
+        return DiskUnavailableError(failed)
     return UserError(f"{failed}; free space or choose another output_dir (the last complete checkpoint is untouched)")

@@ -13,7 +13,7 @@ from resharding.forecasting import Way, forecast
 from resharding.memory import Growth, held_by
 from resharding.models import ENGINES, MODELS, TRAINERS
 from resharding.party import Party
-from resharding.processes import Place, RankFailed, Timed, _answer, hear, running, say
+from resharding.processes import Place, RankFailedError, Timed, _answer, hear, running, say
 from resharding.rates import CoreRates, WayCosts
 from resharding.rates import typed_transfers as rates_transfers
 from resharding.rounds import Facts, Run
@@ -165,9 +165,9 @@ def test_ranks_answer_are_timed_and_their_failures_are_told():
         timed = ranks.time("idle")
         assert timed.seconds == pytest.approx(0.1, abs=0.09)
         assert timed.cpu_seconds < 0.05
-        with pytest.raises(RankFailed, match=r"(?s)rank 1 failed:.*on purpose"):
+        with pytest.raises(RankFailedError, match=r"(?s)rank 1 failed:.*on purpose"):
             ranks.call("fail")
-        with pytest.raises(RankFailed, match="has ended"):
+        with pytest.raises(RankFailedError, match="has ended"):
             ranks.call("end")
 
 
@@ -178,7 +178,7 @@ def test_a_rank_that_is_gone_is_told_whatever_it_had_read(has_read):
     if has_read:
         there.recv()
     there.close()
-    with pytest.raises(RankFailed, match="rank 3 has ended"):
+    with pytest.raises(RankFailedError, match="rank 3 has ended"):
         _answer(3, here)
 
 

@@ -6,7 +6,7 @@ import pytest
 from converters.errors import UserError
 from megarl.rewards import RewardTimedOut, Scorer, load_reward, reward_arguments
 from megarl.rewards.code import CodeOptions, code
-from megarl.sandbox.run import SandboxUnavailable
+from megarl.sandbox.run import SandboxUnavailableError
 from megarl.schema import RewardConfig
 
 ADDS = "a, b = map(int, input().split())\nprint(a + b)"
@@ -204,7 +204,7 @@ def test_test_code_that_tests_nothing_is_refused(tests):
 
 def test_a_machine_without_isolation_is_told_when_the_reward_is_loaded(monkeypatch):
     def refuse(*arguments):
-        raise SandboxUnavailable("unshare failed: Operation not permitted")
+        raise SandboxUnavailableError("unshare failed: Operation not permitted")
 
     monkeypatch.setattr("megarl.rewards.code.run", refuse)
     with pytest.raises(UserError, match=r"isolation=namespaces on this machine: unshare failed.*isolation=limits"):

@@ -107,7 +107,7 @@ class Rank:
     def finish_save(self) -> None:
         if isinstance(self._failure, UserError):
             raise self._failure
-        raise WorkerFailed(f"DiskUnavailable: {self._failure}", self._log, self._failure)
+        raise WorkerFailed(f"DiskUnavailableError: {self._failure}", self._log, self._failure)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from becoming import REMAPPED, USER
 from eventually import eventually
 from sandbox_limits import LIMITS
 
-from megarl.sandbox.run import SandboxUnavailable, run
+from megarl.sandbox.run import SandboxUnavailableError, run
 
 ROOT = Path(__file__).parents[3]
 
@@ -196,7 +196,7 @@ def test_a_supervisor_dies_with_the_one_that_asked():
 
 def test_what_a_machine_does_not_allow_is_said(monkeypatch):
     monkeypatch.setattr("megarl.sandbox.run._SUPERVISOR", BROKEN_SUPERVISOR)
-    with pytest.raises(SandboxUnavailable, match="unshare failed: Operation not permitted"):
+    with pytest.raises(SandboxUnavailableError, match="unshare failed: Operation not permitted"):
         finish("print(1)")
 
 
