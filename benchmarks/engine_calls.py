@@ -16,7 +16,7 @@ from machine import at_least_one, describe, give_out
 
 from megarl.data import Turn
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.rollout.protocol import Request, RequestEnded, SamplingParameters
+from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine
 
 _PROMPT = range(10, 42)
@@ -97,8 +97,10 @@ def _submitted(engine: VllmEngine) -> tuple[Callable[[Sequence[Request]], list[l
         answers: dict[int, list[Turn]] = {}
         while len(answers) < len(asked):
             event = next(events)
-            if not isinstance(event, RequestEnded):
+            if isinstance(event, Progress):
                 next(told)
+            elif not isinstance(event, RequestEnded):
+                continue
             elif isinstance(event.answer, list):
                 answers[event.number] = event.answer
             else:

@@ -27,7 +27,7 @@ from megarl.cluster.engines.pending_request import PendingRequest
 from megarl.config.compose import compose
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
-from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplingParameters
+from megarl.rollout.protocol import Event, Request, RequestEnded, SamplingParameters
 from megarl.rollout.vllm.engine import VllmEngine
 from megarl.run.job import Job, open_job
 from megarl.run.opening import RunSetup
@@ -69,7 +69,7 @@ def _aborts(model: Path, requests: int, rounds: int) -> list[float]:
     """Seconds from each abort of all that is in flight to the last that was heard of it."""
     engine = VllmEngine(model, {"max_model_len": _LENGTH})
     engine.start()
-    heard: SimpleQueue[tuple[float, Sequence[RequestEnded | Progress]]] = SimpleQueue()
+    heard: SimpleQueue[tuple[float, Sequence[Event]]] = SimpleQueue()
     listener = Thread(target=_listen, args=(engine, heard), daemon=True)
     listener.start()
     try:
@@ -79,14 +79,12 @@ def _aborts(model: Path, requests: int, rounds: int) -> list[float]:
         listener.join()
 
 
-def _listen(engine: VllmEngine, heard: "SimpleQueue[tuple[float, Sequence[RequestEnded | Progress]]]") -> None:
+def _listen(engine: VllmEngine, heard: "SimpleQueue[tuple[float, Sequence[Event]]]") -> None:
     for events in engine.events():
         heard.put((time.perf_counter(), events))
 
 
-def _abort(
-    engine: VllmEngine, heard: "SimpleQueue[tuple[float, Sequence[RequestEnded | Progress]]]", numbers: range
-) -> float:
+def _abort(engine: VllmEngine, heard: "SimpleQueue[tuple[float, Sequence[Event]]]", numbers: range) -> float:
     engine.submit(dict(zip(numbers, _requests(len(numbers)), strict=True)))
     time.sleep(_SAMPLED_S)
     began_s = time.perf_counter()

@@ -13,7 +13,7 @@ import numpy as np
 from megarl.data import Turn
 from megarl.data.stretches import Array, here
 from megarl.rollout.progress_reporter import AT_ONCE, SECONDS
-from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplingParameters
+from megarl.rollout.protocol import Event, Progress, Request, RequestEnded, SamplingParameters
 
 _TOKENS = (3, 13)
 _WITH_TEXT = 64
@@ -58,7 +58,7 @@ class ScriptedEngine:
         for asked in requests.items():
             self._asked.put(asked)
 
-    def events(self) -> Iterator[list[RequestEnded | Progress]]:
+    def events(self) -> Iterator[list[Event]]:
         """See `Sampler.events`."""
         growing = deque[_Growing]()
         answered, due, next_tell = 0, time.monotonic(), 0.0
@@ -86,7 +86,7 @@ class ScriptedEngine:
                 yield [RequestEnded(ended.number, ended.answer)]
             elif growing and next_tell <= now and self._only is None:
                 next_tell = now + SECONDS
-                if pieces := list[RequestEnded | Progress](_news(growing, now)):
+                if pieces := list[Event](_news(growing, now)):
                     self._told += sum(len(each.numbers) for each in pieces if isinstance(each, Progress))
                     yield pieces
 

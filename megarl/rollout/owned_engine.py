@@ -16,15 +16,17 @@ from megarl.rollout.progress_reporter import ProgressReporter
 from megarl.rollout.protocol import (
     EngineDiedError,
     EngineMemory,
+    Event,
     KeysAndValues,
     Load,
     PauseMode,
     Progress,
     Request,
     RequestEnded,
+    SamplesEnded,
     UpdateError,
 )
-from megarl.rollout.request_in_flight import Listener, SampleInFlight, tokens_of
+from megarl.rollout.request_in_flight import Answer, Listener, SampleInFlight, tokens_of
 from megarl.rollout.text import Texts
 from megarl.rollout.update import WeightUpdate
 from megarl.rollout.worker_memory import require
@@ -77,7 +79,7 @@ class OwnedEngine(ABC):
         self._away: frozenset[EngineMemory] = frozenset()
         self._paused = False
         self._death: BaseException | None = None
-        self._outbox = SimpleQueue[tuple[int, Request, Future[list[Turn]]] | Progress | None]()
+        self._outbox = SimpleQueue[tuple[int, Request, Future[list[Turn]]] | SamplesEnded | Progress | None]()
         self._reporter = ProgressReporter()
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
@@ -94,13 +96,13 @@ class OwnedEngine(ABC):
             self._reporter.begin(number, future)
             future.add_done_callback(functools.partial(self._tell, number, request))
 
-    def events(self) -> Iterator[list[RequestEnded | Progress]]:
+    def events(self) -> Iterator[list[Event]]:
         """See `Sampler.events`."""
         for _ in range(_LISTS):
             told = [self._outbox.get()]
             while len(told) < _TOGETHER and not self._outbox.empty():
                 told.append(self._outbox.get())
-            together: list[RequestEnded | Progress] = []
+            together: list[Event] = []
             for each in (each for each in told if each is not None):
                 try:
                     together.append(self._event(each))
@@ -227,7 +229,7 @@ class OwnedEngine(ABC):
     # The methods below, too, run in the owner thread.
 
     @abstractmethod
-    def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+    def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
         """Take requests in; each future gets the samples of one. A `listener` gets new tokens as they come."""
 
     def _samples(self) -> Iterable[SampleInFlight]:
@@ -295,8 +297,8 @@ class OwnedEngine(ABC):
     def _tell(self, number: int, request: Request, done: Future[list[Turn]]) -> None:
         self._outbox.put((number, request, done))
 
-    def _event(self, told: tuple[int, Request, Future[list[Turn]]] | Progress) -> RequestEnded | Progress:
-        if isinstance(told, Progress):
+    def _event(self, told: tuple[int, Request, Future[list[Turn]]] | SamplesEnded | Progress) -> Event:
+        if isinstance(told, SamplesEnded | Progress):
             return told
         number, request, future = told
         if isinstance(refusal := future.exception(), UserError):
@@ -315,17 +317,17 @@ class OwnedEngine(ABC):
             raise EngineDiedError(f"the {self.title} engine has died: {self._death}") from self._death
 
     @by_owner
-    def _add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
+    def _add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Answer]:
         if self._version < 0 and self._update is None:
             raise UpdateError("the engine has dummy weights: commit a weight update before the first generation")
         require(self._away, "weights", "kv_cache")
         return self._accept(requests, listener)
 
     def _report_progress(self) -> None:
-        """Tell of new tokens, if it is time; in whichever thread has them."""
+        """Tell of new tokens and ended samples, if it is time; in whichever thread has them."""
         if self._reporter.is_due():
-            for progress in self._reporter.of(self._samples()):
-                self._outbox.put(progress)
+            for news in self._reporter.of(self._samples()):
+                self._outbox.put(news)
 
     def _die(self, error: BaseException) -> None:
         self._death = error
@@ -341,7 +343,7 @@ class OwnedEngine(ABC):
         return self._update
 
 
-def _failed(error: Exception) -> Future[list[Turn]]:
-    future = Future[list[Turn]]()
+def _failed(error: Exception) -> Answer:
+    future = Answer()
     future.set_exception(error)
     return future

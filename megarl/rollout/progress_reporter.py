@@ -1,14 +1,15 @@
 """Tokens of unfinished requests, told of in time: whoever asked has them if the engine dies."""
 
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 
 import numpy as np
 
 from megarl.data import Turn
-from megarl.rollout.protocol import Progress
-from megarl.rollout.request_in_flight import SampleInFlight
+from megarl.rollout.protocol import Progress, SamplesEnded
+from megarl.rollout.request_in_flight import Answer, SampleInFlight
 
 TOKENS = 64
 """Tokens of a sample, at most, between what is told of it."""
@@ -22,12 +23,16 @@ class ProgressReporter:
 
     def __init__(self) -> None:
         self._numbers: dict[Future[list[Turn]], int] = {}
+        self._ends = deque[int]()
+        """The requests of samples that have ended: alone each would take as long on its way as all news of a moment."""
         self._steps = 0
         self._next_s = 0.0
 
-    def begin(self, number: int, answer: Future[list[Turn]]) -> None:
+    def begin(self, number: int, answer: Answer) -> None:
         """Tell of a request from now on, until it is answered."""
         self._numbers[answer] = number
+        for end in answer.ends:
+            end.add_done_callback(lambda _: self._ends.append(number))
         answer.add_done_callback(lambda done: self._numbers.pop(done, None))
 
     def answers(self, numbers: Collection[int]) -> set[Future[list[Turn]]]:
@@ -39,9 +44,11 @@ class ProgressReporter:
         self._steps += 1
         return bool(self._numbers) and (self._steps >= TOKENS or time.monotonic() >= self._next_s)
 
-    def of(self, samples: Iterable[SampleInFlight]) -> Iterator[Progress]:
-        """New tokens of those `samples` that were submitted, in pieces small enough to be sent by value."""
+    def of(self, samples: Iterable[SampleInFlight]) -> Iterator[SamplesEnded | Progress]:
+        """Ended samples, and new tokens of `samples`, if submitted, in pieces small enough to be sent by value."""
         self._steps, self._next_s = 0, time.monotonic() + SECONDS
+        if self._ends:
+            yield SamplesEnded([self._ends.popleft() for _ in range(len(self._ends))])
         news = _ProgressBuilder()
         for each in samples:
             number = self._numbers.get(each.request.future)

@@ -104,6 +104,17 @@ class RequestEnded:
 
 
 @dataclass(frozen=True)
+class SamplesEnded:
+    """Ends of samples before the last of their request, which was submitted: there is room for as many.
+
+    Example: SamplesEnded([17, 17, 21])
+    """
+
+    numbers: Sequence[int]
+    """The request of each of them."""
+
+
+@dataclass(frozen=True)
 class Progress:
     """New tokens of samples that have not ended: `lengths[i]` of sample `samples[i]` of request `numbers[i]`.
 
@@ -117,6 +128,10 @@ class Progress:
     token_ids: IntArray
     log_probs: FloatArray
     versions: IntArray
+
+
+Event: TypeAlias = RequestEnded | SamplesEnded | Progress
+"""News that an engine has of requests that were submitted."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +174,11 @@ class Sampler(Protocol):
         The requests of one call enter the engine together, or none of them does.
         """
 
-    def events(self) -> Iterator[Sequence[RequestEnded | Progress]]:
+    def events(self) -> Iterator[Sequence[Event]]:
         """The ends of all submitted requests, as they come, until `close`; all but short answers with their text.
 
-        Ends that are there at the same time come together. It may end before: who is not done calls it again.
+        Ends that are there at the same time come together. It may end before: who is not done calls it again. Each
+        sample that ends before the last of its request is told of soon (`SamplesEnded`), but where the request is cut.
 
         An engine that can (`Ability.PROGRESS`) tells of new tokens meanwhile, of each sample after 64 tokens or 50 ms,
         so that another can continue what it has begun (`Request.begun`). It has one reader at a time.

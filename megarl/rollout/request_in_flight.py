@@ -15,6 +15,15 @@ Listener: TypeAlias = Callable[[list[int]], None]
 """Is told of the tokens that were sampled, as soon as they are."""
 
 
+class Answer(Future[list[Turn]]):
+    """The samples of a request, when all have ended."""
+
+    def __init__(self, samples: int = 1) -> None:
+        super().__init__()
+        self.ends = [Future[None]() for _ in range(samples - 1)]
+        """Done one after the other as samples end before the last, but where they are cut, which ends all of them."""
+
+
 class RequestInFlight:
     """One request: its future is done when all its samples are."""
 
@@ -23,7 +32,7 @@ class RequestInFlight:
         self._request = request
         # One array, which all samples share.
         self._prompt_ids = np.array(request.prompt_token_ids, dtype=np.int32)
-        self.future: Future[list[Turn]] = Future()
+        self.future = Answer(len(request.samples))
         self._turns: dict[int, Turn] = {}
 
     @property
@@ -56,6 +65,8 @@ class RequestInFlight:
         samples = self._request.samples
         if len(self._turns) == len(samples):
             self.future.set_result([self._turns[each] for each in samples])
+        elif turn.finish_reason != "abort":
+            self.future.ends[len(self._turns) - 1].set_result(None)
 
 
 @dataclass(eq=False)

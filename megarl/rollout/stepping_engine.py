@@ -8,11 +8,10 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from megarl.data import Turn
 from megarl.rollout.load import Loads
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
 from megarl.rollout.protocol import Load, Request
-from megarl.rollout.request_in_flight import Listener
+from megarl.rollout.request_in_flight import Answer, Listener
 
 
 class SteppingEngine(OwnedEngine):
@@ -32,7 +31,7 @@ class SteppingEngine(OwnedEngine):
     # The methods below, too, run in the owner thread.
 
     @abstractmethod
-    def _add_samples(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+    def _add_samples(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
         """As `_accept`: take in what later steps compute."""
 
     @abstractmethod
@@ -47,7 +46,7 @@ class SteppingEngine(OwnedEngine):
         """The load as it is; None where this engine does not know."""
         return None
 
-    def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+    def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
         added = self._add_samples(requests, listener)
         self._queue_step()
         return added

@@ -14,7 +14,7 @@ from test_colocation import OF_SPEED, STEPS, exported, small
 from megarl.cluster.engines.request_queue import RequestQueue
 from megarl.cluster.workers.streams import Stream
 from megarl.data import PromptGroup, Turn
-from megarl.rollout.protocol import Progress, RequestEnded
+from megarl.rollout.protocol import Event, RequestEnded
 from megarl.run.job import Job, open_job
 from megarl.run.opening import RunSetup
 from megarl.schema import MegarlConfig
@@ -114,8 +114,8 @@ def reorder(queue: RequestQueue, order: random.Random) -> None:
     """Let the controller hear of answers when all engines have given theirs, in another order."""
     hear, held = queue.hear, list[tuple[Stream, RequestEnded]]()
 
-    def hold(stream: Stream, events: Sequence[RequestEnded | Progress]) -> None:
-        hear(stream, [each for each in events if isinstance(each, Progress)])
+    def hold(stream: Stream, events: Sequence[Event]) -> None:
+        hear(stream, [each for each in events if not isinstance(each, RequestEnded)])
         held.extend((stream, each) for each in events if isinstance(each, RequestEnded))
         numbers = {each.number for _, each in held}
         if all(each.handle is None or each.number in numbers for each in list(queue._pending.values())):

@@ -28,6 +28,8 @@ class PendingRequest:
     """Who was asked; None while it waits for somebody who can be."""
     worker: Worker | None = None
     """The process that was asked: an engine that is restarted has another."""
+    load: int = 0
+    """Samples that have not ended there."""
     begun: dict[int, PartialSample] = field(default_factory=dict)
     """Samples of which engines that died, or cut them, have given some tokens."""
     ended: dict[int, Turn] = field(default_factory=dict)

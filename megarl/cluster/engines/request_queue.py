@@ -17,7 +17,7 @@ from megarl.cluster.workers.worker import Call, Failed, WorkerFailed
 from megarl.data import Turn
 from megarl.process.logs import say
 from megarl.rollout.conversations import Conversations
-from megarl.rollout.protocol import Engine, Progress, Request, RequestEnded
+from megarl.rollout.protocol import Engine, Event, Progress, Request, RequestEnded, SamplesEnded
 
 
 class _Submitted(NamedTuple):
@@ -160,16 +160,18 @@ class RequestQueue:
         with self._lock:
             return [handle.take_idle_s() for handle in self._handles]
 
-    def hear(self, stream: Stream, events: Sequence[RequestEnded | Progress]) -> None:
+    def hear(self, stream: Stream, events: Sequence[Event]) -> None:
         """Take what an engine told of the requests that it was asked for."""
         ended = []
         for event in events:
             if isinstance(event, Progress):
                 self._keep(self._progress[stream], event)
+            elif isinstance(event, SamplesEnded):
+                self._end_samples(event)
             elif (pending := self._end(event)) is not None:
                 ended.append((pending, event.answer))
         # News of samples that go on make no room, and come from every engine many times a second.
-        if any(isinstance(event, RequestEnded) for event in events):
+        if not all(isinstance(event, Progress) for event in events):
             self.go_on()
         # Whoever hears of an answer has work with it: engines have theirs by now.
         for pending, answer in ended:
@@ -250,15 +252,15 @@ class RequestQueue:
         """Choose who is asked for a request, and count it there from now on."""
         handle = self._conversations.choose(pending.request.conversation, among)
         self._conversations.begin(pending.request.conversation, handle)
-        handle.load += pending.samples
-        pending.handle, pending.worker = handle, handle.worker
+        pending.handle, pending.worker, pending.load = handle, handle.worker, pending.samples
+        handle.load += pending.load
         return handle
 
     def _take_back(self, pending: PendingRequest) -> None:
         """Count a request no more where it was asked, if it was."""
         if pending.handle is not None:
             self._conversations.end(pending.request.conversation, pending.handle)
-            pending.handle.load -= pending.samples
+            pending.handle.load -= pending.load
         pending.handle = pending.worker = None
 
     def _queue(self, pending: Iterable[PendingRequest]) -> None:
@@ -302,6 +304,14 @@ class RequestQueue:
         if not submitted.numbers:
             say(f"{submitted.handle.name} could not end requests that nobody waits for: {failure}")
         self._fail(refused, failure)
+
+    def _end_samples(self, event: SamplesEnded) -> None:
+        """Count these samples no more where they were asked for."""
+        with self._lock:
+            for pending in (self._pending[number] for number in event.numbers if number in self._pending):
+                if pending.handle is not None:
+                    pending.load -= 1
+                    pending.handle.load -= 1
 
     def _end(self, event: RequestEnded) -> PendingRequest | None:
         """Count a request no more. Returns it; None if nobody waits for it, or it goes on as it was cut."""

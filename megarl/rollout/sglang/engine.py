@@ -16,7 +16,7 @@ from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.engine_of_workers import EngineOfWorkers
 from megarl.rollout.owned_engine import by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request, UpdateError
-from megarl.rollout.request_in_flight import Listener, SampleInFlight
+from megarl.rollout.request_in_flight import Answer, Listener, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang.arguments import adapter_config
 from megarl.rollout.sglang.calls import LOAD_FORMAT
@@ -120,7 +120,7 @@ class SglangEngine(EngineOfWorkers):
 
     # The methods below, too, run in the owner thread, but for `_watch` and `_fails`.
 
-    def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+    def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
         return self._in_flight.add(requests, listener)
 
     def _samples(self) -> Iterable[SampleInFlight]:

@@ -9,7 +9,7 @@ from converters.errors import UserError
 from megarl.data import Turn
 from megarl.rollout.progress_reporter import TOKENS
 from megarl.rollout.protocol import EngineDiedError, Request
-from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
+from megarl.rollout.request_in_flight import Answer, Listener, RequestInFlight, SampleInFlight
 from megarl.rollout.sampling import check_request
 from megarl.rollout.sglang.client import CallRefusedError, Client
 from megarl.rollout.sglang.samples import Limits, aborted, ended, hear, question
@@ -84,7 +84,7 @@ class InFlight:
         self._waiting: list[_Call] = []
         self._is_held = False
 
-    def add(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+    def add(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
         """Take up all `requests`, or none: UserError if one of them cannot be served."""
         for request in requests:
             # The server would cut a response that does not fit without saying so.

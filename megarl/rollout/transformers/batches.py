@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from megarl.data import FinishReason, Turn
 from megarl.data.stretches import Values
 from megarl.rollout.protocol import Request
-from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
+from megarl.rollout.request_in_flight import Answer, Listener, RequestInFlight, SampleInFlight
 from megarl.rollout.sampling import check_request
 from megarl.rollout.transformers.model import SamplingModel
 from megarl.rollout.transformers.sampling import kept_log_probs, tokens_at
@@ -158,7 +158,7 @@ class Batches:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Future[list[Turn]]]:
+    def add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Answer]:
         """Take up all `requests`, or none: UserError if one of them cannot be served."""
         for request in requests:
             check_request(request, self._model.max_tokens, self._model.vocabulary, "max_model_len")

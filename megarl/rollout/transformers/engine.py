@@ -16,7 +16,7 @@ from megarl.resharding.loader.buckets import Bucket, views
 from megarl.resharding.shared_memory import map_segment
 from megarl.rollout.owned_engine import by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load, Request
-from megarl.rollout.request_in_flight import Listener, SampleInFlight
+from megarl.rollout.request_in_flight import Answer, Listener, SampleInFlight
 from megarl.rollout.stepping_engine import SteppingEngine
 from megarl.rollout.transformers.arguments import read_arguments
 from megarl.rollout.worker_memory import WorkerMemory, require
@@ -104,7 +104,7 @@ class TransformersEngine(SteppingEngine):
 
     # The methods below, too, run in the owner thread.
 
-    def _add_samples(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+    def _add_samples(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
         return self._batches.add(requests, listener)
 
     def _can_step(self) -> bool:

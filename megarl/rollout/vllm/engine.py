@@ -15,7 +15,7 @@ from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.engine_of_workers import EngineOfWorkers
 from megarl.rollout.owned_engine import by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load, Request
-from megarl.rollout.request_in_flight import Listener, SampleInFlight
+from megarl.rollout.request_in_flight import Answer, Listener, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.stepping_engine import SteppingEngine
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
@@ -97,7 +97,7 @@ class VllmEngine(SteppingEngine, EngineOfWorkers):
             raise RuntimeError("the vLLM engine was not started")
         return self._core
 
-    def _add_samples(self, requests: Sequence[Request], listener: Listener | None) -> list[Future[list[Turn]]]:
+    def _add_samples(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
         return self._sequences.add(requests, self._version, listener)
 
     def _can_step(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from converters.errors import UserError
 from megarl.data import FinishReason, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
-from megarl.rollout.request_in_flight import Listener, RequestInFlight, SampleInFlight
+from megarl.rollout.request_in_flight import Answer, Listener, RequestInFlight, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sampling import check_request, derive_seed
 from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
@@ -59,9 +59,7 @@ class SequencesInFlight:
     def __bool__(self) -> bool:
         return bool(self._sequences)
 
-    def add(
-        self, requests: Sequence[Request], version: int, listener: Listener | None = None
-    ) -> list[Future[list[Turn]]]:
+    def add(self, requests: Sequence[Request], version: int, listener: Listener | None = None) -> list[Answer]:
         """Hand all samples of `requests` to the core, or none: UserError if one of them cannot be served.
 
         They share keys and values with what has their salt and was added under the same `version` of the weights.

@@ -17,7 +17,7 @@ from megarl.cluster.engines.router import Router
 from megarl.cluster.workers.worker import Call, WorkerGone
 from megarl.data import Turn
 from megarl.data.stretches import here
-from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplingParameters
+from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplesEnded, SamplingParameters
 
 AT_ONCE = 3
 ROOM = 4
@@ -39,6 +39,8 @@ class Process:
         self.log = Path(f"engine_{number}.log")
         self.failure = None
         self.asked, self.told = {}, Counter()
+        self.ended = set()
+        """Samples that have ended before the last of their request, by its number and theirs."""
         self.streams = 0
 
     def begin(self, method, *arguments):
@@ -53,14 +55,23 @@ class Process:
     def running(self):
         """The numbers of the requests of which it computes samples."""
         numbers = sorted(self.asked, key=lambda number: (self.asked[number].priority, number))
-        before = np.cumsum([0, *(len(self.asked[number].samples) for number in numbers)])
+        before = np.cumsum([0, *(len(self.left(number)) for number in numbers)])
         return [number for number, there in zip(numbers, before, strict=False) if there < AT_ONCE]
+
+    def left(self, number):
+        """The samples of a request that go on."""
+        return [sample for sample in self.asked[number].samples if (number, sample) not in self.ended]
+
+    def end_sample(self, number):
+        """The end of its first sample that goes on."""
+        self.ended.add((number, self.left(number)[0]))
+        return SamplesEnded([number])
 
     def tell(self, number):
         """A new token of each sample that has more than one to come."""
         told = [
             (sample, self._left(number, sample)[0])
-            for sample in self.asked[number].samples
+            for sample in self.left(number)
             if len(self._left(number, sample)) > 1
         ]
         self.told.update((number, sample) for sample, _ in told)
@@ -69,14 +80,15 @@ class Process:
         return Progress(ones * number, samples, ones, tokens, -tokens.astype(np.float32), ones)
 
     def answer(self, number, *, is_cut):
-        """The rest of each sample, or, where it is cut, what was told of."""
+        """The rest of each sample, or, where it is cut before its end, what was told of."""
         request = self.asked[number]
         turns = []
         for sample in request.samples:
             begun = len(request.begun_of(sample))
-            end = begun + self.told[number, sample] if is_cut else None
+            was_cut = is_cut and (number, sample) not in self.ended
+            end = begun + self.told[number, sample] if was_cut else None
             tokens = whole(request.priority, sample)[begun:end]
-            reason = "abort" if is_cut else "stop"
+            reason = "abort" if was_cut else "stop"
             turns.append(
                 Turn.of(request.prompt_of(sample), tokens, [-each for each in tokens], [1] * len(tokens), reason)
             )
@@ -120,6 +132,12 @@ class Played:
             told = handle.worker.tell(chosen := running[number % len(running)])
             self.told.update((handle.worker.asked[chosen].priority, sample) for sample in told.samples.tolist())
             self._hear(handle, told)
+
+    def end_sample(self, handle, number):
+        if handle.state == "serving" and (running := handle.worker.running()):
+            number = running[number % len(running)]
+            if len(handle.worker.left(number)) > 1:
+                self._hear(handle, handle.worker.end_sample(number))
 
     def answer(self, handle, number):
         if handle.state == "serving" and (running := handle.worker.running()):
@@ -170,7 +188,7 @@ class Played:
         assert not (waiting and any(handle.load < ROOM for handle in able))
         assert len(there) + len(waiting) == sum(not each.answer.done() for each in self.asked)
         for handle in self.handles:
-            sizes = [len(each.samples) for each in handle.worker.asked.values()]
+            sizes = [len(handle.worker.left(number)) for number in handle.worker.asked]
             assert handle.load == sum(sizes)
             # A request goes as a whole: the last one may be more than there is room for.
             assert not sizes or sum(sizes) - max(sizes) < ROOM
@@ -184,7 +202,7 @@ class Played:
 
 
 ACTIONS = st.sampled_from(
-    ["ask", "ask", "ask", "tell", "tell", "answer", "cut", "die", "come_back", "update", "commit"]
+    ["ask", "ask", "ask", "tell", "tell", "end_sample", "answer", "cut", "die", "come_back", "update", "commit"]
 )
 
 
@@ -209,6 +227,26 @@ def test_the_oldest_go_first_in_bounded_numbers_and_all_any_serving_whoever_dies
         found = [here(turn.token_ids).tolist() for turn in each.answer.result(0)]
         assert found == [whole(draw, sample) for sample in range(each.request.sampling.samples)]
         assert all(turn.finish_reason == "stop" for turn in each.answer.result(0))
+
+
+def test_a_sample_that_ends_makes_room_while_the_longest_of_its_request_goes_on() -> None:
+    played = Played(starting=[1, 2])
+    for _ in range(3):
+        played.ask(None, 2)
+    handle = played.handles[0]
+    assert [each.handle for each in played.asked] == [handle, handle, None]
+    loads = []
+    for _ in range(2):
+        loads.append(handle.load)
+        played.end_sample(handle, 0)
+    assert loads == [6, 5]
+    # Also where there is news of what nobody waits for any more.
+    played._hear(handle, SamplesEnded([99]))
+    played.end_sample(handle, 1)
+    assert (played.asked[2].handle, handle.load) == (handle, 6)
+    # The one that is left counts until it ends, the others no more.
+    played.answer(handle, 0)
+    assert handle.load == 5
 
 
 class Restarting:

@@ -7,7 +7,7 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 from megarl.data import Turn
-from megarl.rollout.protocol import EngineDiedError, Progress, Request, RequestEnded, Sampler
+from megarl.rollout.protocol import EngineDiedError, Event, Progress, Request, RequestEnded, Sampler
 
 TIMEOUT_S = 60
 
@@ -69,13 +69,14 @@ class AskedEngine:
                     asked.answer.set_exception(error)
                 self._asked.clear()
 
-    def _note(self, event: RequestEnded | Progress) -> None:
+    def _note(self, event: Event) -> None:
         if isinstance(event, Progress):
             for number, sample in zip(event.numbers.tolist(), event.samples.tolist(), strict=True):
                 asked = self._asked[number]
                 asked.samples.discard(sample)
                 if not asked.samples:
                     asked.has_begun.set()
+        if not isinstance(event, RequestEnded):
             return
         asked = self._asked.pop(event.number)
         if isinstance(event.answer, list):

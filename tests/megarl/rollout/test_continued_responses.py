@@ -9,7 +9,7 @@ from engine_host import PROMPTS
 
 from converters.errors import UserError
 from megarl.cluster.engines.progress_log import ProgressLog
-from megarl.rollout.protocol import Request, RequestEnded, SamplingParameters
+from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplesEnded, SamplingParameters
 
 pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
 
@@ -50,8 +50,9 @@ def test_tokens_are_told_of_while_a_response_is_sampled(served, endless_prompt):
     for event in chain.from_iterable(served.engine.events()):
         if isinstance(event, RequestEnded):
             break
-        partials.add(event)
-        pieces += 1
+        if isinstance(event, Progress):
+            partials.add(event)
+            pieces += 1
     assert pieces > 1
     told = partials.of([3])[3]
     assert sorted(told) == [0, 1]
@@ -62,6 +63,25 @@ def test_tokens_are_told_of_while_a_response_is_sampled(served, endless_prompt):
         assert told[sample].token_ids.tolist() == turn.token_ids[:length].tolist()
         assert told[sample].log_probs.tolist() == turn.log_probs[:length].tolist()
         assert set(told[sample].versions.tolist()) == {served.engine.version()}
+
+
+def test_each_sample_that_ends_is_told_of_while_others_of_its_request_go_on(served, endless_prompt):
+    sampling = SamplingParameters(samples=3, temperature=0, max_tokens=150)
+    ((whole, *_),) = served.engine.generate([Request(endless_prompt, sampling)])
+    begun = {0: whole.token_ids[:149].tolist(), 1: whole.token_ids[:140].tolist(), 2: []}
+    served.engine.submit({4: Request(endless_prompt, sampling, begun=begun)})
+    told = []
+    for event in chain.from_iterable(served.engine.events()):
+        told.append(event)
+        if isinstance(event, RequestEnded):
+            break
+    news = [(place, event.numbers) for place, event in enumerate(told) if isinstance(event, SamplesEnded)]
+    ends = [place for place, numbers in news for number in numbers if number == 4]
+    assert len(ends) == 2
+    # The last one is told of afterwards, too.
+    news = [event for event in told[ends[1] :] if isinstance(event, Progress)]
+    assert news
+    assert all(each.samples.tolist() == [2] for each in news)
 
 
 def test_requests_are_aborted_by_number_and_others_go_on(served, endless_prompt):

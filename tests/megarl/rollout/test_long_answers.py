@@ -1,6 +1,5 @@
 """Long answers of an engine bring their text: their tokens stay where they are."""
 
-from concurrent.futures import Future
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,6 +14,7 @@ from megarl.quickstart.tiny_models import END, make_tokenizer
 from megarl.rollout import ENGINES
 from megarl.rollout.kind import EngineKind
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.rollout.request_in_flight import Answer
 
 SHORT, LONG = 5, 3000
 BEGUN = [token % 100 + 10 for token in range(200)]
@@ -23,7 +23,7 @@ BEGUN = [token % 100 + 10 for token in range(200)]
 def _answered(requests, listener=None):
     """As many tokens as the prompt says, the last of which is special."""
     end = make_tokenizer().convert_tokens_to_ids(END)
-    answers = [Future() for _ in requests]
+    answers = [Answer() for _ in requests]
     for answer, request in zip(answers, requests, strict=True):
         (length,) = request.prompt_token_ids
         token_ids = [*(token % 100 + 10 for token in range(length - 1)), end]

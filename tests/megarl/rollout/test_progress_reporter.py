@@ -1,13 +1,12 @@
 """News of unfinished requests: every token once, of those that were submitted, and none too long to travel."""
 
-from concurrent.futures import Future
-
 from megarl.cluster.engines.progress_log import ProgressLog
+from megarl.data import Turn
 from megarl.data.stretches import is_long
 from megarl.rollout import progress_reporter
 from megarl.rollout.progress_reporter import ProgressReporter
-from megarl.rollout.protocol import Request, SamplingParameters
-from megarl.rollout.request_in_flight import RequestInFlight, SampleInFlight
+from megarl.rollout.protocol import Request, SamplesEnded, SamplingParameters
+from megarl.rollout.request_in_flight import Answer, RequestInFlight, SampleInFlight
 
 
 def sampled(request: RequestInFlight, sample: int, tokens: range) -> SampleInFlight:
@@ -43,10 +42,23 @@ def test_no_piece_of_samples_that_advance_together_is_long() -> None:
     assert not any(is_long(each.token_ids) or is_long(each.numbers) for each in pieces)
 
 
+def test_samples_that_have_ended_are_told_of_together_with_the_next_news() -> None:
+    requests = [RequestInFlight(Request([5], SamplingParameters(samples=3))) for _ in range(2)]
+    teller = ProgressReporter()
+    for number, request in enumerate(requests, start=7):
+        teller.begin(number, request.future)
+        request.finish(0, Turn.of([5], [9], [-1.0], [3], "stop"))
+    requests[0].finish(2, Turn.of([5], [9], [-1.0], [3], "stop"))
+    ended, news = teller.of([sampled(requests[0], 1, range(4))])
+    assert ended == SamplesEnded([7, 8, 7])
+    assert news.lengths.tolist() == [4]
+    assert list(teller.of([])) == []
+
+
 def test_it_is_due_after_so_many_steps_or_seconds_and_only_where_something_was_submitted(monkeypatch) -> None:
     now = 100.0
     monkeypatch.setattr(progress_reporter.time, "monotonic", lambda: now)
-    teller, answer = ProgressReporter(), Future()
+    teller, answer = ProgressReporter(), Answer()
     assert not teller.is_due()
     teller.begin(1, answer)
     assert teller.is_due()

@@ -20,7 +20,15 @@ from sglang_rules import RULES, stopped_scheduler
 from converters.errors import UserError
 from megarl.cluster.engines.progress_log import ProgressLog
 from megarl.data.stretches import here, joined
-from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters, UpdateError
+from megarl.rollout.protocol import (
+    EngineDiedError,
+    Progress,
+    Request,
+    RequestEnded,
+    SamplesEnded,
+    SamplingParameters,
+    UpdateError,
+)
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import installation, tracing
 from megarl.rollout.sglang.calls import REFUSED
@@ -300,11 +308,12 @@ def test_a_killed_server_is_noticed_and_leaves_nothing(start, folders, endless):
 
 
 def told_until_killed(engine, tokens):
-    """Events of an engine whose server is killed after so many tokens, and those that were on their way by then."""
+    """News of an engine whose server is killed after so many tokens, and those that were on their way by then."""
     told, killed = 0, False
     for events in engine.events():
-        yield from events
-        told += sum(len(event.token_ids) for event in events)
+        news = [event for event in events if isinstance(event, Progress)]
+        yield from news
+        told += sum(len(event.token_ids) for event in news)
         if told >= tokens and not killed:
             os.kill(engine._server._process.pid, signal.SIGKILL)
             killed = True
@@ -338,6 +347,22 @@ def test_the_tokens_of_a_sample_that_has_ended_are_not_told_of_as_of_one_that_go
     fresh.engine.close()
     # The first sample has ended with its one token.
     assert list(partials.of([7])[7]) == [1]
+
+
+def test_each_sample_that_ends_is_told_of_while_others_of_its_request_go_on(served, long_prompt):
+    begun = {0: expected(served.first, long_prompt, 449)[0], 1: expected(served.first, long_prompt, 400)[0], 2: []}
+    sampling = SamplingParameters(samples=3, temperature=0, max_tokens=450)
+    served.engine.submit({7: Request(long_prompt, sampling, begun=begun)})
+    told = []
+    for event in itertools.chain.from_iterable(served.engine.events()):
+        told.append(event)
+        if isinstance(event, RequestEnded):
+            break
+    news = [(place, event.numbers) for place, event in enumerate(told) if isinstance(event, SamplesEnded)]
+    ends = [place for place, numbers in news for number in numbers if number == 7]
+    assert len(ends) == 2
+    # The last one is told of afterwards, too.
+    assert any(2 in event.samples for event in told[ends[1] :] if isinstance(event, Progress))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.adapter_slot import with_adapter_slot
-from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplingParameters, UpdateError
+from megarl.rollout.protocol import Event, Request, RequestEnded, SamplingParameters, UpdateError
 from megarl.schema import RolloutConfig
 
 LORA = Lora(3, 12.0)
@@ -71,7 +71,7 @@ def check_that_answers_go_on_with_the_next_adapter(slot: Slot, adapted: Adapted)
     check_an_answer_over_two_adapters(adapted, prompt, turn, (old, old + 1))
 
 
-def only_ends(told: list[RequestEnded | Progress]) -> list[RequestEnded]:
+def only_ends(told: list[Event]) -> list[RequestEnded]:
     return [each for each in told if isinstance(each, RequestEnded)]
 
 
