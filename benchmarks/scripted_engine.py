@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.data import Turn
 from megarl.data.stretches import Array, here
-from megarl.rollout.progress_reporter import AT_ONCE, SECONDS
+from megarl.rollout.progress_reporter import AT_ONCE, OFTEN, SECONDS
 from megarl.rollout.protocol import Event, Progress, Request, RequestEnded, SamplingParameters
 
 _TOKENS = (3, 13)
@@ -58,7 +58,7 @@ class ScriptedEngine:
         for asked in requests.items():
             self._asked.put(asked)
 
-    def events(self) -> Iterator[list[Event]]:
+    def events(self, engines: int = 1) -> Iterator[list[Event]]:
         """See `Sampler.events`."""
         growing = deque[_Growing]()
         answered, due, next_tell = 0, time.monotonic(), 0.0
@@ -85,7 +85,7 @@ class ScriptedEngine:
                 ended = growing.popleft()
                 yield [RequestEnded(ended.number, ended.answer)]
             elif growing and next_tell <= now and self._only is None:
-                next_tell = now + SECONDS
+                next_tell = now + SECONDS * max(1.0, engines / OFTEN)
                 if pieces := list[Event](_news(growing, now)):
                     self._told += sum(len(each.numbers) for each in pieces if isinstance(each, Progress))
                     yield pieces

@@ -96,8 +96,9 @@ class OwnedEngine(ABC):
             self._reporter.begin(number, future)
             future.add_done_callback(functools.partial(self._tell, number, request))
 
-    def events(self) -> Iterator[list[Event]]:
+    def events(self, engines: int = 1) -> Iterator[list[Event]]:
         """See `Sampler.events`."""
+        self._reporter.engines = engines
         for _ in range(_LISTS):
             told = [self._outbox.get()]
             while len(told) < _TOGETHER and not self._outbox.empty():

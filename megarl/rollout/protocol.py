@@ -174,14 +174,15 @@ class Sampler(Protocol):
         The requests of one call enter the engine together, or none of them does.
         """
 
-    def events(self) -> Iterator[Sequence[Event]]:
+    def events(self, engines: int = 1) -> Iterator[Sequence[Event]]:
         """The ends of all submitted requests, as they come, until `close`; all but short answers with their text.
 
         Ends that are there at the same time come together. It may end before: who is not done calls it again. Each
         sample that ends before the last of its request is told of soon (`SamplesEnded`), but where the request is cut.
 
         An engine that can (`Ability.PROGRESS`) tells of new tokens meanwhile, of each sample after 64 tokens or 50 ms,
-        so that another can continue what it has begun (`Request.begun`). It has one reader at a time.
+        so that another can continue what it has begun (`Request.begun`); after 5 ms for each of the `engines` that its
+        reader hears where that is longer, so that this one keeps up. It has one reader at a time.
         """
 
     def abort(self, numbers: Collection[int]) -> None:

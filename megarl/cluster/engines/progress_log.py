@@ -1,6 +1,6 @@
 """Tokens of requests that are not answered: what there is of them when an engine dies."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import NamedTuple
 
@@ -32,8 +32,13 @@ class PartialSample(NamedTuple):
         # Not `Turn.of`: to say versions once takes as long as all else of a checkpoint, in which they are said in full.
         return Turn(NOTHING.token_ids, *self, "abort")
 
+    @classmethod
+    def joined(cls, pieces: Sequence["PartialSample"]) -> "PartialSample":
+        """The pieces of a sample, at least one, in their order."""
+        return cls(*(np.concatenate(each) for each in zip(*pieces, strict=True)))
+
     def __add__(self, other: "PartialSample") -> "PartialSample":  # type: ignore[override]
-        return PartialSample(*(np.concatenate(both) for both in zip(self, other, strict=True)))
+        return self.joined([self, other])
 
     def ended_by(self, turn: Turn) -> Turn:
         """The whole turn of a sample that another engine has ended."""
@@ -53,6 +58,9 @@ class ProgressLog:
 
     def __init__(self) -> None:
         self._told: list[Progress] = []
+        """News that was not put together yet."""
+        self._pieces: dict[tuple[int, int], list[PartialSample]] = {}
+        """Pieces of each sample, by request and sample: what was put together once is not copied again."""
 
     def add(self, progress: Progress) -> None:
         """Keep what an engine told."""
@@ -62,6 +70,7 @@ class ProgressLog:
         """The same news, apart from what is told later."""
         copied = ProgressLog()
         copied._told = self._told.copy()
+        copied._pieces = {whose: pieces.copy() for whose, pieces in self._pieces.items()}
         return copied
 
     @property
@@ -71,24 +80,24 @@ class ProgressLog:
 
     def keep(self, numbers: Collection[int]) -> None:
         """Forget all requests but these."""
+        kept = set(numbers)
+        self._pieces = {whose: pieces for whose, pieces in self._pieces.items() if whose[0] in kept}
         if self._told:
-            self._told = [_merged(self._told, numbers)]
+            for whose, piece in _by_sample(self._told, kept):
+                self._pieces.setdefault(whose, []).append(piece)
+            self._told = []
 
     def of(self, numbers: Collection[int]) -> dict[int, dict[int, PartialSample]]:
         """The beginnings of samples of these requests, by request and sample."""
         self.keep(numbers)
         found: dict[int, dict[int, PartialSample]] = {}
-        for told in self._told:
-            ends = told.lengths.cumsum()
-            pieces = (told.numbers, told.samples, ends - told.lengths, ends)
-            for number, sample, start, end in zip(*(each.tolist() for each in pieces), strict=True):
-                new = PartialSample(told.token_ids[start:end], told.log_probs[start:end], told.versions[start:end])
-                found.setdefault(number, {})[sample] = new
+        for (number, sample), pieces in self._pieces.items():
+            found.setdefault(number, {})[sample] = PartialSample.joined(pieces)
         return found
 
 
-def _merged(told: Sequence[Progress], numbers: Collection[int]) -> Progress:
-    """The news of these requests, all of a sample in one piece, in the order in which it came."""
+def _by_sample(told: Sequence[Progress], numbers: Collection[int]) -> Iterator[tuple[tuple[int, int], PartialSample]]:
+    """The news of these requests by request and sample, all of a sample in one piece, in the order in which it came."""
     whose, samples, lengths, *of_tokens = (
         np.concatenate([getattr(each, field.name) for each in told]) for field in fields(Progress)
     )
@@ -99,5 +108,9 @@ def _merged(told: Sequence[Progress], numbers: Collection[int]) -> Progress:
     # The places of the tokens of each piece: from its own start on, instead of from where the pieces before it end.
     places = np.repeat(starts - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
     firsts = np.flatnonzero((np.diff(whose, prepend=-1) != 0) | (np.diff(samples, prepend=-1) != 0))
-    of_samples = np.add.reduceat(lengths, firsts) if len(firsts) else lengths
-    return Progress(whose[firsts], samples[firsts], of_samples.astype(np.int32), *(each[places] for each in of_tokens))
+    ends = lengths.cumsum()[firsts[1:] - 1]
+    pieces = zip(*(np.split(each[places], ends) for each in of_tokens), strict=True)
+    # There is an empty piece where there is no sample.
+    for number, sample, piece in zip(whose[firsts].tolist(), samples[firsts].tolist(), pieces, strict=False):
+        # Copies: a long response would keep what was told of all others beside it.
+        yield (number, sample), PartialSample(*(each.copy() for each in piece))

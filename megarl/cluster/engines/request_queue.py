@@ -92,7 +92,7 @@ class RequestQueue:
         return begun
 
     def partial_turns(self, pending: Sequence[PendingRequest]) -> list[PartialTurns]:
-        """The turns that there are of each of these requests, at one moment: all but their last 50 ms."""
+        """The turns that there are of each of these requests, at one moment: all but what engines tell of next."""
         with self._lock:
             copies = [each.copy() for each in pending]
             partials = [each.copy() for each in self._progress.values()]
@@ -289,7 +289,7 @@ class RequestQueue:
             self._submitted.append(_Submitted(handle, handle.begin(Engine.submit, requests), list(requests)))
 
     def _hear_on(self, handle: EngineHandle, partials: ProgressLog) -> None:
-        stream = handle.stream(Engine.events)
+        stream = handle.stream(Engine.events, len(self._handles))
         self._streams[stream], self._progress[stream] = handle, partials
 
     def _refuse(self, submitted: _Submitted, failure: Exception) -> None:
@@ -339,9 +339,9 @@ class RequestQueue:
     def _keep(self, partials: ProgressLog, told: Progress) -> None:
         partials.add(told)
         if partials.are_many:
+            # Somebody may copy them.
             with self._lock:
-                unanswered = list(self._pending)
-            partials.keep(unanswered)
+                partials.keep(self._pending)
 
     def _fail(self, pending: Sequence[PendingRequest], failure: Exception) -> None:
         with self._lock:

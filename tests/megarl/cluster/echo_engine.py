@@ -123,7 +123,7 @@ class EchoEngine:
         pass_by("wake_up")
         self._away -= set(parts)
 
-    def events(self):
+    def events(self, engines):
         while (asked := self._asked.get()) is not None:
             number, request = asked
             if number in self._aborted:

@@ -55,7 +55,7 @@ class PatientEngine:
             answer = self._ends if is_due(request, self._version) else self._progress
             self._asked.put(partial(answer, number, request, self._version))
 
-    def events(self):
+    def events(self, engines):
         while (answer := self._asked.get()) is not None:
             yield [answer()]
 

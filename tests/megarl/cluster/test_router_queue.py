@@ -48,7 +48,8 @@ class Process:
             self.asked |= arguments[0]
         return Call(self, None)
 
-    def begin_stream(self, method):
+    def begin_stream(self, method, engines):
+        assert engines == ENGINES
         self.streams += 1
         return f"{method} of {id(self)}, call {self.streams}"
 

@@ -1,9 +1,12 @@
 """News of unfinished requests: every token once, of those that were submitted, and none too long to travel."""
 
+import pytest
+
 from megarl.cluster.engines.progress_log import ProgressLog
 from megarl.data import Turn
 from megarl.data.stretches import is_long
-from megarl.rollout import progress_reporter
+from megarl.process.loading import load
+from megarl.rollout import ENGINES, progress_reporter
 from megarl.rollout.progress_reporter import ProgressReporter
 from megarl.rollout.protocol import Request, SamplesEnded, SamplingParameters
 from megarl.rollout.request_in_flight import Answer, RequestInFlight, SampleInFlight
@@ -68,7 +71,22 @@ def test_it_is_due_after_so_many_steps_or_seconds_and_only_where_something_was_s
     assert not teller.is_due()
     now += 0.051
     assert teller.is_due()
+    # Where one reader hears many engines each tells less often.
+    teller.engines = 128
+    assert list(teller.of([])) == []
+    now += 0.639
+    assert not teller.is_due()
+    now += 0.002
+    assert teller.is_due()
     assert teller.answers([1, 2]) == {answer}
     answer.set_result([])
     assert teller.answers([1]) == set()
     assert not teller.is_due()
+
+
+@pytest.mark.parametrize("kind", ENGINES.values(), ids=list(ENGINES))
+def test_an_engine_knows_how_many_its_reader_hears(kind, tmp_path) -> None:
+    engine = load(*kind.engine_class)(tmp_path, {})
+    engine._outbox.put(SamplesEnded([7]))
+    assert next(engine.events(128)) == [SamplesEnded([7])]
+    assert engine._reporter.engines == 128
