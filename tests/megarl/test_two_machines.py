@@ -3,13 +3,17 @@
 import os
 import shutil
 import tempfile
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from test_main_job import greedy_tokens, make_config
 from transformers import AutoModelForCausalLM
 
@@ -17,6 +21,8 @@ from converters.errors import UserError
 from converters.hf_to_megatron import HUGGINGFACE, convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.cluster.ray import runtime
+from megarl.cluster.workers.long_arrays import taken_out
+from megarl.cluster.workers.streams import Stream, results_of
 from megarl.models.policy import check_loadable
 from megarl.output.places import EXPORT
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -217,3 +223,23 @@ def test_what_ends_at_one_machine_is_refused_between_several():
 def test_memory_of_gpus_is_refused_where_there_are_none():
     with pytest.raises(UserError, match=r"^refit\.transport=cuda_ipc is memory of GPUs, .* none: set it to auto$"):
         check_machines(1, replace(RefitConfig(), transport="cuda_ipc"), has_gpus=False)
+
+
+@pytest.mark.long
+def test_long_arrays_that_a_stream_is_waited_for_stay_on_their_machine(config, tmp_path):
+    class Telling:
+        def stream(self):
+            rest, arrays = taken_out(np.arange(2**20))
+            yield rest, len(arrays)
+            for array in (*arrays, None):
+                time.sleep(0.5)
+                yield array
+
+    with runtime.ray_cluster(config.cluster):
+        here = ray.get_runtime_context().get_node_id()
+        (there,) = {node["NodeID"] for node in ray.nodes()} - {here}
+        placed = NodeAffinitySchedulingStrategy(there, soft=False)
+        actor = ray.remote(num_cpus=0)(Telling).options(scheduling_strategy=placed).remote()
+        worker = SimpleNamespace(log=tmp_path / "telling.log", failure=None)
+        ((_, told),) = results_of([Stream(worker, actor.stream.remote())])
+        assert ray.experimental.get_object_locations([told.reference])[told.reference]["node_ids"] == [there]

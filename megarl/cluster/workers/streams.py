@@ -90,7 +90,8 @@ def _ready(waited_for: Collection[Waited], count: int, timeout_s: float) -> list
     by_references: dict[Any, Waited] = {
         each.references if isinstance(each, Stream) else each.reference: each for each in waited_for
     }
-    done, _ = ray.wait(list(by_references), num_returns=count, timeout=timeout_s)
+    # A long array may come next: that it is there is enough, and it stays where it is.
+    done, _ = ray.wait(list(by_references), num_returns=count, timeout=timeout_s, fetch_local=False)
     return [by_references[each] for each in done]
 
 
