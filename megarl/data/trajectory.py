@@ -57,8 +57,9 @@ class Turn:
     """The sampled tokens without special ones, behind those that the request had begun with; None where the engine has
     not made it, as of short turns."""
     routed_experts: Values = ()
-    """Experts that each of the P + T tokens went to, where the engine was asked for them: records of bytes
-    (`megatron_ext.routing.routed_experts`). The last token was not fed to the model, and its record says nothing."""
+    """Experts that each of the P + T tokens went to, where the engine was asked for them and the turn was not cut:
+    records of bytes (`megatron_ext.routing.routed_experts`). The last token was not fed to the model, and its record
+    says nothing."""
     cached_tokens: int | None = None
     """How many of the tokens before the sampled ones, of the whole conversation, the engine's prefix cache had; None
     where it does not say, or another engine went on with the turn. No part of what was sampled: equal turns may differ

@@ -53,11 +53,11 @@ class _Call(RequestInFlight):
                 self.finish(sample.sample, turn)
             return turn is None
 
-    def abort(self, limits: Limits) -> None:
+    def abort(self) -> None:
         """End the samples that have not ended, with what was told of them."""
         with self._lock:
             for sample in self.left:
-                self.finish(sample.sample, aborted(sample, limits))
+                self.finish(sample.sample, aborted(sample))
 
     def fail(self, error: BaseException) -> None:
         """Let whoever waits for an answer raise `error`."""
@@ -126,7 +126,7 @@ class InFlight:
         calls = [call for call in self._waiting if answers is None or call.future in answers]
         self._waiting = [call for call in self._waiting if call not in calls]
         for call in calls:
-            call.abort(self._limits)
+            call.abort()
 
     def abort_asked(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
         """Finish what the server did not answer, or what of it has these answers, with the tokens that it told of.
@@ -138,7 +138,7 @@ class InFlight:
                 continue
             if call.task is not None:
                 call.task.cancel()
-            call.abort(self._limits)
+            call.abort()
 
     def fail(self, error: EngineDiedError) -> None:
         """Let all requests raise `error`."""

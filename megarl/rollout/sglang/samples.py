@@ -123,15 +123,16 @@ def ended(request: Request, sample: SampleInFlight, about: Mapping[str, Any], li
     if reason == "length" and tokens != _most(request, sample.sample):
         raise RuntimeError(f"SGLang cut a sample after {tokens} tokens of {_most(request, sample.sample)}")
     before = sample.request.prompt_of(sample.sample)
-    experts = () if limits.returned is None else _experts(about, len(before) + tokens, limits.returned)
+    experts: Values = ()
+    # Whoever goes on with a response that was cut feeds all its tokens again.
+    if limits.returned is not None and reason != "abort":
+        experts = _experts(about, len(before) + tokens, limits.returned)
     return _turn(sample, _FINISH_REASONS[reason], experts, about.get("cached_tokens"))
 
 
-def aborted(sample: SampleInFlight, limits: Limits) -> Turn:
+def aborted(sample: SampleInFlight) -> Turn:
     """The turn of a sample that ends early, with the tokens reported so far."""
-    before = sample.request.prompt_of(sample.sample)
-    tokens = len(before) + len(sample.token_ids)
-    return _turn(sample, "abort", () if limits.returned is None else limits.returned.records([], tokens), None)
+    return _turn(sample, "abort", (), None)
 
 
 def _check_taken(end: Mapping[str, Any] | None) -> None:
@@ -154,11 +155,9 @@ def _most(request: Request, sample: int) -> int:
 
 
 def _experts(about: Mapping[str, Any], tokens: int, returned: ReturnedExperts) -> Values:
-    """Records of a prompt and its response. The server tells of all that was fed, not of what ended as it waited."""
+    """Records of a prompt and its response: the server tells of all that was fed."""
     if "routed_experts" not in about:
-        if about["finish_reason"]["type"] != "abort":
-            raise RuntimeError("SGLang was asked for the experts of its tokens and gave none")
-        return returned.records([], tokens)
+        raise RuntimeError("SGLang was asked for the experts of its tokens and gave none")
     rows = np.frombuffer(base64.b64decode(about["routed_experts"]), dtype=np.int32)
     return returned.records([rows.reshape(-1, returned.all_layers, returned.routing.topk)], tokens)
 

@@ -124,7 +124,8 @@ class _Batch:
         return tokens_at(log_probs, torch.tensor(numbers, dtype=torch.float64, device=log_probs.device))
 
     def _finish(self, row: _Row, reason: FinishReason, model: SamplingModel) -> None:
-        experts = self._experts(row, model.routing) if model.routing is not None else ()
+        # Whoever goes on with a response that was cut feeds all its tokens again.
+        experts = self._experts(row, model.routing) if model.routing is not None and reason != "abort" else ()
         prompt_ids = self.in_flight.prompt_of(row.sample)
         turn = Turn.of(prompt_ids, row.token_ids, row.log_probs, row.versions, reason, experts)
         self.in_flight.finish(row.sample, turn)

@@ -10,6 +10,7 @@ from typing import Any
 
 from converters.errors import UserError
 from megarl.data import FinishReason, Turn
+from megarl.data.stretches import Values
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import Answer, Listener, RequestInFlight, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
@@ -28,7 +29,10 @@ class _SequenceInFlight(SampleInFlight):
 
     def finish(self, reason: FinishReason, returned: ReturnedExperts | None) -> None:
         prompt_ids = self.request.prompt_of(self.sample)
-        experts = () if returned is None else returned.records(self.experts, len(prompt_ids) + len(self.token_ids))
+        experts: Values = ()
+        # Whoever goes on with a response that was cut feeds all its tokens again.
+        if returned is not None and reason != "abort":
+            experts = returned.records(self.experts, len(prompt_ids) + len(self.token_ids))
         tokens = self.token_ids, self.log_probs, self.versions
         turn = Turn.of(prompt_ids, *tokens, reason, experts, self.cached_tokens)
         self.request.finish(self.sample, turn)

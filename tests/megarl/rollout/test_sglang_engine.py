@@ -136,7 +136,7 @@ def endless(asked, long_prompt):
     return begin
 
 
-def test_the_experts_that_the_server_tells_of_are_those_of_the_tokens(start, folders, asked):
+def test_the_experts_that_the_server_tells_of_are_those_of_the_tokens(start, folders, asked, long_prompt):
     engine, returned = start(enable_return_routed_experts=True), ReturnedExperts.of(folders[0])
     sampling = SamplingParameters(samples=3, max_tokens=7, seed=5)
     turns = [turn for of_prompt in engine.generate([Request(each, sampling) for each in PROMPTS]) for turn in of_prompt]
@@ -145,13 +145,17 @@ def test_the_experts_that_the_server_tells_of_are_those_of_the_tokens(start, fol
         fed = np.concatenate([turn.prompt_ids, turn.token_ids])[:-1]
         rows = np.stack([fed[:, None] + layer + np.arange(2) for layer in returned.layers], 1) % 4
         assert np.array_equal(joined([turn.routed_experts]), returned.routing.records(rows, len(fed) + 1))
-    # A token that never reaches the server goes to no experts.
+    # Whoever goes on with what was cut has the experts of all its tokens.
     engine.pause("keep")
     waiting = asked(engine).ask(Request(PROMPTS[0], sampling))
     engine.pause("abort")
     (turns,) = waiting.result(20)
-    for turn in turns:
-        assert np.array_equal(joined([turn.routed_experts]), *returned.records([], len(PROMPTS[0])))
+    assert {turn.routed_experts for turn in turns} == {()}
+    engine.resume()
+    cut = asked(engine).begin(Request(long_prompt, SamplingParameters(temperature=0, max_tokens=450)))
+    engine.pause("abort")
+    ((turn,),) = cut.result(20)
+    assert (turn.finish_reason, len(turn.token_ids) > 0, turn.routed_experts) == ("abort", True, ())
 
 
 def test_an_update_brings_new_tokens_and_their_version(served):

@@ -1,4 +1,4 @@
-"""Routed experts of vLLM: each token's own, whatever is computed with it, computed again, or ended early."""
+"""Routed experts of vLLM: each token's own, whatever is computed with it or computed again."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -25,17 +25,21 @@ def test_the_experts_of_every_token_are_those_of_a_plain_forward(engines, folder
     for turn in turns:
         check_experts(folders[0], turn, routing)
 
-    # All keys and values are computed again in the middle of a response, which is then ended early.
+    # All keys and values are computed again in the middle of a response.
     served = Served(engine, folders)
     generating = half_generated(engine)
     served.update(served.first, 1)
     engine.resume()
     other = engine.generate(requests[:1])[0]
-    engine.pause("abort")
-    ((aborted,),) = generating.result(60)
-    engine.resume()
-    for turn in (aborted, *other):
+    ((whole,),) = generating.result(60)
+    for turn in (whole, *other):
         check_experts(folders[0], turn, routing)
+
+    # Whoever goes on with what was cut has the experts of all its tokens.
+    cut = half_generated(engine)
+    engine.pause("abort")
+    ((turn,),) = cut.result(60)
+    assert (turn.finish_reason, len(turn.token_ids) > 0, turn.routed_experts) == ("abort", True, ())
 
 
 def test_a_response_does_not_keep_what_a_step_recorded_for_others():
