@@ -12,6 +12,7 @@ import psutil
 import pytest
 import ray
 import torch
+from eventually import eventually
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from test_main_job import greedy_tokens, make_config
@@ -20,9 +21,16 @@ from transformers import AutoModelForCausalLM
 from converters.errors import UserError
 from converters.hf_to_megatron import HUGGINGFACE, convert_checkpoint
 from converters.layouts.megatron import ParallelSizes
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.restarts import Restarts, StartStages
+from megarl.cluster.placement.placement import Role
+from megarl.cluster.placement.reservation import reserve
 from megarl.cluster.ray import runtime
+from megarl.cluster.workers.calls import answered
 from megarl.cluster.workers.long_arrays import taken_out
 from megarl.cluster.workers.streams import Stream, results_of
+from megarl.cluster.workers.worker import WorkerGone
+from megarl.cluster.workers.worker_group import WorkerGroup
 from megarl.models.policy import check_loadable
 from megarl.output.places import EXPORT
 from megarl.quickstart.tiny_models import write_tiny_model
@@ -42,8 +50,8 @@ NOTICED_S = 60
 
 
 @pytest.fixture(scope="module")
-def address():
-    """Address of a cluster of two nodes. All started for it, and written, is gone afterwards."""
+def cluster():
+    """A cluster of two nodes. All started for it, and written, is gone afterwards."""
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     runtime._require_token()
     runtime._bind_to_loopback()
@@ -61,12 +69,17 @@ def address():
                     object_store_memory=OBJECT_STORE_BYTES,
                     include_dashboard=False,
                 )
-            yield cluster.address
+            yield cluster
         finally:
             cluster.shutdown()
             shutil.rmtree(folder)
     left = {process.pid for process in psutil.Process().children(recursive=True)} - before
     assert psutil.wait_procs([psutil.Process(pid) for pid in left if psutil.pid_exists(pid)], timeout=10)[1] == []
+
+
+@pytest.fixture
+def address(cluster):
+    return cluster.address
 
 
 @pytest.fixture
@@ -243,3 +256,24 @@ def test_long_arrays_that_a_stream_is_waited_for_stay_on_their_machine(config, t
         worker = SimpleNamespace(log=tmp_path / "telling.log", failure=None)
         ((_, told),) = results_of([Stream(worker, actor.stream.remote())])
         assert ray.experimental.get_object_locations([told.reference])[told.reference]["node_ids"] == [there]
+
+
+@pytest.mark.long
+def test_an_engine_whose_machine_is_gone_is_not_started_there_again(cluster, config, tmp_path):
+    lost = cluster.add_node(num_cpus=4, object_store_memory=OBJECT_STORE_BYTES)
+    # No other machine has as much.
+    role = Role("engine", processes=1, cpus=4, gpus=0)
+    with runtime.ray_cluster(config.cluster), reserve([role], config.cluster) as seats:
+        group = WorkerGroup(seats["engine"], tmp_path)
+        group.nodes()
+        (worker,) = group.workers
+        assert not worker.has_lost_its_machine
+        cluster.remove_node(lost, allow_graceful=False)
+        # The process may outlive what started it for a moment.
+        assert eventually(lambda: answered([worker.begin_node()]) and worker.failure, NOTICED_S)
+        assert eventually(lambda: worker.has_lost_its_machine, NOTICED_S)
+        assert group.renew(worker).has_lost_its_machine
+        restarts = Restarts(3, StartStages(iter, iter), up_within_s=60, start_within_s=60)
+        with pytest.raises(WorkerGone, match="engine_0 is gone with the Ray node that it was on") as caught:
+            restarts.begin(EngineHandle([worker]))
+        assert caught.value.may_resume

@@ -102,6 +102,11 @@ class EngineHandle:
         return next((each.failure for each in self.processes if each.failure and is_death(each.failure)), None)
 
     @property
+    def has_lost_its_machine(self) -> bool:
+        """Whether a machine that it is on is gone, as far as Ray knows: it cannot be started again in its place."""
+        return any(each.has_lost_its_machine for each in self.processes)
+
+    @property
     def processes(self) -> list[Worker]:
         """The one that answers, and those on other machines."""
         return [self.worker, *self.parts]

@@ -13,7 +13,7 @@ from converters.errors import UserError
 from megarl.cluster.engines.engine_handle import EngineHandle
 from megarl.cluster.workers.calls import LOOK_S, end_silent, wait
 from megarl.cluster.workers.heartbeats import Heartbeats
-from megarl.cluster.workers.worker import Call, Worker, WorkerFailed, WorkerGone
+from megarl.cluster.workers.worker import GOES_ON, Call, Worker, WorkerFailed, WorkerGone
 from megarl.process.logs import say
 
 Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
@@ -55,6 +55,8 @@ class _Restart:
 
 class Restarts:
     """The restarts of a run's engines, at most `max_restarts`, with those before the checkpoint that it goes on from.
+
+    One whose machine is gone is not restarted: its place is there, and the next try of the run finds it another.
 
     Nothing goes on by itself: a restart takes its next step when somebody who waits for engines calls `go_on`. So the
     trainer's ranks are asked for weights only where nothing else is asked of them. While others have the device, after
@@ -161,6 +163,8 @@ class Restarts:
         return metrics
 
     def _begin(self, handle: EngineHandle, failure: WorkerFailed, died_s: float) -> None:
+        if handle.has_lost_its_machine:
+            raise _lost(handle)
         first = self._first = self._first or _Cause(failure.reason, str(failure.log), failure.details)
         if self._max_restarts == 0:
             raise failure
@@ -211,8 +215,11 @@ class Restarts:
         if left:
             # A call that has ended is not waited for again: the others would be asked for without a pause.
             restart.calls = [call for call in restart.calls if call.reference in left]
-        if left and restart.is_up and restart.heartbeats.is_due:
-            end_silent([call.worker for call in restart.calls], restart.heartbeats)
+        if left and restart.heartbeats.is_due:
+            # Before it is up there is nobody to ask.
+            end_silent([call.worker for call in restart.calls if restart.is_up], restart.heartbeats)
+            if handle.has_lost_its_machine:
+                raise _lost(handle)
         if left and time.monotonic() > restart.until_s:
             # A process answers beside a start that hangs: its heartbeats say nothing of that.
             raise self._too_late(handle, restart)
@@ -226,6 +233,11 @@ class Restarts:
             happened = f"the new process of {handle.name} was not up after {self._up_within_s:g} s"
             advice = "see to its machine (cluster.start_timeout_s)"
         return WorkerGone(happened, advice, handle.worker.log)
+
+
+def _lost(handle: EngineHandle) -> WorkerGone:
+    happened = f"{handle.name} is gone with the Ray node that it was on"
+    return WorkerGone(happened, f"see to the machine; {GOES_ON}", handle.worker.log)
 
 
 def _one_too_many(first: _Cause, max_restarts: int, last: str) -> WorkerGone:

@@ -43,6 +43,7 @@ class Worker:
     def __init__(self, seats: Seats, number: int, *, logs: Path, calls_at_once: int = 1) -> None:
         role = seats.role
         self.log = logs / f"{role.name}_{number}.log"
+        self._node = seats.nodes[number].id
         self.silence_s = seats.silence_s
         """How long it may give no sign of life."""
         self.failure: WorkerFailed | None = None
@@ -53,6 +54,11 @@ class Worker:
         self.actor = actor.options(
             runtime_env={"env_vars": dict(role.environment)}, scheduling_strategy=seats.strategy(number)
         ).remote(self.log, shared[number] if shared else None)
+
+    @property
+    def has_lost_its_machine(self) -> bool:
+        """Whether Ray knows that the machine of its seat is gone: no process comes up there any more."""
+        return self._node in {node["NodeID"] for node in ray.nodes() if not node["Alive"]}
 
     def begin_adopt(self, actor: ray.actor.ActorHandle) -> "Call[None]":
         """Begin to speak for another process, which from now on writes to this worker's log."""

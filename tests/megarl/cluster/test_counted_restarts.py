@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megarl.cluster.engines import restarts as module
 from megarl.cluster.engines.restarts import Restarts, StartStages
 from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
 
@@ -19,6 +21,7 @@ class Engine:
     log: Path
     number: int
     state: str = "restarting"
+    has_lost_its_machine: bool = False
 
     @property
     def name(self) -> str:
@@ -27,6 +30,10 @@ class Engine:
     @property
     def death(self) -> WorkerFailed:
         return WorkerGone(f"the process of {self.name} died", f"see why {self.number}", self.log)
+
+    @property
+    def worker(self) -> SimpleNamespace:
+        return SimpleNamespace(log=self.log)
 
 
 def steps(_: Engine) -> Iterator[Sequence[Call[Any]]]:
@@ -78,6 +85,32 @@ def test_more_restarts_than_before_are_allowed_by_the_configuration_alone(most, 
     else:
         after.begin(Engine(log, 2))
         assert after.count == 3
+
+
+def test_an_engine_that_is_gone_with_its_machine_is_not_started_where_it_was_and_the_run_may_resume(log) -> None:
+    run = restarts(3)
+    for number in range(8):
+        with pytest.raises(
+            WorkerGone, match=f"^engine_{number} is gone with the Ray node .*: see to the mach"
+        ) as caught:
+            run.begin(Engine(log, number, has_lost_its_machine=True))
+        assert caught.value.may_resume
+    assert run.state_dict() == {"count": 0, "first": None}
+
+
+def test_a_start_ends_when_it_is_heard_that_the_machine_is_gone(log, monkeypatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    # New processes wait for their place for ever.
+    monkeypatch.setattr(module.ray, "wait", lambda references, **_: ([], references))
+    call = SimpleNamespace(reference="a new process is up")
+    run = Restarts(3, StartStages(lambda _: iter([[call]]), steps), up_within_s=60, start_within_s=60)
+    engine = Engine(log, 1)
+    run.begin(engine)
+    run.go_on()
+    engine.has_lost_its_machine = True
+    with pytest.raises(WorkerGone, match="engine_1 is gone with the Ray node") as caught:
+        run.go_on()
+    assert (caught.value.may_resume, run.count) == (True, 1)
 
 
 def test_a_run_without_deaths_has_no_first_cause(log) -> None:
