@@ -70,6 +70,7 @@ REWARDS: Mapping[str, Builtin] = {
         may_be_undecided=True,
         truth="megarl.rewards.math_match:check_truth",
     ),
+    "math_dapo": Builtin("megarl.rewards.math_dapo:math_dapo"),
     "multiple_choice": Builtin(
         "megarl.rewards.multiple_choice:multiple_choice",
         check="megarl.rewards.multiple_choice:check_options",

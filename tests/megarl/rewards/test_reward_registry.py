@@ -13,6 +13,7 @@ CASES = {
     "gsm8k_flexible": ({}, "it is 7", "7", 1.0),
     "numeric_match": ({"absolute": 0.2}, "about 7.1", "7", 1.0),
     "math": ({}, r"\boxed{\frac{14}{2}}", "7", 1.0),
+    "math_dapo": ({}, "Answer: $7$", "7", 1.0),
     "multiple_choice": ({"options": "ABCDE"}, "Answer: E", "E", 1.0),
     "json_match": ({}, '{"a": 7}', {"a": 7}, 1.0),
     "json_schema": ({}, "7", {"type": "integer"}, 1.0),
