@@ -157,7 +157,7 @@ def _reward(t: _Translation) -> None:
     reward = t.take("rm_type")
     if reward == "dapo" and not ("reward_key" in t.given and t.given["reward_key"].words == ["acc"]):
         # A KL in the reward, which is copied, counts as there only where right and wrong are as far apart.
-        t.recipe.weigh_twice("dapo", slime.REWARDS[reward], [shown(t.given["rm_type"])], "slime")
+        t.recipe.weigh_twice(slime.REWARDS[reward], [shown(t.given["rm_type"])], "slime")
     elif reward in slime.REWARDS:
         t.recipe.set("reward.function", slime.REWARDS[reward])
     elif reward:

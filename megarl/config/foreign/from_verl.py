@@ -175,9 +175,8 @@ def _reward(t: Translation) -> None:
     else:
         for reward, sources in verl.REWARDS.items():
             t.recipe.set(f"reward.functions.{reward}", {"function": reward, "data_sources": list(sources)})
-        shown = [f"data_source={each}" for each in verl.FROM_MINUS_ONE]
-        t.recipe.weigh_twice("math_dapo", "math", shown, "verl")
-        t.recipe.set("reward.functions.math_dapo.data_sources", list(verl.FROM_MINUS_ONE))
+        shown = [f"data_source={each}" for each in verl.REWARDS[verl.FROM_MINUS_ONE]]
+        t.recipe.weigh_twice(verl.FROM_MINUS_ONE, shown, "verl")
     overlong = "reward_model.reward_kwargs.overlong_buffer_cfg."
     enabled = t.take(f"{overlong}enable")
     tokens, penalty = t.take(f"{overlong}len"), t.take(f"{overlong}penalty_factor", 1.0)

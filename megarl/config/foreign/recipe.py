@@ -48,9 +48,10 @@ class TranslatedRecipe:
             place = place[name]
         return place
 
-    def weigh_twice(self, term: str, function: str, settings: list[str], where: str) -> None:
+    def weigh_twice(self, reward: str, settings: list[str], where: str) -> None:
         """Let a term of the reward have right and wrong as far apart as `where`, whose function gives 1 and -1."""
-        self.set(f"reward.functions.{term}", {"function": function, "weight": 2.0})
+        self.set(f"reward.functions.{reward}.function", reward)
+        self.set(f"reward.functions.{reward}.weight", 2.0)
         why = f"right answers are worth 2 and wrong ones 0, as far apart as {where}'s 1 and -1, in eval/accuracy, too"
         self.always[why] = settings
 

@@ -90,7 +90,8 @@ ADVANTAGES: Mapping[str, tuple[str, str]] = {
 KL_ESTIMATORS: Mapping[str, str] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 REWARDS: Mapping[str, str] = {
-    **dict.fromkeys(("math", "deepscaler", "dapo"), "math"),
+    **dict.fromkeys(("math", "deepscaler"), "math"),
+    "dapo": "math_dapo",
     "gpqa": "multiple_choice",
 }
 """Value of --rm-type -> reward."""

@@ -194,13 +194,14 @@ WITHOUT_LIMIT = 1_000_000
 
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
-FROM_MINUS_ONE = ("math_dapo", "math", "math_dapo_reasoning")
-"""Values of data_source for which verl's own function gives 1 and -1, where the rewards here give 1 and 0."""
+FROM_MINUS_ONE = "math_dapo"
+"""The reward that is 1 and -1 in verl, where it is 1 and 0 here."""
 REWARDS: Mapping[str, tuple[str, ...]] = {
     "gsm8k": ("openai/gsm8k",),
     "math": (*_MATH, *(f"numina_{each}" for each in _NUMINA)),
+    FROM_MINUS_ONE: ("math_dapo", "math", "math_dapo_reasoning"),
 }
-"""Reward -> values of data_source for which verl's own function has right and wrong as far apart."""
+"""Reward -> values of data_source for which verl has it."""
 
 _TURNS = "trainer and engines take turns on the GPUs, and who waits has its memory on the host"
 _PACKED = "micro-batches are always packed, without padding, by tokens"

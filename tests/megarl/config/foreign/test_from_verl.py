@@ -255,15 +255,16 @@ def test_settings_that_ask_for_nothing_are_no_loss() -> None:
     assert said(asked.absent) == ["actor_rollout_ref.actor.ppo_epochs=2", "global_profiler.tool=nsys"]
 
 
-# From verl/utils/reward_score of verl 0.10.0.dev: a value of data_source of each function, wrong and right.
+# From verl/utils/reward_score of verl 0.10.0.dev: a value of data_source of each function, wrong and right, and what
+# it is here.
 SCORES = {
-    "openai/gsm8k": (0.0, 1.0),
-    "lighteval/MATH": (0.0, 1.0),
-    "HuggingFaceH4/MATH-500": (0.0, 1.0),
-    "math_dapo": (-1.0, 1.0),
-    "math": (-1.0, 1.0),
-    "math_dapo_reasoning": (-1.0, 1.0),
-    "numina_olympiads": (0.0, 1.0),
+    "openai/gsm8k": (0.0, 1.0, "gsm8k"),
+    "lighteval/MATH": (0.0, 1.0, "math"),
+    "HuggingFaceH4/MATH-500": (0.0, 1.0, "math"),
+    "math_dapo": (-1.0, 1.0, "math_dapo"),
+    "math": (-1.0, 1.0, "math_dapo"),
+    "math_dapo_reasoning": (-1.0, 1.0, "math_dapo"),
+    "numina_olympiads": (0.0, 1.0, "math"),
 }
 PENALTIES = [
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
@@ -281,7 +282,8 @@ def test_a_right_answer_gains_as_much_over_what_is_subtracted_as_it_does_there(t
     config = compose_open("mine", (), str(tmp_path))[0]
     (term,) = [each for each in terms_of(config.reward) if each.applies_to(source)]
     assert term.source.builtin is not None
-    wrong, right = SCORES[source]
+    wrong, right, function = SCORES[source]
+    assert term.source.spec == function
     assert term.weight * (1.0 - term.source.builtin.nothing["score"]) == right - wrong
     assert (config.reward.overlong_penalty, config.algorithm.kl_coefficient) == (0.7, 0.01)
     assert (f"data_source={source}" in said(recipe.always)) == (wrong < 0)
