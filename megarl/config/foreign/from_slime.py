@@ -160,6 +160,8 @@ def _reward(t: _Translation) -> None:
         t.recipe.weigh_twice(slime.REWARDS[reward], [shown(t.given["rm_type"])], "slime")
     elif reward in slime.REWARDS:
         t.recipe.set("reward.function", slime.REWARDS[reward])
+        if reward in slime.ANSWER_AFTER:
+            t.recipe.set("reward.answer_after", slime.ANSWER_AFTER[reward])
     elif reward:
         t.recipe.set("reward.function", OPEN)
         t.absent("rm_type", slime.ABSENT["rm_type"])

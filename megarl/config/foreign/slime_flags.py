@@ -95,6 +95,8 @@ REWARDS: Mapping[str, str] = {
     "gpqa": "multiple_choice",
 }
 """Value of --rm-type -> reward."""
+ANSWER_AFTER: Mapping[str, str] = {"deepscaler": "</think>"}
+"""Value of --rm-type -> the end of the thoughts, without which there is no answer."""
 
 _PACKED = "micro-batches are always packed, without padding, by tokens"
 _TURNS = "who waits for its turn on shared GPUs always has its memory on the host"

@@ -265,21 +265,21 @@ def test_epochs_do_not_count_beside_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "function", "weight"),
+    ("given", "function", "weight", "behind"),
     [
-        ("deepscaler", "math", 1.0),
-        ("math", "math", 1.0),
-        ("dapo", "math_dapo", 2.0),
-        ("dapo --reward-key acc", "math_dapo", 1.0),
+        ("deepscaler", "math", 1.0, "</think>"),
+        ("math", "math", 1.0, ""),
+        ("dapo", "math_dapo", 2.0, ""),
+        ("dapo --reward-key acc", "math_dapo", 1.0, ""),
     ],
 )
 def test_right_and_wrong_answers_are_as_far_apart_as_there(
-    tmp_path: Path, given: str, function: str, weight: float
+    tmp_path: Path, given: str, function: str, weight: float, behind: str
 ) -> None:
     """With --rm-type dapo they are worth 1 and -1 in slime's own function, with all others 1 and 0."""
     recipe = from_slime(script(tmp_path, "--rm-type deepscaler", f"--rm-type {given}"), {"BASE": "/b"})
     check(recipe)
     (tmp_path / "mine.yaml").write_text(recipe.yaml("A recipe"))
     (term,) = terms_of(compose_open("mine", (), str(tmp_path))[0].reward)
-    assert (term.source.spec, term.weight) == (function, weight)
+    assert (term.source.spec, term.weight, term.answer_after) == (function, weight, behind)
     assert ("--rm-type dapo" in [flag for flags in recipe.always.values() for flag in flags]) == (weight == 2.0)
