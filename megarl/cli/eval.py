@@ -1,8 +1,8 @@
 """Measure a model: a fresh engine loads a HuggingFace folder and answers held-out prompts.
 
-One greedy response to each prompt gives the accuracy, which is the mean reward. With --samples N, N responses to each
-are sampled: the accuracy is their mean, and there are pass@k (one of k is right), majority@k (what most of k answer)
-and best@k (the best of k). Other keys of the configuration are given as KEY=VALUE.
+One response to each prompt, greedy or with --temperature sampled, gives the accuracy, which is the mean reward. With
+--samples N, N responses to each are sampled: the accuracy is their mean, and there are pass@k (one of k is right),
+majority@k (what most of k answer) and best@k (the best of k). Other keys of the configuration are given as KEY=VALUE.
 """
 
 import argparse
@@ -45,8 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--files", required=True, nargs="+", metavar="FILE", help="parquet files of prompts")
     parser.add_argument("--reward", metavar="NAME", help="a built-in reward, or path/to/file.py:name")
     parser.add_argument("--max-response-tokens", type=int, metavar="N", help="longest response")
-    parser.add_argument("--samples", type=int, metavar="N", help="responses to each prompt (default: 1, greedy)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="of more than one response (default: 1)")
+    parser.add_argument("--samples", type=int, metavar="N", help="responses to each prompt (default: 1)")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="of the responses (default: one response is greedy, several have 1)",
+    )
     parser.add_argument(
         "--output-dir",
         metavar="DIR",
@@ -78,7 +83,6 @@ def _run(options: argparse.Namespace) -> int:
     refuse_checkpoint(Path(options.model))
     with phase("reading the configuration"):
         config = compose("eval", overrides_of(options))
-        _check_temperature(options, config.loop.eval_samples)
         check_input_paths(config, "eval")
         from megarl.config.validate import validate
 
@@ -99,14 +103,6 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"{name} {number} is too small: it must be at least 1")
     if options.temperature is not None and not 0 < options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature:g} must be a number above 0")
-
-
-def _check_temperature(options: argparse.Namespace, samples: int) -> None:
-    if options.temperature is not None and samples == 1:
-        raise UserError(
-            f"--temperature {options.temperature:g} is that of several responses, and one to a prompt is greedy: give"
-            " --samples, too, or leave it out"
-        )
 
 
 def json_of(model: str, metrics: Mapping[str, float]) -> str:

@@ -201,9 +201,9 @@ class LoopConfig:
     eval_at_start: bool = True
     """Evaluate before the first step, too."""
     eval_samples: int = 1
-    """Responses to each held-out prompt; 1 is greedy, more are sampled and give pass@k, mean@k, majority@k, best@k."""
-    eval_temperature: float = 1.0
-    """Temperature of more than one response."""
+    """Responses to each held-out prompt; several give pass@k, mean@k, majority@k, best@k."""
+    eval_temperature: float | None = None
+    """Temperature of these responses; without one, a single response is greedy and several have 1."""
     seed: int = 0
     """Seed of the data order and of sampling."""
 

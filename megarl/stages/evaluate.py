@@ -1,4 +1,4 @@
-"""How good the policy is: greedy responses to held-out prompts, or several sampled ones."""
+"""How good the policy is: greedy responses to held-out prompts, or sampled ones."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,14 +26,14 @@ _SALT = "evaluation"
 class EvalSettings:
     """How held-out prompts are answered.
 
-    One of the `samples` is greedy, more are sampled from the whole distribution at `temperature`. Every evaluation with
-    the same `seed` samples with the same random streams.
+    The `samples` of each are sampled from the whole distribution at `temperature`; without one, a single sample is
+    greedy, and several have 1. Every evaluation with the same `seed` samples with the same random streams.
     """
 
     max_tokens: int
     stop_token_ids: tuple[int, ...]
     samples: int = 1
-    temperature: float = 1.0
+    temperature: float | None = None
     seed: int = 0
 
     @classmethod
@@ -131,11 +131,11 @@ def _answers(group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> Answers:
 def _sampling(prompts: int, settings: EvalSettings) -> list[SamplingParameters]:
     one = SamplingParameters(
         samples=settings.samples,
-        temperature=settings.temperature,
+        temperature=1.0 if settings.temperature is None else settings.temperature,
         max_tokens=settings.max_tokens,
         stop_token_ids=settings.stop_token_ids,
     )
-    if settings.samples == 1:
+    if settings.samples == 1 and settings.temperature is None:
         return [replace(one, temperature=0.0)] * prompts
     seeds = np.random.SeedSequence((settings.seed, 0, _EVALUATION)).generate_state(prompts).tolist()
     return [replace(one, seed=each) for each in seeds]

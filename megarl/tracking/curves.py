@@ -41,7 +41,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("Held-out accuracy (greedy)", (Curve("eval/accuracy", _GREEN, markers=True),), share=True),
+    Panel("Held-out accuracy", (Curve("eval/accuracy", _GREEN, markers=True),), share=True),
     Panel("Mean reward of the samples", (Curve("reward/mean", _BLUE, smoothed=True),)),
     Panel("Policy entropy (nats per token)", (Curve("policy/entropy", _ORANGE, smoothed=True),)),
     Panel(

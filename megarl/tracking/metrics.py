@@ -260,7 +260,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "eval/accuracy",
         "",
-        "mean reward of the responses to the held-out prompts (one greedy, or loop.eval_samples); only where evaluated",
+        "mean reward of the responses to the held-out prompts (see loop.eval_samples); only where evaluated",
     ),
     Metric("eval/dropped", "responses", "held-out responses whose reward function failed (reward.on_error=drop)"),
     Metric("eval/truncated_fraction", "", "share of held-out responses that ran into rollout.max_response_tokens"),

@@ -6,6 +6,7 @@ from megarl.cli.eval import json_of, lines_of, overrides_of
 from megarl.cli.evaluation_table import evaluation_table
 from megarl.cli.main import build_parser
 from megarl.config.compose import compose
+from megarl.stages.evaluate import EvalSettings
 
 SAMPLED = {
     "mean_at_2": 0.5,
@@ -47,6 +48,13 @@ def test_samples_and_temperature_are_keys_of_the_recipe():
     options, options.overrides = build_parser().parse_known_args(words)
     config = compose("eval", overrides_of(options))
     assert (config.loop.eval_samples, config.loop.eval_temperature) == (8, 0.6)
+
+
+def test_a_temperature_alone_is_that_of_one_response():
+    words = ["eval", "--model", "m", "--files", "e.parquet", "--temperature", "0.6"]
+    options, options.overrides = build_parser().parse_known_args(words)
+    config = compose("eval", overrides_of(options))
+    assert EvalSettings.of(config, [7]) == EvalSettings(config.rollout.max_response_tokens, (7,), 1, 0.6)
 
 
 def test_a_file_that_is_there_is_no_override(tmp_path, monkeypatch):

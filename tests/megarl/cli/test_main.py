@@ -95,10 +95,7 @@ print(code, *(name for name in {HEAVY!r} if name in sys.modules))"""
         ("fly", "there is no command fly; megarl --help lists them"),
         ("eval --model m --files e.parquet --samples 0", "--samples 0 is too small: it must be at least 1"),
         ("eval --model m --files e.parquet --max-response-tokens 0", "--max-response-tokens 0 is too small"),
-        (
-            "eval --model m --files e.parquet --temperature 0.5",
-            "--temperature 0.5 is that of several responses, and one to a prompt is greedy: give --samples, too",
-        ),
+        ("eval --model m --files e.parquet --temperature 0.5", "--model=m is not a HuggingFace folder"),
         ("eval --model m --files e.parquet --temperature -1", "--temperature -1 must be a number above 0"),
         ("eval --model m --files e.parquet --temperature nan", "--temperature nan must be a number above 0"),
         ("doctor --jsn", "megarl doctor does not take --jsn"),

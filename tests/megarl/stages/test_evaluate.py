@@ -73,12 +73,18 @@ def test_one_response_is_greedy(run):
     }
 
 
-def test_several_are_sampled_at_the_temperature_of_evaluations(scorer):
+@pytest.mark.parametrize(
+    ("samples", "given", "temperature"), [(1, None, 0.0), (1, 0.6, 0.6), (1, 1.0, 1.0), (2, None, 1.0), (2, 0.6, 0.6)]
+)
+def test_they_are_sampled_at_the_temperature_of_evaluations(scorer, samples, given, temperature):
+    """One response without a temperature is greedy; with one, it is sampled as several are."""
     config = MegarlConfig()
-    config.rollout.temperature, config.loop.eval_temperature, config.loop.eval_samples = 1.3, 0.6, 2
-    engines = Engines(["11", "22", "33"])
+    config.rollout.temperature, config.loop.eval_temperature, config.loop.eval_samples = 1.3, given, samples
+    engines = Engines(["1" * samples, "2" * samples, "3" * samples])
     evaluate(engines, PROMPTS, scorer, TOKENIZER, EvalSettings.of(config, [7]))
-    assert [(each.sampling.samples, each.sampling.temperature) for each in engines.requests] == [(2, 0.6)] * 3
+    asked = [each.sampling for each in engines.requests]
+    assert [(each.samples, each.temperature) for each in asked] == [(samples, temperature)] * 3
+    assert len({each.seed for each in asked}) == (3 if temperature else 1)
 
 
 def test_one_data_source_is_not_told_twice(run):
