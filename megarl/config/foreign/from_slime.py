@@ -11,7 +11,7 @@ from megarl.config.foreign import slime_flags as slime
 from megarl.config.foreign.arguments import Argument, number_or_text, read_arguments
 from megarl.config.foreign.engine_arguments import OF_SLIME, TENSOR_PARALLEL
 from megarl.config.foreign.megatron_script import MegatronScript, check_model, translate
-from megarl.config.foreign.recipe import OPEN, TranslatedRecipe, steps_of_epochs
+from megarl.config.foreign.recipe import OPEN, SAMPLED_FROM_ALL, TranslatedRecipe, steps_of_epochs
 from megarl.rollout import ENGINES
 
 
@@ -19,7 +19,7 @@ def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
     """The recipe of a script. Raises UserError for an argument that neither slime nor Megatron-LM has."""
     found = read_arguments(file, environment)
     translation = _Translation({argument.name: argument for argument in found.arguments})
-    for part in (_algorithm, _kl, _batch, _data, _length, _engines, _cluster, _rest):
+    for part in (_algorithm, _kl, _batch, _data, _evaluation, _length, _engines, _cluster, _rest):
         part(translation)
     for place in found.skipped:
         translation.recipe.absent.setdefault("it stands in a branch or a loop of the script", []).append(place)
@@ -165,6 +165,19 @@ def _reward(t: _Translation) -> None:
     elif reward:
         t.recipe.set("reward.function", OPEN)
         t.absent("rm_type", slime.ABSENT["rm_type"])
+
+
+def _evaluation(t: _Translation) -> None:
+    """Held-out responses, which slime samples as it samples others, one to a prompt, too."""
+    samples, temperature = t.take("n_samples_per_eval_prompt"), t.take("eval_temperature")
+    if temperature is None:
+        temperature = t.take("rollout_temperature")
+    if t.take("eval_top_k") == 1:
+        temperature = 0
+    t.recipe.evaluate_with(samples, temperature, [f"--n-samples-per-eval-prompt {samples}"])
+    for name, value in slime.EVALUATES_ALL_TOKENS.items():
+        if t.take(name) not in (None, value) and temperature:
+            t.absent(name, SAMPLED_FROM_ALL)
 
 
 def _length(t: _Translation) -> None:

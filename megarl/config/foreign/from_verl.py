@@ -84,8 +84,8 @@ def _rollout(t: Translation) -> None:
     if t.take(f"{ROLLOUT}enable_rollout_routing_replay") or t.given.get(f"{ACTOR}router_replay.mode") == "R3":
         t.take(f"{ACTOR}router_replay.mode")
         t.recipe.set("algorithm.router_replay", "rollout")
-    if (temperature := t.take(f"{ROLLOUT}val_kwargs.temperature")) and temperature > 0:
-        t.recipe.set("loop.eval_temperature", temperature)
+    samples, temperature = t.take(f"{ROLLOUT}val_kwargs.n", 1), t.take(f"{ROLLOUT}val_kwargs.temperature", 0)
+    t.recipe.evaluate_with(samples, temperature, [f"{ROLLOUT}val_kwargs.n={samples}"])
 
 
 def _algorithm(t: Translation) -> None:

@@ -10,7 +10,10 @@ import yaml
 from megarl.config.origins import OPEN, compose_open
 from megatron_ext.options.supported_options import DEEPEP, REFUSED, WITHOUT_DEEPEP
 
-__all__ = ["OPEN", "TranslatedRecipe", "check", "steps_of_epochs"]
+__all__ = ["OPEN", "SAMPLED_FROM_ALL", "TranslatedRecipe", "check", "steps_of_epochs"]
+
+SAMPLED_FROM_ALL = "held-out responses are sampled from all tokens"
+"""Why an evaluation has neither top_p nor top_k."""
 
 
 @dataclass
@@ -54,6 +57,15 @@ class TranslatedRecipe:
         self.set(f"reward.functions.{reward}.weight", 2.0)
         why = f"right answers are worth 2 and wrong ones 0, as far apart as {where}'s 1 and -1, in eval/accuracy, too"
         self.always[why] = settings
+
+    def evaluate_with(self, samples: int, temperature: float, settings: list[str]) -> None:
+        """Let held-out responses be as many, and sampled or greedy; `settings` ask for several greedy ones."""
+        if temperature > 0:
+            self.set("loop.eval_temperature", temperature)
+        elif samples > 1:
+            self.always["greedy responses to a prompt are all the same: one is enough"] = settings
+            samples = 1
+        self.set("loop.eval_samples", samples)
 
     def decay_over_the_whole_run(self, warm_up: str) -> None:
         """Let the policy's decay end with the run, steps of the critic alone included, as verl and slime have it.

@@ -17,10 +17,12 @@ DEFAULTS: Mapping[str, Any] = {
     "lambd": 1.0,
     "lr": 1e-6,
     "lr_decay_style": "linear",
+    "n_samples_per_eval_prompt": 1,
     "n_samples_per_prompt": 1,
     "num_critic_only_steps": 0,
     "rollout_num_gpus_per_engine": 1,
     "rollout_seed": 42,
+    "rollout_temperature": 1.0,
     "tis_clip": 2.0,
     "value_clip": 0.2,
     "weight_decay": 0.01,
@@ -33,10 +35,8 @@ OPTIMIZER = ("lr", "lr_decay_style", "weight_decay")
 SAME: Mapping[str, str] = {
     "entropy_coef": "algorithm.entropy_coefficient",
     "eval_interval": "loop.eval_every",
-    "eval_temperature": "loop.eval_temperature",
     "hf_checkpoint": "model.path",
     "input_key": "data.prompt_column",
-    "n_samples_per_eval_prompt": "loop.eval_samples",
     "n_samples_per_prompt": "loop.samples_per_prompt",
     "num_rollout": "loop.steps",
     "ref_update_interval": "algorithm.refresh_reference_every",
@@ -98,6 +98,9 @@ REWARDS: Mapping[str, str] = {
 ANSWER_AFTER: Mapping[str, str] = {"deepscaler": "</think>"}
 """Value of --rm-type -> the end of the thoughts, without which there is no answer."""
 
+EVALUATES_ALL_TOKENS: Mapping[str, Any] = {"eval_top_p": 1, "eval_top_k": -1}
+"""Argument of evaluations -> its value in which no token is left out, as it is here."""
+
 _PACKED = "micro-batches are always packed, without padding, by tokens"
 _TURNS = "who waits for its turn on shared GPUs always has its memory on the host"
 _MODEL = "weights come from model.path, also those of the reference"
@@ -142,8 +145,6 @@ ALWAYS: Mapping[str, str] = {
     "enable_mtp_training": "layers for multi-token prediction train as model.mtp_training says: detached",
     "eval_max_prompt_len": "held-out prompts have the limits of all",
     "eval_max_response_len": "held-out responses have the limit of all",
-    "eval_top_p": "several responses to a held-out prompt are sampled from all tokens, one is greedy",
-    "eval_top_k": "several responses to a held-out prompt are sampled from all tokens, one is greedy",
 }
 """Argument -> why nothing needs to be said of it here."""
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.foreign.recipe import SAMPLED_FROM_ALL
+
 DEFAULTS: Mapping[str, Any] = {
     "actor_rollout_ref.actor.clip_ratio": 0.2,
     "actor_rollout_ref.actor.clip_ratio_c": 3.0,
@@ -76,7 +78,6 @@ SAME: Mapping[str, str] = {
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
     "actor_rollout_ref.rollout.top_p": "rollout.top_p",
     "actor_rollout_ref.rollout.top_k": "rollout.top_k",
-    "actor_rollout_ref.rollout.val_kwargs.n": "loop.eval_samples",
     "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": "model.freeze_moe_router",
     "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
     "reward.num_workers": "reward.workers",
@@ -277,7 +278,7 @@ ALWAYS: Mapping[str, str] = {
     "actor_rollout_ref.rollout.load_format": _REFIT,
     "actor_rollout_ref.rollout.dtype": "engines hold what model.dtype or rollout.weights says",
     "actor_rollout_ref.rollout.do_sample": "rollouts are always sampled",
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": "one response to a prompt is greedy, several are not",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "loop.eval_temperature says whether they are sampled",
     "actor_rollout_ref.rollout.checkpoint_engine": _REFIT,
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes": _REFIT,
     "actor_rollout_ref.rollout.agent.num_workers": "one process asks the engines for everything",
@@ -328,6 +329,7 @@ ABSENT: Mapping[str, str] = {
     " nearest",
     "actor_rollout_ref.rollout.multi_turn": _ONE_TURN,
     "actor_rollout_ref.rollout.agent": _ONE_TURN,
+    "actor_rollout_ref.rollout.val_kwargs": SAMPLED_FROM_ALL,
     "actor_rollout_ref.actor.router_replay": "only the experts of the rollout are replayed (R3)",
     "actor_rollout_ref.actor.freeze_vision_tower": "models of images are not trained",
     "data.image_key": "models of images are not trained",

@@ -6,6 +6,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from verl_scripts import said
 
 from converters.errors import UserError
 from megarl.cli.main import main
@@ -103,6 +104,8 @@ def test_a_script_becomes_a_recipe(tmp_path: Path) -> None:
         "loop.seed": 42,
         "loop.eval_every": 10,
         "loop.eval_samples": 16,
+        # As slime has it where the evaluation has no temperature of its own.
+        "loop.eval_temperature": 0.8,
         "megatron.tensor_model_parallel_size": 4,
         "megatron.pipeline_model_parallel_size": 2,
         "megatron.context_parallel_size": 2,
@@ -229,6 +232,26 @@ def test_steps_of_the_critic_alone_are_steps_of_the_decay(
     assert recipe.get("megatron.lr_decay_steps") == ends
     is_open = steps == "--num-epoch 3"
     assert ("--num-critic-only-steps 9" in [each for flags in recipe.absent.values() for each in flags]) == is_open
+
+
+@pytest.mark.parametrize(
+    ("given", "samples", "temperature", "lost"),
+    [
+        ("", 1, 0.8, []),
+        ("--eval-temperature 0.6 --eval-top-p 1 --eval-top-k -1", 1, 0.6, []),
+        ("--eval-top-p 0.7", 1, 0.8, ["--eval-top-p 0.7"]),
+        ("--n-samples-per-eval-prompt 4 --eval-temperature 0 --eval-top-p 0.7", 1, None, []),
+        ("--n-samples-per-eval-prompt 4 --eval-top-k 1", 1, None, []),
+    ],
+)
+def test_held_out_responses_are_sampled_as_others_are(
+    tmp_path: Path, given: str, samples: int, temperature: float | None, lost: list[str]
+) -> None:
+    recipe = from_slime(script(tmp_path, "--n-samples-per-eval-prompt 16", given), {"BASE": "/b"})
+    assert (recipe.get("loop.eval_samples"), recipe.get("loop.eval_temperature")) == (samples, temperature)
+    flags = [flag for flags in recipe.absent.values() for flag in flags if "eval-" in flag]
+    assert flags == ["--eval-prompt-data aime /b/aime.jsonl", *lost]
+    assert ("--n-samples-per-eval-prompt 4" in said(recipe.always)) == (temperature is None)
 
 
 def test_the_seed_of_rollouts_is_the_seed_here(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def test_grpo_with_megatron(tmp_path: Path) -> None:
         "algorithm.entropy_coefficient": 0,
         "loop.prompts_per_step": 8,
         "loop.samples_per_prompt": 4,
+        "loop.eval_samples": 1,
         "loop.max_tokens_per_micro_batch": 4 * (16 + 8),
         "loop.steps": 2,
         "loop.eval_every": 5,
@@ -138,6 +139,26 @@ def test_a_setting_of_the_algorithm_means_the_same(overrides: dict[str, Any], ke
     assert found.get(key) == value
     assert not [name for name in overrides if name in str(recipe.absent)]
     check(recipe)
+
+
+@pytest.mark.parametrize(
+    ("given", "samples", "temperature", "lost"),
+    [
+        (["n=1", "do_sample=True", "temperature=1.0", "top_p=0.7"], 1, 1.0, ["top_p=0.7"]),
+        (["n=4", "temperature=0.6", "top_p=1.0", "top_k=-1"], 4, 0.6, []),
+        (["n=1"], 1, None, []),
+        (["n=4", "do_sample=False"], 1, None, []),
+    ],
+)
+def test_held_out_responses_are_sampled_where_they_are_sampled_there(
+    given: list[str], samples: int, temperature: float | None, lost: list[str]
+) -> None:
+    """verl samples at val_kwargs.temperature, by default 0, however many responses there are to a prompt."""
+    below = f"{ROLLOUT}val_kwargs."
+    recipe = from_verl([*PPO_KEYS, *(below + each for each in given)], {})
+    assert (recipe.get("loop.eval_samples"), recipe.get("loop.eval_temperature")) == (samples, temperature)
+    assert said(recipe.absent) == [below + each for each in lost]
+    assert (f"{below}n=4" in said(recipe.always)) == (given == ["n=4", "do_sample=False"])
 
 
 def test_ppo_with_megatron(tmp_path: Path) -> None:
