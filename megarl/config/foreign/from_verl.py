@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from converters.errors import UserError
 from megarl.config.foreign import verl_keys as verl
+from megarl.config.foreign import verl_notes
 from megarl.config.foreign.engine_arguments import EXPERT_PARALLEL, OF_VERL, TENSOR_PARALLEL
 from megarl.config.foreign.recipe import OPEN, TranslatedRecipe, steps_of_epochs
 from megarl.config.foreign.verl_settings import read_settings
@@ -51,7 +52,7 @@ def _data(t: Translation) -> None:
     t.recipe.set("data.overlong_prompts", "drop" if t.take("data.filter_overlong_prompts") else "refuse")
     if t.take("data.truncation") in (None, "error"):
         return
-    t.absent("data.truncation", verl.ABSENT["data.truncation"])
+    t.absent("data.truncation", verl_notes.ABSENT["data.truncation"])
 
 
 def _rollout(t: Translation) -> None:

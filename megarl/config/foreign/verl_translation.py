@@ -5,6 +5,7 @@ from typing import Any
 
 from converters.errors import UserError, did_you_mean
 from megarl.config.foreign import verl_keys as verl
+from megarl.config.foreign import verl_notes
 from megarl.config.foreign.recipe import TranslatedRecipe
 from megarl.config.foreign.verl_settings import Unknown
 
@@ -72,15 +73,15 @@ class Translation:
         for key in sorted(self.given.keys() - self._taken):
             if key.endswith("._target_"):  # a class of verl's own
                 continue
-            if (why := self._nothing(key)) or (why := verl.reason(verl.ALWAYS, key)):
+            if (why := self._nothing(key)) or (why := verl_notes.reason(verl_notes.ALWAYS, key)):
                 self.without_effect(key, why)
             elif self.given[key] not in (None, False, "", [], {}):
-                self.absent(key, verl.reason(verl.ABSENT, key) or "megarl has no such setting")
+                self.absent(key, verl_notes.reason(verl_notes.ABSENT, key) or "megarl has no such setting")
         return self.recipe
 
     def _nothing(self, key: str) -> str:
         """Why a setting asks for nothing; empty where it does."""
-        switches = [switch for beginning, switch in verl.SWITCHED.items() if key.startswith(beginning)]
+        switches = [switch for beginning, switch in verl_notes.SWITCHED.items() if key.startswith(beginning)]
         if switches and not self.given.get(switches[0]):
             return f"nothing comes of it without {switches[0]}"
-        return "nothing is asked so" if key in verl.NEUTRAL and self.given[key] == verl.NEUTRAL[key] else ""
+        return "nothing is asked so" if key in verl_notes.NEUTRAL and self.given[key] == verl_notes.NEUTRAL[key] else ""
