@@ -39,7 +39,10 @@ class Term:
 
     def applies_to(self, data_source: str) -> bool:
         """Whether samples of `data_source` are scored by it."""
-        return not self.data_sources or data_source in self.data_sources
+        return not self.data_sources or any(
+            data_source.startswith(each[:-1]) if each.endswith("*") else data_source == each
+            for each in self.data_sources
+        )
 
 
 def terms_of(config: "RewardConfig") -> list[Term]:

@@ -129,7 +129,7 @@ class RewardTermConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function, by its own names."""
     data_sources: list[str] = field(default_factory=list)
-    """The values of the column data_source that this term is for; empty is all."""
+    """The values of the column data_source that this term is for, `aime*` all that begin so; empty is all."""
 
 
 @dataclass

@@ -198,6 +198,6 @@ FROM_MINUS_ONE = "math_dapo"
 REWARDS: Mapping[str, tuple[str, ...]] = {
     "gsm8k": ("openai/gsm8k",),
     "math": (*_MATH, *(f"numina_{each}" for each in _NUMINA)),
-    FROM_MINUS_ONE: ("math_dapo", "math", "math_dapo_reasoning"),
+    FROM_MINUS_ONE: ("math_dapo", "math", "math_dapo_reasoning", "aime*"),
 }
 """Reward -> values of data_source for which verl has it."""

@@ -7,6 +7,7 @@ import pytest
 from converters.errors import UserError
 from megarl.data import Prompt
 from megarl.rewards import RewardFailed, Score, Scorer, reward_arguments
+from megarl.rewards.terms import terms_of
 from megarl.schema import RewardConfig, RewardTermConfig
 
 LENGTH = f"{Path(__file__).parents[1] / 'reward_functions.py'}:length"
@@ -68,6 +69,22 @@ def test_a_sample_that_no_term_is_for_is_refused():
         with pytest.raises(UserError, match="'words'"):
             scorer.check_data_sources(["sums", "words"])
         scorer.check_data_sources(["sums"])
+
+
+@pytest.mark.parametrize(
+    ("given", "is_for"),
+    [
+        ("aime*", {"aime", "aime2024"}),
+        ("aime", {"aime"}),
+        ("*", {"aime", "aime2024", "my/aime", "a*e", "a[i]me"}),
+        ("a*e", {"a*e"}),
+        ("a[i]me", {"a[i]me"}),
+    ],
+)
+def test_a_star_at_the_end_is_all_that_begin_so(given, is_for):
+    (term,) = terms_of(RewardConfig(functions={"right": RewardTermConfig("exact_match", data_sources=[given])}))
+    sources = ("aime", "aime2024", "my/aime", "a*e", "a[i]me")
+    assert {each for each in sources if term.applies_to(each)} == is_for
 
 
 def test_an_answer_that_was_only_thought_is_none():
