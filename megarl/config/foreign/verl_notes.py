@@ -162,9 +162,12 @@ SWITCHED: Mapping[str, str] = {
     "global_profiler.": "global_profiler.tool",
     "lora.": "lora.rank",
     "reward_model.sandbox_fusion.": "reward_model.sandbox_fusion.url",
+    **dict.fromkeys(
+        (f"reward_model.{each}" for each in ("launch_reward_fn_async", "reward_kwargs.", "reward_manager")), ""
+    ),
     "reward_model.": "reward_model.enable",
 }
-"""Beginning of keys -> the key without which none of them does anything."""
+"""Beginning of keys -> the key without which none of them does anything; empty where they need none."""
 
 NEUTRAL: Mapping[str, Any] = {
     "actor_rollout_ref.actor.optim.total_training_steps": -1,

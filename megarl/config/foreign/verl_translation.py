@@ -81,7 +81,7 @@ class Translation:
 
     def _nothing(self, key: str) -> str:
         """Why a setting asks for nothing; empty where it does."""
-        switches = [switch for beginning, switch in verl_notes.SWITCHED.items() if key.startswith(beginning)]
-        if switches and not self.given.get(switches[0]):
-            return f"nothing comes of it without {switches[0]}"
+        switch = next((each for beginning, each in verl_notes.SWITCHED.items() if key.startswith(beginning)), "")
+        if switch and not self.given.get(switch):
+            return f"nothing comes of it without {switch}"
         return "nothing is asked so" if key in verl_notes.NEUTRAL and self.given[key] == verl_notes.NEUTRAL[key] else ""

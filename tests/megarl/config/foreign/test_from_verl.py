@@ -111,6 +111,10 @@ def test_dapo(tmp_path: Path) -> None:
         "loop.eval_at_start": False,
     }
     assert "data.truncation=left" in said(recipe.absent)
+    # The penalty of its manager needs no reward model.
+    assert recipe.always["each response is scored as it comes"] == ["reward_model.reward_manager=dapo"]
+    counted = "the penalty counts from rollout.max_response_tokens"
+    assert recipe.always[counted] == ["reward_model.reward_kwargs.max_resp_len=8"]
 
 
 @pytest.mark.parametrize(
