@@ -74,6 +74,8 @@ def _rollout(t: Translation) -> None:
             t.absent(below + name, "the installed engine has no such argument")
         else:
             arguments[name] = (t.count if name == TENSOR_PARALLEL[engine] else t.take)(below + name)
+    # Room for the model's own length, which may be 30 times as much, is asked for before an engine starts.
+    arguments.setdefault(ENGINES[engine].context_argument, _longest(t))
     t.recipe.set("rollout.engine_args", arguments)
     quantization = t.take(f"{ROLLOUT}quantization")
     if quantization == "fp8":
@@ -87,6 +89,11 @@ def _rollout(t: Translation) -> None:
         t.recipe.set("algorithm.router_replay", "rollout")
     samples, temperature = t.take(f"{ROLLOUT}val_kwargs.n", 1), t.take(f"{ROLLOUT}val_kwargs.temperature", 0)
     t.recipe.evaluate_with(samples, temperature, [f"{ROLLOUT}val_kwargs.n={samples}"])
+
+
+def _longest(t: Translation) -> int:
+    """Tokens of the longest prompt with the longest response."""
+    return int(t.recipe.get("data.max_prompt_tokens") + t.recipe.get("rollout.max_response_tokens"))
 
 
 def _algorithm(t: Translation) -> None:
@@ -201,7 +208,7 @@ def _run(t: Translation) -> None:
     prompts, samples = t.count("data.train_batch_size"), t.count(f"{ROLLOUT}n")
     t.recipe.set("loop.prompts_per_step", prompts)
     t.recipe.set("loop.samples_per_prompt", samples)
-    longest = t.recipe.get("data.max_prompt_tokens") + t.recipe.get("rollout.max_response_tokens")
+    longest = _longest(t)
     if t.given.get(f"{ACTOR}use_dynamic_bsz") or not t.has(f"{ACTOR}ppo_micro_batch_size_per_gpu"):
         tokens = t.take(f"{ACTOR}ppo_max_token_len_per_gpu") * t.recipe.get("megatron.context_parallel_size", 1)
     else:

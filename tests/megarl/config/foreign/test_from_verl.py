@@ -201,6 +201,21 @@ def test_ppo_with_megatron(tmp_path: Path) -> None:
     assert recipe.get("cluster.pools.all.roles") == ["trainer", "engine", "critic"]
 
 
+@pytest.mark.parametrize(
+    ("given", "argument", "tokens"),
+    [
+        ([], "max_model_len", 1024 + 4096),
+        ([f"{ROLLOUT}name=sglang"], "context_length", 1024 + 4096),
+        ([f"{ROLLOUT}max_model_len=null"], "max_model_len", 1024 + 4096),
+        ([f"{ROLLOUT}max_model_len=9000"], "max_model_len", 9000),
+        ([f"+{ROLLOUT}engine_kwargs.vllm.max_model_len=9000"], "max_model_len", 9000),
+    ],
+)
+def test_an_engine_has_room_for_the_longest_sequence_alone(given: list[str], argument: str, tokens: int) -> None:
+    recipe = from_verl([*PPO_KEYS, "data.max_prompt_length=1024", "data.max_response_length=4096", *given], {})
+    assert recipe.get(f"rollout.engine_args.{argument}") == tokens
+
+
 @pytest.mark.parametrize("name", verl_scripts.SCRIPTS)
 def test_the_output_of_the_command_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (tmp_path / "run.sh").write_text(verl_scripts.SCRIPTS[name])
