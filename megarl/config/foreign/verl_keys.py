@@ -61,7 +61,9 @@ ALIASES: Mapping[str, str] = {
     "actor_rollout_ref.model.lora_alpha": "lora.alpha",
     "actor_rollout_ref.model.target_modules": "lora.target_modules",
     "actor_rollout_ref.model.lora_adapter_path": "lora.adapter_path",
+    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
     "critic.grad_clip": "critic.optim.clip_grad",
+    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     "data.gen_batch_size": "data.gen_batch_size",
 }
 """How a key is called in one version of verl -> in another; names that end in a dot are beginnings."""
@@ -160,6 +162,7 @@ AGGREGATIONS: Mapping[str, str] = {
     "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
 }
 CORRECTIONS: Mapping[str, str] = {"token": "token_importance", "sequence": "sequence_importance"}
+DECAYS: Mapping[str, str] = {name: name for name in ("constant", "cosine")}
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float32": "fp32"}
 LOGGERS = ("console", "wandb", "mlflow", "tensorboard")
 FILTERS: Mapping[str, str] = {"acc": "outcome", "score": "reward", "seq_reward": "reward", "seq_final_reward": "reward"}

@@ -181,6 +181,7 @@ NEUTRAL: Mapping[str, Any] = {
     "algorithm.rollout_correction.loss_type": "ppo_clip",
     "critic.loss_agg_mode": "token-mean",
     "critic.megatron.dtype": "bfloat16",
+    **dict.fromkeys((f"{each}.optim.num_cycles" for each in ("actor_rollout_ref.actor", "critic")), 0.5),
     "critic.optim.optimizer": "adam",
     "critic.optim.total_training_steps": -1,
     "critic.ppo_epochs": 1,

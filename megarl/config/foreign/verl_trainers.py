@@ -42,6 +42,7 @@ def _optimizer_options(t: Translation, group: str, prefix: str, updates: int) ->
         if (value := t.take(prefix + name)) is not None and value > 0:
             t.recipe.set(f"{group}.{name}", value * updates)
     _warm_up(t, group, f"{prefix}lr_warmup_steps_ratio", updates)
+    _decay(t, group, prefix)
     if betas := t.take(f"{prefix}betas"):
         t.recipe.set(f"{group}.adam_beta1", betas[0])
         t.recipe.set(f"{group}.adam_beta2", betas[1])
@@ -67,6 +68,18 @@ def _warm_up(t: Translation, group: str, key: str, updates: int) -> None:
         )
     else:
         t.recipe.set(f"{group}.lr_warmup_steps", int(ratio * steps) * updates)
+
+
+def _decay(t: Translation, group: str, prefix: str) -> None:
+    """The decay by the names of verl's FSDP, to a share of the rate at the end of the run."""
+    if t.has(style := f"{prefix}lr_scheduler_type"):
+        t.recipe.set(f"{group}.lr_decay_style", t.choose(style, verl.DECAYS))
+    if not (ratio := t.take(key := f"{prefix}min_lr_ratio")):
+        return
+    if t.recipe.get(f"{group}.lr_decay_style") == "cosine":
+        t.recipe.set(f"{group}.min_lr", ratio * t.recipe.get(f"{group}.lr"))
+    else:
+        t.without_effect(key, "a constant rate has no end")
 
 
 def critic(t: Translation) -> None:

@@ -62,3 +62,22 @@ def test_steps_of_the_critic_alone_are_steps_of_the_decay(given: list[str], ends
 def test_a_warm_up_of_the_critic_is_a_number() -> None:
     with pytest.raises(UserError, match=r"trainer\.critic_warmup=some is no number of steps"):
         from_verl([*PPO_KEYS, "trainer.critic_warmup=some"], {})
+
+
+@pytest.mark.parametrize("name", ["lr_scheduler_type", "warmup_style"])
+def test_the_decay_of_an_fsdp_trainer_goes_as_low(name: str) -> None:
+    """verl decays along half a cosine to min_lr_ratio of the rate, over the whole run, as Megatron's cosine does."""
+    given = [f"{ACTOR}optim.{name}=cosine", f"{ACTOR}optim.min_lr_ratio=0.1", f"{ACTOR}optim.num_cycles=0.5"]
+    recipe = from_verl([*PPO_KEYS, *given, f"{ACTOR}optim.lr=2e-6", f"critic.optim.{name}=constant"], {})
+    check(recipe)
+    assert [recipe.get(f"megatron.{each}") for each in ("lr_decay_style", "min_lr")] == ["cosine", 0.1 * 2e-6]
+    assert [recipe.get(f"critic.megatron.{each}") for each in ("lr_decay_style", "min_lr")] == ["constant", 0.0]
+    assert recipe.absent == {}
+
+
+def test_a_constant_rate_has_no_smallest_one() -> None:
+    given = f"{ACTOR}optim.min_lr_ratio=0.1"
+    recipe = from_verl([*PPO_KEYS, given], {})
+    assert recipe.get("megatron.min_lr") is None
+    assert given in said(recipe.always)
+    assert recipe.absent == {}
