@@ -114,7 +114,7 @@ def _algorithm(t: Translation) -> None:
     clip, dual = t.take(f"{ACTOR}clip_ratio"), t.take(f"{ACTOR}clip_ratio_c")
     low, high = t.take(f"{ACTOR}clip_ratio_low", clip), t.take(f"{ACTOR}clip_ratio_high", clip)
     if loss in verl.CLIPPED:
-        t.recipe.set("algorithm.policy_loss_options.clip_low", low)
+        t.recipe.set("algorithm.policy_loss_options.clip_low", min(low, 1.0) if loss in verl.OPEN_BELOW else low)
         t.recipe.set("algorithm.policy_loss_options.clip_high", high)
     if loss in verl.CLIPPED_AGAIN:
         t.recipe.set(f"algorithm.policy_loss_options.{verl.CLIPPED_AGAIN[loss]}", dual)

@@ -185,6 +185,8 @@ POLICY_LOSS_OPTIONS: Mapping[str, Mapping[str, str]] = {
 """Policy loss -> key of verl -> option of the loss."""
 CLIPPED = ("clip", "gspo", "gmpo", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
 """Policy losses with a lower and an upper clip."""
+OPEN_BELOW = ("clip", "gspo", "cispo", "clip_cov", "dppo_tv")
+"""Policy losses without a lower clip from 1 on, which is the largest here: a ratio is never below 0."""
 CLIPPED_AGAIN: Mapping[str, str] = {"clip": "dual_clip", "dppo_tv": "ratio_cap", "dppo_kl": "ratio_cap"}
 """Policy loss -> its option that `clip_ratio_c` is."""
 AGGREGATED: Mapping[str, str] = dict.fromkeys(("gspo", "sapo", "gmpo"), "seq_mean_token_mean")

@@ -127,6 +127,9 @@ def test_dapo(tmp_path: Path) -> None:
         ({f"{ACTOR}policy_loss.loss_mode": "dppo_tv", f"{ACTOR}clip_ratio_c": 10000.0}, "ratio_cap", 10000.0),
         ({f"{ACTOR}policy_loss.loss_mode": "dppo_kl"}, "ratio_cap", 3.0),
         ({f"{ACTOR}policy_loss.loss_mode": "sapo", f"{ACTOR}clip_ratio_c": 10.0}, "dual_clip", None),
+        # In verl's own example of CISPO: no ratio is below 1 - 10, nor below 0.
+        ({f"{ACTOR}policy_loss.loss_mode": "cispo", f"{ACTOR}clip_ratio_low": 10}, "clip_low", 1.0),
+        ({f"{ACTOR}policy_loss.loss_mode": "cispo", f"{ACTOR}clip_ratio_low": 0.3}, "clip_low", 0.3),
         # Their own functions there take no notice of the aggregation.
         ({f"{ACTOR}policy_loss.loss_mode": "gspo"}, "aggregation", "seq_mean_token_mean"),
         ({f"{ACTOR}policy_loss.loss_mode": "geo_mean"}, "aggregation", "seq_mean_token_mean"),
