@@ -1,6 +1,7 @@
 """`megarl config --from-verl`: a recipe that does what a verl command does, and what has no counterpart."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from converters.errors import UserError
 from megarl.config.foreign import verl_keys as verl
@@ -157,19 +158,31 @@ def _kl(t: Translation) -> None:
 
 
 def _corrections(t: Translation) -> None:
+    """Importance weights, by the keys of three versions of verl."""
     prefix = f"{ALGORITHM}rollout_correction."
+    corrections = _by_level(t)
+    if (cap := t.take(f"{ACTOR}tis_imp_ratio_cap", -1)) > 0:
+        corrections = [{"kind": "token_importance", "high": cap}]
+    high = t.take(f"{prefix}rollout_is_threshold", 2.0)
     if t.has(f"{prefix}rollout_is"):
-        kind = t.choose(f"{prefix}rollout_is", verl.CORRECTIONS)
-        high = t.take(f"{prefix}rollout_is_threshold", 2.0)
-        t.recipe.set("algorithm.corrections", [{"kind": kind, "high": high}])
-    t.take(f"{prefix}rollout_is_threshold")
+        corrections = [{"kind": t.choose(f"{prefix}rollout_is", verl.CORRECTIONS), "high": high}]
+    if corrections:
+        t.recipe.set("algorithm.corrections", corrections)
     if t.take(f"{prefix}bypass_mode"):
         t.recipe.set("algorithm.ratio_to", "rollout")
-    for name in ("rollout_rs", "rollout_rs_threshold"):
-        if t.has(prefix + name):
-            t.absent(
-                prefix + name, "masks of tokens and responses are kinds of algorithm.corrections, in docs/algorithms.md"
-            )
+
+
+def _by_level(t: Translation) -> list[dict[str, Any]]:
+    """The weights of verl 0.6.0, which only looks at ratios where it does not apply them."""
+    below = f"{ALGORITHM}rollout_is"
+    high, low = t.take(f"{below}_threshold"), t.take(f"{below}_threshold_lower")
+    level, last = t.choose(f"{below}_level", verl.LEVELS), t.choose(f"{below}_mode", verl.MODES)
+    if not t.take(below) or high is None:
+        return []
+    weights = {"kind": f"{level}_importance", "high": high}
+    if last == "importance":
+        return [weights]
+    return [weights, {"kind": f"{level}_{last}", "low": 1 / high if low is None else low, "high": high}]
 
 
 def _reward(t: Translation) -> None:

@@ -27,6 +27,8 @@ DEFAULTS: Mapping[str, Any] = {
     "algorithm.kl_ctrl.target_kl": 0.1,
     "algorithm.kl_penalty": "kl",
     "algorithm.lam": 1.0,
+    "algorithm.rollout_is_level": "token",
+    "algorithm.rollout_is_mode": "truncate",
     "critic.cliprange_value": 0.5,
     "critic.optim.clip_grad": 1.0,
     "critic.optim.lr": 1e-5,
@@ -162,6 +164,10 @@ AGGREGATIONS: Mapping[str, str] = {
     "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
 }
 CORRECTIONS: Mapping[str, str] = {"token": "token_importance", "sequence": "sequence_importance"}
+LEVELS: Mapping[str, str] = {"token": "token", "sequence": "sequence", "geometric": "sequence_mean"}
+"""Level of importance weights in verl 0.6.0 -> the beginning of kinds of corrections."""
+MODES: Mapping[str, str] = {"truncate": "importance", "mask": "band"}
+"""What verl 0.6.0 does beyond the bounds -> the last kind of correction for it."""
 DECAYS: Mapping[str, str] = {name: name for name in ("constant", "cosine")}
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float32": "fp32"}
 LOGGERS = ("console", "wandb", "mlflow", "tensorboard")

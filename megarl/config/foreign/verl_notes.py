@@ -125,6 +125,8 @@ ALWAYS: Mapping[str, str] = {
 }
 """Key of verl, or the beginning of one -> why nothing needs to be said of it here."""
 
+_MASKS = "masks of tokens and responses are kinds of algorithm.corrections, in docs/algorithms.md"
+
 ABSENT: Mapping[str, str] = {
     "actor_rollout_ref.actor.ppo_epochs": "every rollout is trained on once; more algorithm.updates_per_step are the"
     " nearest",
@@ -138,6 +140,9 @@ ABSENT: Mapping[str, str] = {
     "data.custom_cls": "data is read from parquet files",
     "data.sampler": "prompts are drawn in a random order or as they lie",
     "data.truncation": "a prompt is never cut: it is refused, or dropped",
+    "algorithm.rollout_correction": _MASKS,
+    "algorithm.rollout_correction.rollout_is_batch_normalize": "importance weights are not brought to a mean of 1",
+    "algorithm.rollout_is_veto_threshold": _MASKS,
     "algorithm.use_pf_ppo": "there is no such preference",
     "reward_model": "a reward model is trained by megarl reward-model and named in reward_model.path",
     "reward.sandbox_fusion": "code runs in a sandbox of this machine",
