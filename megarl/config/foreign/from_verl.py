@@ -10,7 +10,7 @@ from megarl.config.foreign.engine_arguments import EXPERT_PARALLEL, OF_VERL, TEN
 from megarl.config.foreign.recipe import OPEN, TranslatedRecipe, steps_of_epochs
 from megarl.config.foreign.verl_settings import read_settings
 from megarl.config.foreign.verl_trainers import critic, megatron, optimizer
-from megarl.config.foreign.verl_translation import ACTOR, ALGORITHM, ROLLOUT, Translation
+from megarl.config.foreign.verl_translation import ACTOR, ALGORITHM, CORRECTION, ROLLOUT, Translation
 from megarl.rollout import ENGINES
 
 
@@ -111,6 +111,8 @@ def _algorithm(t: Translation) -> None:
         if (value := t.take(ALGORITHM + name)) is not None:
             t.recipe.set(f"algorithm.advantage_options.{option}", value)
     loss = t.choose(f"{ACTOR}policy_loss.loss_mode", verl.POLICY_LOSSES)
+    if t.take(f"{CORRECTION}bypass_mode"):
+        loss = t.choose(f"{CORRECTION}loss_type", verl.BYPASS_LOSSES)
     t.recipe.set("algorithm.policy_loss", loss)
     clip, dual = t.take(f"{ACTOR}clip_ratio"), t.take(f"{ACTOR}clip_ratio_c")
     low, high = t.take(f"{ACTOR}clip_ratio_low", clip), t.take(f"{ACTOR}clip_ratio_high", clip)
@@ -159,16 +161,18 @@ def _kl(t: Translation) -> None:
 
 def _corrections(t: Translation) -> None:
     """Importance weights, by the keys of three versions of verl."""
-    prefix = f"{ALGORITHM}rollout_correction."
     corrections = _by_level(t)
     if (cap := t.take(f"{ACTOR}tis_imp_ratio_cap", -1)) > 0:
         corrections = [{"kind": "token_importance", "high": cap}]
-    high = t.take(f"{prefix}rollout_is_threshold", 2.0)
-    if t.has(f"{prefix}rollout_is"):
-        corrections = [{"kind": t.choose(f"{prefix}rollout_is", verl.CORRECTIONS), "high": high}]
+    high, bypasses = t.take(f"{CORRECTION}rollout_is_threshold", 2.0), t.take(f"{CORRECTION}bypass_mode")
+    if t.has(name := f"{CORRECTION}rollout_is"):
+        corrections = [{"kind": t.choose(name, verl.CORRECTIONS), "high": high}]
+        if bypasses and t.recipe.get("algorithm.policy_loss") == "clip":
+            corrections = []
+            t.without_effect(name, "the ratio to the rollout is in the loss, and weighs no second time")
     if corrections:
         t.recipe.set("algorithm.corrections", corrections)
-    if t.take(f"{prefix}bypass_mode"):
+    if bypasses:
         t.recipe.set("algorithm.ratio_to", "rollout")
 
 

@@ -27,6 +27,7 @@ DEFAULTS: Mapping[str, Any] = {
     "algorithm.kl_ctrl.target_kl": 0.1,
     "algorithm.kl_penalty": "kl",
     "algorithm.lam": 1.0,
+    "algorithm.rollout_correction.loss_type": "ppo_clip",
     "algorithm.rollout_is_level": "token",
     "algorithm.rollout_is_mode": "truncate",
     "critic.cliprange_value": 0.5,
@@ -148,6 +149,8 @@ POLICY_LOSSES: Mapping[str, str] = {
     "gpg": "policy_gradient",
     **{name: name for name in ("gspo", "sapo", "clip_cov", "kl_cov", "cispo", "dppo_tv", "dppo_kl")},
 }
+BYPASS_LOSSES: Mapping[str, str] = {"ppo_clip": "clip", "reinforce": "policy_gradient"}
+"""Value of loss_type with bypass_mode, which takes the place of loss_mode -> policy loss."""
 KL_ESTIMATORS: Mapping[str, str] = {
     **dict.fromkeys(("kl", "k1"), "k1"),
     **dict.fromkeys(("mse", "k2"), "k2"),

@@ -10,6 +10,7 @@ from megarl.config.foreign.recipe import TranslatedRecipe
 from megarl.config.foreign.verl_settings import Unknown
 
 ACTOR, ROLLOUT, ALGORITHM = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm."
+CORRECTION = f"{ALGORITHM}rollout_correction."
 
 
 class Translation:

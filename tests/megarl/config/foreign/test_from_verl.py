@@ -211,6 +211,37 @@ def test_importance_weights_of_every_version_are_weights_here(
     assert recipe.absent == {}
 
 
+@pytest.mark.parametrize(
+    ("given", "loss", "corrections"),
+    [
+        (["rollout_is=token"], "clip", None),
+        (["rollout_is=sequence", "loss_type=ppo_clip"], "clip", None),
+        (["loss_type=reinforce"], "policy_gradient", None),
+        (
+            ["loss_type=reinforce", "rollout_is=sequence"],
+            "policy_gradient",
+            [{"kind": "sequence_importance", "high": 2.0}],
+        ),
+    ],
+)
+def test_a_ratio_to_the_rollout_weighs_once(
+    given: list[str], loss: str, corrections: list[dict[str, Any]] | None
+) -> None:
+    """With bypass_mode verl takes its own loss: one of importance weights, or a clipped ratio that they are not in."""
+    mode = [f"{ACTOR}policy_loss.loss_mode=gspo", f"{NEW}bypass_mode=true", f"{ACTOR}ppo_mini_batch_size=16"]
+    recipe = from_verl([*PPO_KEYS, *mode, *(NEW + each for each in given)], {})
+    check(recipe)
+    found = values(recipe, "algorithm.policy_loss", "algorithm.ratio_to", "algorithm.corrections")
+    assert {name: each for name, each in found.items() if "options" not in name} == {
+        "algorithm.policy_loss": loss,
+        "algorithm.ratio_to": "rollout",
+        **({"algorithm.corrections": corrections} if corrections else {}),
+    }
+    assert recipe.absent == {}
+    is_left_out = loss == "clip" and f"{NEW}{given[0]}" in said(recipe.always)
+    assert is_left_out == ("rollout_is" in given[0])
+
+
 def test_masks_are_kinds_of_corrections() -> None:
     given = [
         f"{NEW}rollout_rs=token_k1",
