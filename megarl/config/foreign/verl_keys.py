@@ -65,6 +65,7 @@ ALIASES: Mapping[str, str] = {
     "actor_rollout_ref.model.target_modules": "lora.target_modules",
     "actor_rollout_ref.model.lora_adapter_path": "lora.adapter_path",
     "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+    "actor_rollout_ref.rollout.quantization.weight_dtype": "actor_rollout_ref.rollout.quantization",
     "critic.grad_clip": "critic.optim.clip_grad",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     "data.gen_batch_size": "data.gen_batch_size",

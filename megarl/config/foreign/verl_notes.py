@@ -132,6 +132,8 @@ ABSENT: Mapping[str, str] = {
     " nearest",
     "actor_rollout_ref.rollout.multi_turn": _ONE_TURN,
     "actor_rollout_ref.rollout.agent": _ONE_TURN,
+    "actor_rollout_ref.rollout.quantization": "rollout.engine_args.kv_cache_dtype holds keys and values in FP8, and"
+    " rollout.kv_scales says with what scales",
     "actor_rollout_ref.rollout.val_kwargs": SAMPLED_FROM_ALL,
     "actor_rollout_ref.actor.router_replay": "only the experts of the rollout are replayed (R3)",
     "actor_rollout_ref.actor.freeze_vision_tower": "models of images are not trained",

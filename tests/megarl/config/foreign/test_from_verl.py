@@ -304,6 +304,16 @@ def test_an_engine_has_room_for_the_longest_sequence_alone(given: list[str], arg
     assert recipe.get(f"rollout.engine_args.{argument}") == tokens
 
 
+@pytest.mark.parametrize("key", ["quantization", "quantization.weight_dtype"])
+def test_weights_of_engines_in_fp8_are_blocks_here(key: str) -> None:
+    keys_and_values = f"{ROLLOUT}quantization.kv_cache_dtype=fp8"
+    recipe = from_verl([*PPO_KEYS, f"+{ROLLOUT}{key}=fp8", f"+{keys_and_values}"], {})
+    assert recipe.get("rollout.weights") == "fp8_block"
+    ((why, lost),) = recipe.absent.items()
+    assert lost == [keys_and_values]
+    assert "rollout.engine_args.kv_cache_dtype" in why
+
+
 @pytest.mark.parametrize("name", verl_scripts.SCRIPTS)
 def test_the_output_of_the_command_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (tmp_path / "run.sh").write_text(verl_scripts.SCRIPTS[name])
