@@ -33,6 +33,7 @@ def _model(t: Translation) -> None:
     megatron(t, "megatron", f"{ACTOR}megatron.")
     if t.has(dtype := f"{ACTOR}megatron.dtype"):
         t.recipe.set("model.dtype", t.choose(dtype, verl.DTYPES))
+    _prediction_layers(t)
     if t.has(size := f"{ACTOR}ulysses_sequence_parallel_size"):
         t.recipe.set("megatron.context_parallel_size", t.take(size))
     # verl's Megatron recomputes as override_transformer_config says, and its FSDP by this key.
@@ -41,6 +42,18 @@ def _model(t: Translation) -> None:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         for name, value in recompute.items():
             t.recipe.set(f"megatron.{name}", value)
+
+
+def _prediction_layers(t: Translation) -> None:
+    """Layers for multi-token prediction, which verl has and trains only where it is told to."""
+    below = "actor_rollout_ref.model.mtp."
+    if not t.take(f"{below}enable"):
+        return
+    names = ("enable_train", "detach_encoder", "mtp_loss_scaling_factor")
+    trains, is_detached, factor = (t.take(below + name) for name in names)
+    t.recipe.set("model.mtp_training", "none" if not trains else "detached" if is_detached else "joint")
+    if trains and factor is not None:
+        t.recipe.set("megatron.mtp_loss_scaling_factor", factor)
 
 
 def _data(t: Translation) -> None:

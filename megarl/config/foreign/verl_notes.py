@@ -130,6 +130,7 @@ _MASKS = "masks of tokens and responses are kinds of algorithm.corrections, in d
 ABSENT: Mapping[str, str] = {
     "actor_rollout_ref.actor.ppo_epochs": "every rollout is trained on once; more algorithm.updates_per_step are the"
     " nearest",
+    "actor_rollout_ref.model.mtp": "rollout.engine_args.speculative_config asks vLLM for drafts of these layers",
     "actor_rollout_ref.rollout.multi_turn": _ONE_TURN,
     "actor_rollout_ref.rollout.agent": _ONE_TURN,
     "actor_rollout_ref.rollout.quantization": "rollout.engine_args.kv_cache_dtype holds keys and values in FP8, and"

@@ -253,6 +253,33 @@ def test_masks_are_kinds_of_corrections() -> None:
     assert why.startswith("masks of tokens and responses are kinds of algorithm.corrections")
 
 
+MTP = "actor_rollout_ref.model.mtp."
+
+
+@pytest.mark.parametrize(
+    ("given", "training", "factor"),
+    [
+        (["enable=True", "enable_train=True", "mtp_loss_scaling_factor=0.2", "detach_encoder=True"], "detached", 0.2),
+        (["enable=True", "enable_train=True"], "joint", None),
+        (["enable=True", "mtp_loss_scaling_factor=0.2"], "none", None),
+        (["enable=False", "enable_train=True"], None, None),
+    ],
+)
+def test_prediction_layers_learn_as_they_do_there(given: list[str], training: str | None, factor: float | None) -> None:
+    recipe = from_verl([*PPO_KEYS, *(MTP + each for each in given)], {})
+    check(recipe)
+    assert recipe.get("model.mtp_training") == training
+    assert recipe.get("megatron.mtp_loss_scaling_factor") == factor
+    assert recipe.absent == {}
+
+
+def test_drafts_of_an_engine_are_its_own_arguments() -> None:
+    recipe = from_verl([*PPO_KEYS, f"{MTP}enable=True", f"{MTP}enable_rollout=True"], {})
+    ((why, lost),) = recipe.absent.items()
+    assert lost == [f"{MTP}enable_rollout=True"]
+    assert "rollout.engine_args.speculative_config" in why
+
+
 def test_ppo_with_megatron(tmp_path: Path) -> None:
     recipe = translated(tmp_path, verl_scripts.PPO)
     assert values(recipe, "critic.", "algorithm.adv", "algorithm.kl", "megatron.", "rollout.") == {
