@@ -14,8 +14,7 @@ from megarl.cli.main import main
 from megarl.config.compose import compose
 from megarl.config.foreign.from_verl import from_verl
 from megarl.config.foreign.recipe import TranslatedRecipe, check
-from megarl.config.origins import compose_open, leaves
-from megarl.rewards.terms import terms_of
+from megarl.config.origins import leaves
 
 SHARED = {"nodes": 1, "shared": True}
 ROLLOUT = "actor_rollout_ref.rollout."
@@ -166,91 +165,6 @@ def test_held_out_responses_are_sampled_where_they_are_sampled_there(
     assert (recipe.get("loop.eval_samples"), recipe.get("loop.eval_temperature")) == (samples, temperature)
     assert said(recipe.absent) == [below + each for each in lost]
     assert (f"{below}n=4" in said(recipe.always)) == (given == ["n=4", "do_sample=False"])
-
-
-OF_0_6 = ("rollout_is", "rollout_is_threshold", "rollout_is_level", "rollout_is_mode", "rollout_is_threshold_lower")
-"""Keys of verl 0.6.0 below `algorithm`."""
-NEW = "algorithm.rollout_correction."
-
-
-@pytest.mark.parametrize(
-    ("given", "corrections"),
-    [
-        ({f"{ACTOR}tis_imp_ratio_cap": 3}, [{"kind": "token_importance", "high": 3}]),
-        ({f"{ACTOR}tis_imp_ratio_cap": -1}, None),
-        ((True, 5.0), [{"kind": "token_importance", "high": 5.0}]),
-        ((True, 5.0, "sequence"), [{"kind": "sequence_importance", "high": 5.0}]),
-        ((True, 5.0, "geometric", "truncate", 0.5), [{"kind": "sequence_mean_importance", "high": 5.0}]),
-        (
-            (True, 2.0, "token", "mask"),
-            [{"kind": "token_importance", "high": 2.0}, {"kind": "token_band", "low": 0.5, "high": 2.0}],
-        ),
-        (
-            (True, 2.0, "sequence", "mask", 0.1),
-            [{"kind": "sequence_importance", "high": 2.0}, {"kind": "sequence_band", "low": 0.1, "high": 2.0}],
-        ),
-        ((False, 5.0), None),
-        ((True,), None),
-        (
-            {f"{NEW}rollout_is": "token", f"{NEW}rollout_is_threshold": 4.0},
-            [{"kind": "token_importance", "high": 4.0}],
-        ),
-        ({f"{NEW}rollout_is": "sequence"}, [{"kind": "sequence_importance", "high": 2.0}]),
-        ({f"{NEW}rollout_is": None, f"{NEW}rollout_is_threshold": 4.0}, None),
-    ],
-)
-def test_importance_weights_of_every_version_are_weights_here(
-    given: dict[str, Any] | tuple[Any, ...], corrections: list[dict[str, Any]] | None
-) -> None:
-    if isinstance(given, tuple):
-        given = {f"algorithm.{name}": value for name, value in zip(OF_0_6, given, strict=False)}
-    overrides = [f"{name}={'null' if value is None else value}" for name, value in given.items()]
-    recipe = from_verl([*PPO_KEYS, *overrides], {})
-    check(recipe)
-    assert recipe.get("algorithm.corrections") == corrections
-    assert recipe.absent == {}
-
-
-@pytest.mark.parametrize(
-    ("given", "loss", "corrections"),
-    [
-        (["rollout_is=token"], "clip", None),
-        (["rollout_is=sequence", "loss_type=ppo_clip"], "clip", None),
-        (["loss_type=reinforce"], "policy_gradient", None),
-        (
-            ["loss_type=reinforce", "rollout_is=sequence"],
-            "policy_gradient",
-            [{"kind": "sequence_importance", "high": 2.0}],
-        ),
-    ],
-)
-def test_a_ratio_to_the_rollout_weighs_once(
-    given: list[str], loss: str, corrections: list[dict[str, Any]] | None
-) -> None:
-    """With bypass_mode verl takes its own loss: one of importance weights, or a clipped ratio that they are not in."""
-    mode = [f"{ACTOR}policy_loss.loss_mode=gspo", f"{NEW}bypass_mode=true", f"{ACTOR}ppo_mini_batch_size=16"]
-    recipe = from_verl([*PPO_KEYS, *mode, *(NEW + each for each in given)], {})
-    check(recipe)
-    found = values(recipe, "algorithm.policy_loss", "algorithm.ratio_to", "algorithm.corrections")
-    assert {name: each for name, each in found.items() if "options" not in name} == {
-        "algorithm.policy_loss": loss,
-        "algorithm.ratio_to": "rollout",
-        **({"algorithm.corrections": corrections} if corrections else {}),
-    }
-    assert recipe.absent == {}
-    is_left_out = loss == "clip" and f"{NEW}{given[0]}" in said(recipe.always)
-    assert is_left_out == ("rollout_is" in given[0])
-
-
-def test_masks_are_kinds_of_corrections() -> None:
-    given = [
-        f"{NEW}rollout_rs=token_k1",
-        f"{NEW}rollout_token_veto_threshold=1e-4",
-        "algorithm.rollout_is_veto_threshold=1",
-    ]
-    recipe = from_verl([*PPO_KEYS, *given], {})
-    (why,) = recipe.absent
-    assert why.startswith("masks of tokens and responses are kinds of algorithm.corrections")
 
 
 MTP = "actor_rollout_ref.model.mtp."
@@ -418,70 +332,6 @@ def test_settings_that_ask_for_nothing_are_no_loss() -> None:
     assert "actor_rollout_ref.actor.ppo_epochs=1" in said(recipe.always)
     asked = from_verl([*given, "actor_rollout_ref.actor.ppo_epochs=2", "global_profiler.tool=nsys"], {})
     assert said(asked.absent) == ["actor_rollout_ref.actor.ppo_epochs=2", "global_profiler.tool=nsys"]
-
-
-# From verl/utils/reward_score of verl 0.10.0.dev: a value of data_source of each function, wrong and right, and what
-# it is here.
-SCORES = {
-    "openai/gsm8k": (0.0, 1.0, "gsm8k"),
-    "lighteval/MATH": (0.0, 1.0, "math"),
-    "HuggingFaceH4/MATH-500": (0.0, 1.0, "math"),
-    "math_dapo": (-1.0, 1.0, "math_dapo"),
-    "math": (-1.0, 1.0, "math_dapo"),
-    "math_dapo_reasoning": (-1.0, 1.0, "math_dapo"),
-    "aime2024": (-1.0, 1.0, "math_dapo"),
-    "numina_olympiads": (0.0, 1.0, "math"),
-}
-PENALTIES = [
-    "reward_model.reward_kwargs.overlong_buffer_cfg.enable=True",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.len=4",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.7",
-    *("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.01"),
-]
-
-
-@pytest.mark.parametrize("source", SCORES)
-def test_a_right_answer_gains_as_much_over_what_is_subtracted_as_it_does_there(tmp_path: Path, source: str) -> None:
-    recipe = from_verl([*PPO_KEYS, *PENALTIES], {})
-    check(recipe)
-    (tmp_path / "mine.yaml").write_text(recipe.yaml("A recipe"))
-    config = compose_open("mine", (), str(tmp_path))[0]
-    (term,) = [each for each in terms_of(config.reward) if each.applies_to(source)]
-    assert term.source.builtin is not None
-    wrong, right, function = SCORES[source]
-    assert term.source.spec == function
-    assert term.weight * (1.0 - term.source.builtin.nothing["score"]) == right - wrong
-    assert (config.reward.overlong_penalty, config.algorithm.kl_coefficient) == (0.7, 0.01)
-    shown = "data_source=aime*" if source == "aime2024" else f"data_source={source}"
-    assert (shown in said(recipe.always)) == (wrong < 0)
-
-
-def test_a_reward_model_is_the_only_reward(tmp_path: Path) -> None:
-    model = ["reward_model.enable=True", "reward_model.model.path=/models/judge"]
-    given = [*PPO_KEYS, *model, "custom_reward_function.path=mine.py", "trainer.test_freq=5"]
-    recipe = from_verl(given, {})
-    check(recipe)
-    assert recipe.get("reward_model.path") == "/models/judge"
-    (tmp_path / "mine.yaml").write_text(recipe.yaml("A recipe"))
-    terms = terms_of(compose_open("mine", (), str(tmp_path))[0].reward)
-    assert [(term.weight, term.data_sources, term.source.truth_check()) for term in terms] == [(0.0, (), None)]
-    assert "custom_reward_function.path=mine.py" in said(recipe.always)
-    # Held-out responses are scored by rules alone.
-    assert recipe.get("loop.eval_every") == 0
-    assert said(recipe.absent) == ["trainer.test_freq=5"]
-
-
-def test_the_processes_that_score_are_said_not_to_be_for_async_functions() -> None:
-    recipe = from_verl([*PPO_KEYS, "custom_reward_function.path=mine.py", "reward.num_workers=16"], {})
-    check(recipe)
-    assert recipe.get("reward.workers") == 16
-    (why,) = [why for why, settings in recipe.always.items() if settings == ["custom_reward_function.path=mine.py"]]
-    assert "async function scores reward.async_samples" in why
-
-
-def test_a_reward_model_without_a_path_is_said() -> None:
-    recipe = from_verl([*PPO_KEYS, "reward_model.enable=True"], {})
-    assert recipe.get("reward_model.path") == "???"
 
 
 @pytest.mark.parametrize(
