@@ -26,6 +26,9 @@ def _model(t: Translation) -> None:
     t.recipe.set("model.path", t.take("actor_rollout_ref.model.path", OPEN))
     if t.given.get("lora.rank") and not t.has("lora.adapter_path"):
         t.recipe.set("lora.alpha", t.take("lora.alpha"))
+    if t.given.get("lora.rank") or t.has("lora.adapter_path"):
+        # Adapters are not for the modules of Transformer Engine, which GPUs have where it is installed.
+        t.recipe.set("megatron.transformer_impl", "local")
     if t.has("lora.target_modules"):
         modules = t.take("lora.target_modules")
         t.recipe.set("lora.target_modules", [modules] if isinstance(modules, str) else list(modules))

@@ -341,6 +341,7 @@ def test_settings_that_ask_for_nothing_are_no_loss() -> None:
 def test_an_adapter_has_the_scale_that_it_has_there(given: list[str], alpha: int | None) -> None:
     recipe = from_verl([f"actor_rollout_ref.model.lora_{each}" for each in given] or ["data.seed=1"], {})
     assert recipe.get("lora.alpha") == alpha
+    assert recipe.get("megatron.transformer_impl") == ("local" if given else None)
 
 
 def test_the_critic_has_its_own_optimizer() -> None:
