@@ -228,7 +228,9 @@ def _reward(t: Translation) -> None:
 
 def _reward_model(t: Translation) -> None:
     """The score of a model, beside which verl asks no rule; a term of any weight there would be a part of the sum."""
-    t.recipe.set("reward_model.path", t.take("reward_model.model.path", OPEN))
+    t.recipe.set("reward_model.path", t.take(path := "reward_model.model.path", OPEN))
+    if t.has(path):
+        t.absent(path, "it reads the policy's tokens, and so has to have the policy's vocabulary; verl gives it text")
     t.recipe.set("reward.functions.rule", {"function": "exact_match", "weight": 0.0})
     if t.has(rule := "custom_reward_function.path"):
         t.without_effect(rule, "the reward model's score is the only reward")
@@ -280,7 +282,8 @@ def _cluster(t: Translation) -> None:
         raise UserError(f"{nodes * gpus} GPUs cannot be shared out among engines of {size}: change one of the two")
     t.recipe.set("cluster.trainer_ranks", nodes * gpus)
     t.recipe.set("rollout.replicas", nodes * gpus // size)
-    roles = ["trainer", "engine", *(["critic"] if t.recipe.get("algorithm.advantage") == "gae" else [])]
+    models = {"critic": t.recipe.get("algorithm.advantage") == "gae", "reward_model": t.recipe.get("reward_model.path")}
+    roles = ["trainer", "engine", *(role for role, is_there in models.items() if is_there)]
     t.recipe.set("cluster.pools.all", {"roles": roles, "nodes": nodes, "shared": True})
     for name in ("data_parallel_size", "pipeline_model_parallel_size"):
         if t.given.get(ROLLOUT + name, 1) != 1:

@@ -58,7 +58,10 @@ def test_a_reward_model_is_the_only_reward(tmp_path: Path) -> None:
     assert "custom_reward_function.path=mine.py" in said(recipe.always)
     # Held-out responses are scored by rules alone.
     assert recipe.get("loop.eval_every") == 0
-    assert said(recipe.absent) == ["trainer.test_freq=5"]
+    assert sorted(said(recipe.absent)) == ["reward_model.model.path=/models/judge", "trainer.test_freq=5"]
+    assert [why for why, settings in recipe.absent.items() if "policy's vocabulary" in why and settings == [model[1]]]
+    # It has GPUs as all others have them: in turns.
+    assert recipe.get("cluster.pools.all.roles") == ["trainer", "engine", "critic", "reward_model"]
 
 
 def test_a_reward_model_without_a_path_is_said() -> None:
