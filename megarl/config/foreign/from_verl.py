@@ -32,7 +32,10 @@ def _model(t: Translation) -> None:
     if t.has("lora.target_modules"):
         modules = t.take("lora.target_modules")
         t.recipe.set("lora.target_modules", [modules] if isinstance(modules, str) else list(modules))
-    is_megatron = t.given.get(f"{ACTOR}strategy") == "megatron" or bool(t.names_below(f"{ACTOR}megatron."))
+    strategy = t.take(f"{ACTOR}strategy")
+    is_megatron = strategy == "megatron" or bool(t.names_below(f"{ACTOR}megatron."))
+    if not is_megatron:
+        t.recipe.absent[verl_notes.WHOLE] = [f"{ACTOR}strategy={strategy}"]
     megatron(t, "megatron", f"{ACTOR}megatron.")
     if t.has(dtype := f"{ACTOR}megatron.dtype"):
         t.recipe.set("model.dtype", t.choose(dtype, verl.DTYPES))

@@ -15,6 +15,7 @@ DEFAULTS: Mapping[str, Any] = {
     "actor_rollout_ref.actor.policy_loss.loss_mode": "vanilla",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16384,
     "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
+    "actor_rollout_ref.actor.strategy": "fsdp",
     "actor_rollout_ref.model.enable_gradient_checkpointing": True,
     "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5,
     "actor_rollout_ref.rollout.n": 1,

@@ -14,6 +14,12 @@ _ONE_TURN = "a response is one turn, without tools or an environment"
 _NO_TEXTS = "responses are not written, only their metrics: a reward function of your own may write them"
 _LOG_PROBS = "engines always say the log-probs of what they sample"
 
+WHOLE = (
+    "every rank has whole weights and gradients here, which verl cuts over ranks: megarl plan says whether they fit;"
+    " megatron.use_torch_fsdp2=true cuts them, too, or tensor and expert parallelism does"
+)
+"""What is said where verl's trainer is FSDP."""
+
 ALWAYS: Mapping[str, str] = {
     "actor_rollout_ref.hybrid_engine": _TURNS,
     "actor_rollout_ref.rollout.free_cache_engine": _TURNS,
@@ -44,7 +50,6 @@ ALWAYS: Mapping[str, str] = {
     "critic.rollout_n": "loop.samples_per_prompt says it",
     "reward_manager": "each response is scored as it comes",
     "trainer.ray_wait_register_center_timeout": "cluster.start_timeout_s says it",
-    "actor_rollout_ref.actor.strategy": _TRAINER,
     "actor_rollout_ref.actor.optim.optimizer": "the optimizer is Adam with decoupled weight decay",
     "actor_rollout_ref.actor.megatron.param_offload": _TURNS,
     "actor_rollout_ref.actor.megatron.grad_offload": _TURNS,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import verl_scripts
 import yaml
-from verl_scripts import ACTOR, PPO_KEYS, said
+from verl_scripts import ACTOR, MEGATRON, PPO_KEYS, said
 
 from converters.errors import UserError
 from megarl.cli.main import main
@@ -245,6 +245,21 @@ def test_an_engine_has_room_for_the_longest_sequence_alone(given: list[str], arg
     assert recipe.get(f"rollout.engine_args.{argument}") == tokens
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ([], ["strategy=fsdp"]),
+        (["strategy=fsdp2"], ["strategy=fsdp2"]),
+        (["strategy=megatron"], []),
+        (["megatron.tensor_model_parallel_size=2"], []),
+    ],
+)
+def test_whole_weights_where_verl_cuts_them_are_said(given: list[str], shown: list[str]) -> None:
+    recipe = from_verl([ACTOR + each for each in given] or ["data.seed=1"], {})
+    assert said(recipe.absent) == [ACTOR + each for each in shown]
+    assert all("megatron.use_torch_fsdp2=true" in why for why in recipe.absent)
+
+
 @pytest.mark.parametrize("key", ["quantization", "quantization.weight_dtype"])
 def test_weights_of_engines_in_fp8_are_blocks_here(key: str) -> None:
     keys_and_values = f"{ROLLOUT}quantization.kv_cache_dtype=fp8"
@@ -301,7 +316,7 @@ def test_what_cannot_be_translated_is_one_sentence(overrides: list[str], says: s
 
 
 def test_a_value_that_a_script_computes_matters_only_where_it_is_used(tmp_path: Path) -> None:
-    script = "python -m verl.trainer.main_ppo actor_rollout_ref.model.path=$1 trainer.unknown=$(date) "
+    script = f"python -m verl.trainer.main_ppo actor_rollout_ref.model.path=$1 trainer.unknown=$(date) {MEGATRON} "
     recipe = translated(tmp_path, script)
     assert recipe.get("model.path") == "???"
     assert said(recipe.absent) == ["trainer.unknown=$(date)"]
@@ -312,7 +327,8 @@ def test_a_value_that_a_script_computes_matters_only_where_it_is_used(tmp_path: 
 
 @pytest.mark.parametrize("merge", [True, False])
 def test_whether_an_adapter_is_merged_for_the_engines_is_asked_as_there(merge: bool) -> None:
-    recipe = from_verl([f"actor_rollout_ref.model.lora.{each}" for each in ("rank=8", f"merge={merge}")], {})
+    given = [f"actor_rollout_ref.model.lora.{each}" for each in ("rank=8", f"merge={merge}")]
+    recipe = from_verl([*given, MEGATRON], {})
     assert recipe.get("lora.rank") == 8
     assert recipe.get("lora.merge") is merge
     assert recipe.absent == {}
@@ -326,7 +342,7 @@ def test_a_recipe_that_could_not_run_is_refused(tmp_path: Path) -> None:
 def test_settings_that_ask_for_nothing_are_no_loss() -> None:
     """A file of all of verl's settings has hundreds at values in which they do nothing."""
     nothing = ["actor_rollout_ref.actor.ppo_epochs=1", "global_profiler.steps=[1]", "lora.type=lora", "a._target_=B"]
-    given = ["algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=2", "critic.ppo_epochs=2"]
+    given = ["algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=2", "critic.ppo_epochs=2", MEGATRON]
     recipe = from_verl([*given, *nothing], {})
     assert recipe.absent == {}
     assert "actor_rollout_ref.actor.ppo_epochs=1" in said(recipe.always)

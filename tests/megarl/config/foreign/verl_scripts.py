@@ -124,8 +124,9 @@ python3 -m verl.trainer.main_ppo --config-path=./config --config-name='ppo_megat
 SCRIPTS = {"grpo": GRPO, "dapo": DAPO, "ppo": PPO}
 
 ACTOR = "actor_rollout_ref.actor."
-PPO_KEYS = ["algorithm.adv_estimator=gae", "data.train_batch_size=16", f"{ACTOR}ppo_mini_batch_size=8"]
-"""The least that asks for a critic."""
+MEGATRON = f"{ACTOR}strategy=megatron"
+PPO_KEYS = ["algorithm.adv_estimator=gae", "data.train_batch_size=16", f"{ACTOR}ppo_mini_batch_size=8", MEGATRON]
+"""The least that asks for a critic, without a word to be said."""
 
 
 def said(notes: dict[str, list[str]]) -> list[str]:
