@@ -1,5 +1,6 @@
 """Arguments of a program, `--name value ...`, as they stand in a script or a YAML file."""
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,9 @@ import yaml
 
 from converters.errors import UserError
 from megarl.config.foreign.shell_script import ShellScript, Word, read_script
+
+_ARGUMENT = re.compile(r"--|[+~]*\w+(\.\w+)+=")
+"""An argument of slime or Megatron-LM, or a setting of verl."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,23 @@ def read_arguments(file: Path, environment: Mapping[str, str]) -> ArgumentList:
 
 
 def program_words(script: ShellScript) -> list[Word] | None:
-    """The words that the last Python program of a script is given, None where it starts none."""
-    for command in reversed(script.commands):
+    """The words that the last Python program of a script is given, None where it starts none.
+
+    Raises UserError for a statement behind a program that begins with arguments.
+    """
+    found: list[Word] | None = None
+    for command, where in zip(script.commands, script.places, strict=True):
+        if found is not None and command and _ARGUMENT.match(command[0].text):
+            raise UserError(
+                f"{where}: these arguments are given to no program: a backslash is missing at the end of the line"
+                " before, or a comment stands there"
+            )
         for number, word in enumerate(command):
             is_module = number and command[number - 1].text == "-m" and not word.text.startswith("torch.distributed")
             if word.text.endswith(".py") or is_module:
-                return command[number + 1 :]
-    return None
+                found = command[number + 1 :]
+                break
+    return found
 
 
 def _words_of_program(script: ShellScript) -> tuple[Iterable[Word], Collection[str]]:

@@ -67,6 +67,8 @@ class ShellScript:
     """Findings in a script."""
 
     commands: list[list[Word]] = field(default_factory=list)
+    places: list[str] = field(default_factory=list)
+    """File and line of each command."""
     arrays: dict[str, list[Word]] = field(default_factory=dict)
     variables: dict[str, Word] = field(default_factory=dict)
     grown: dict[str, list[str]] = field(default_factory=dict)
@@ -125,6 +127,7 @@ class _Reader:
                 self._not_read.append(f"{path.where} reads {path.text or path.unknown}, which is not there")
             return
         self.found.commands.append([each for word in words for each in self._expand(word)])
+        self.found.places.append(self._where(words[0]))
 
     def _assign(self, word: RawWord, assignment: re.Match[str], conditional: bool) -> None:
         name, grows = assignment[1], assignment[2] == "+="

@@ -176,6 +176,15 @@ def test_what_cannot_be_translated_is_one_sentence(tmp_path: Path, before: str, 
         from_slime(script(tmp_path, before, after), {"BASE": "/b"})
 
 
+# As in slime's own script of Kimi-K2, arrays may follow, or flags.
+@pytest.mark.parametrize("line", ["--colocate \\\n", "python3 train.py \\\n"])
+def test_arguments_behind_a_forgotten_backslash_are_refused(tmp_path: Path, line: str) -> None:
+    run = script(tmp_path, line, line.replace("\\", ""))
+    following = RUN.partition(line)[0].count("\n") + 2
+    with pytest.raises(UserError, match=rf"run\.sh:{following}: these arguments are given to no program: a backslash"):
+        from_slime(run, {"BASE": "/b"})
+
+
 @pytest.mark.parametrize("normalized", [False, True])
 def test_advantages_that_are_whitened_here_and_not_there_are_said(tmp_path: Path, normalized: bool) -> None:
     flags = "--advantage-estimator ppo" + " --normalize-advantages" * normalized

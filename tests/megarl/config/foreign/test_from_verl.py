@@ -325,6 +325,17 @@ def test_a_value_that_a_script_computes_matters_only_where_it_is_used(tmp_path: 
         translated(tmp_path, f"{script} trainer.nnodes=$RANKS")
 
 
+# Two of verl's own examples have a comment in the middle, behind which nothing reaches the program.
+@pytest.mark.parametrize("end", ["\n", " \\\n# a comment\n", " \\ # a comment\n"])
+@pytest.mark.parametrize("setting", ["trainer.nnodes=2", "+reward_model.reward_kwargs.max_resp_len=8"])
+def test_settings_that_reach_no_program_are_refused(tmp_path: Path, end: str, setting: str) -> None:
+    script = f"python -m verl.trainer.main_ppo data.seed=1END  {setting} \\\n  data.train_batch_size=512\n"
+    lines = end.count("\n") + 1
+    with pytest.raises(UserError, match=rf"run\.sh:{lines}: these arguments are given to no program"):
+        translated(tmp_path, script.replace("END", end))
+    assert translated(tmp_path, script.replace("END", " \\\n")).get("loop.prompts_per_step") == 512
+
+
 @pytest.mark.parametrize("merge", [True, False])
 def test_whether_an_adapter_is_merged_for_the_engines_is_asked_as_there(merge: bool) -> None:
     given = [f"actor_rollout_ref.model.lora.{each}" for each in ("rank=8", f"merge={merge}")]
