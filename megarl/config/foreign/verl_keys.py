@@ -55,6 +55,7 @@ ALIASES: Mapping[str, str] = {
     "reward.reward_kwargs.": "reward_model.reward_kwargs.",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward_model.overlong_buffer.": "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.num_workers": "reward.num_workers",
     "reward_manager.name": "reward_model.reward_manager",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": "actor_rollout_ref.actor"

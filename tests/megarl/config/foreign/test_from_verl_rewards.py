@@ -69,8 +69,9 @@ def test_a_reward_model_without_a_path_is_said() -> None:
     assert recipe.get("reward_model.path") == "???"
 
 
-def test_the_processes_that_score_are_said_not_to_be_for_async_functions() -> None:
-    recipe = from_verl([*PPO_KEYS, "custom_reward_function.path=mine.py", "reward.num_workers=16"], {})
+@pytest.mark.parametrize("key", ["reward.num_workers", "reward_model.num_workers"])
+def test_the_processes_that_score_are_said_not_to_be_for_async_functions(key: str) -> None:
+    recipe = from_verl([*PPO_KEYS, "custom_reward_function.path=mine.py", f"{key}=16"], {})
     check(recipe)
     assert recipe.get("reward.workers") == 16
     (why,) = [why for why, settings in recipe.always.items() if settings == ["custom_reward_function.path=mine.py"]]
