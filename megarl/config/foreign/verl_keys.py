@@ -173,7 +173,7 @@ CORRECTIONS: Mapping[str, str] = {"token": "token_importance", "sequence": "sequ
 LEVELS: Mapping[str, str] = {"token": "token", "sequence": "sequence", "geometric": "sequence_mean"}
 """Level of importance weights in verl 0.6.0 -> the beginning of kinds of corrections."""
 MODES: Mapping[str, str] = {"truncate": "importance", "mask": "band"}
-"""What verl 0.6.0 does beyond the bounds -> the last kind of correction for it."""
+"""Name of verl 0.6.0 for its way with ratios beyond the bounds -> the last kind of correction for it."""
 DECAYS: Mapping[str, str] = {name: name for name in ("constant", "cosine")}
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float32": "fp32"}
 LOGGERS = ("console", "wandb", "mlflow", "tensorboard")

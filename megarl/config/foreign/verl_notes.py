@@ -18,7 +18,7 @@ WHOLE = (
     "every rank has whole weights and gradients here, which verl cuts over ranks: megarl plan says whether they fit;"
     " megatron.use_torch_fsdp2=true cuts them, too, or tensor and expert parallelism does"
 )
-"""What is said where verl's trainer is FSDP."""
+"""The note where verl's trainer is FSDP."""
 
 ALWAYS: Mapping[str, str] = {
     "actor_rollout_ref.hybrid_engine": _TURNS,
@@ -135,7 +135,7 @@ _MASKS = "masks of tokens and responses are kinds of algorithm.corrections, in d
 ABSENT: Mapping[str, str] = {
     "actor_rollout_ref.actor.ppo_epochs": "every rollout is trained on once; more algorithm.updates_per_step are the"
     " nearest",
-    "actor_rollout_ref.model.mtp": "rollout.engine_args.speculative_config asks vLLM for drafts of these layers",
+    "actor_rollout_ref.model.mtp": "rollout.engine_args.speculative_config asks an engine for drafts of these layers",
     "actor_rollout_ref.rollout.multi_turn": _ONE_TURN,
     "actor_rollout_ref.rollout.agent": _ONE_TURN,
     "actor_rollout_ref.rollout.quantization": "rollout.engine_args.kv_cache_dtype holds keys and values in FP8, and"
