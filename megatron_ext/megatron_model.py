@@ -40,7 +40,7 @@ from megatron_ext.optimizer.fully_sharded import all_finite, own_rows
 from megatron_ext.optimizer.optimizer import Wrapped, build_optimizer, build_scheduler, wrap_distributed
 from megatron_ext.optimizer.overlap import gather_weights, gathers_in_forward
 from megatron_ext.options.options import MegatronOptions
-from megatron_ext.packing.packing import MicroBatch, RaggedBatch, last_tokens, pack, unpack
+from megatron_ext.packing.packing import MicroBatch, RaggedBatch, last_tokens, pack, packed_order, unpack_all
 from megatron_ext.packing.shared_prefixes import share
 from megatron_ext.parallel import patient_barrier
 from megatron_ext.reference import ReferenceWeights
@@ -229,7 +229,7 @@ class MegatronModel:
             return None
         return LogProbs(
             **{
-                field.name: _unpack_all(
+                field.name: unpack_all(
                     [getattr(each, field.name) for each in predictions], packed, batch, micro_batches
                 )
                 for field in fields(LogProbs)
@@ -244,7 +244,7 @@ class MegatronModel:
         packed = self.micro_batches_of(batch, micro_batches)
         self._scales.learn(packed)
         values = forward(self.bare_chunks, packed, predict_values)
-        return _unpack_all(values, packed, batch, micro_batches) if values else None
+        return unpack_all(values, packed, batch, micro_batches) if values else None
 
     def scores(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor | None:
         """float32[N]: the value at the last token of each sequence of `batch`.
@@ -257,7 +257,7 @@ class MegatronModel:
         if not values:
             return None
         scores = [each[last_tokens(micro_batch)] for each, micro_batch in zip(values, packed, strict=True)]
-        return torch.cat(scores).cpu()[_order(micro_batches).argsort()]
+        return torch.cat(scores).cpu()[packed_order(micro_batches).argsort()]
 
     def train_step(
         self,
@@ -385,20 +385,3 @@ class MegatronModel:
             return pack(batch, sequences, align)
         whole, rank = pack(batch, sequences), parallel.coordinates(self.rank).context
         return replace(whole, part=cut(whole, parallel.context_parallel_size, rank, align))
-
-
-def _order(micro_batches: Sequence[Sequence[int]]) -> Tensor:
-    """The sequences of all micro-batches, one after another."""
-    return torch.tensor([index for sequences in micro_batches for index in sequences], dtype=torch.long)
-
-
-def _unpack_all(
-    values: Sequence[Tensor], packed: Sequence[MicroBatch], batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]
-) -> Tensor:
-    """Values of packed micro-batches, put back into the order of the batch they were packed from."""
-    order = _order(micro_batches)
-    in_packed_order = torch.cat([unpack(value, each) for value, each in zip(values, packed, strict=True)]).cpu()
-    if not len(batch):
-        return in_packed_order
-    pieces = in_packed_order.split(batch.lengths[order].tolist())
-    return torch.cat([pieces[position] for position in order.argsort().tolist()])

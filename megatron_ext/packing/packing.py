@@ -249,6 +249,23 @@ def unpack(values: Tensor, micro_batch: MicroBatch) -> Tensor:
     return result
 
 
+def packed_order(micro_batches: Sequence[Sequence[int]]) -> Tensor:
+    """The sequences of all micro-batches, one after another."""
+    return torch.tensor([index for sequences in micro_batches for index in sequences], dtype=torch.long)
+
+
+def unpack_all(
+    values: Sequence[Tensor], packed: Sequence[MicroBatch], batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]
+) -> Tensor:
+    """Values of packed micro-batches, put back into the order of the batch they were packed from."""
+    order = packed_order(micro_batches)
+    in_packed_order = torch.cat([unpack(value, each) for value, each in zip(values, packed, strict=True)]).cpu()
+    if not len(batch):
+        return in_packed_order
+    pieces = in_packed_order.split(batch.lengths[order].tolist())
+    return torch.cat([pieces[position] for position in order.argsort().tolist()])
+
+
 def last_tokens(micro_batch: MicroBatch) -> Tensor:
     """long[sequences]: the index of the last token of each sequence, without padding's."""
     return micro_batch.lengths.cumsum(0) - 1
