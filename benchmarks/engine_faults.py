@@ -179,7 +179,7 @@ def _until(is_so: Callable[[], object], engines: Engines) -> float:
         if now_s - began_s > _LIMIT_S:
             raise SystemExit(f"nothing came of it in {_LIMIT_S:g} s")
         if now_s - looked_s >= INTERVAL_S:
-            engines.bring_back()
+            engines.recover()
             looked_s = time.perf_counter()
         else:
             time.sleep(_POLL_S)

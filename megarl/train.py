@@ -24,7 +24,7 @@ from megarl.tracking.clock import Clock
 from megarl.tracking.progress_lines import progress_lines
 
 _LONG_S = 60.0
-"""A step that takes longer reports its progress each time so many seconds have passed."""
+"""Longer steps print a progress line at this interval."""
 
 
 def train(config: MegarlConfig) -> None:

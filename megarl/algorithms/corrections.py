@@ -138,7 +138,7 @@ def correction_factor(configs: Sequence[CorrectionConfig], log_ratio: Tensor, ra
     return factor.to(log_ratio.dtype)
 
 
-def near_or_rewarded(log_ratio: Tensor, advantages: Tensor, ragged: Ragged, limit: float) -> Tensor:
+def off_policy_sequence_mask(log_ratio: Tensor, advantages: Tensor, ragged: Ragged, limit: float) -> Tensor:
     """1 at the tokens that stay, else 0: [T], without gradient. DeepSeek-V3.2's off-policy sequence mask.
 
     A token goes where its advantage is negative and the mean over its response of log(pi_rollout / pi) is above `limit`

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.compatibility import check_algorithm
-from megarl.algorithms.corrections import correction_factor, correction_metrics, near_or_rewarded
+from megarl.algorithms.corrections import correction_factor, correction_metrics, off_policy_sequence_mask
 from megarl.algorithms.kl import KL_ESTIMATORS, importance_weighted, k3
 from megarl.algorithms.metrics import Mean, Metrics
 from megarl.algorithms.off_policy import interpolated, largest, off_policy_metrics
@@ -143,7 +143,7 @@ class PolicyObjective:
         bound = self.algorithm.off_policy_mask
         if bound is None:
             return torch.ones_like(tokens.present)
-        return near_or_rewarded(
+        return off_policy_sequence_mask(
             tokens.present - tokens.fields["rollout_log_probs"], tokens.fields["advantages"], tokens.responses, bound
         )
 

@@ -105,7 +105,7 @@ class EngineStart:
             check=self._log_prob_check(),
             gpus=self._gpus,
         )
-        self._engines.bring_back_with(refit.catch_up)
+        self._engines.recover_with(refit.catch_up)
         return refit
 
     def _with_all_engines(self, make_path: Callable[[], WeightPath]) -> WeightPath:

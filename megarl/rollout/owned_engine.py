@@ -35,10 +35,10 @@ R = TypeVar("R")
 P = ParamSpec("P")
 E = TypeVar("E", bound="OwnedEngine")
 
-_TOGETHER = 16
-"""Events that travel together at most: each journey costs as much as a few short answers, and long ones get texts."""
-_LISTS = 10_000
-"""Journeys of one call: Ray (2.60) keeps some 200 bytes of each, on both sides, until the call has ended."""
+_EVENTS_PER_BATCH = 16
+"""At most: sending a batch costs as much as a few short answers, and more would wait for the texts of long ones."""
+_BATCHES_PER_CALL = 10_000
+"""Ray (2.60) keeps some 200 bytes of each batch, on both sides, until the call has ended."""
 
 
 def by_owner(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
@@ -99,9 +99,9 @@ class OwnedEngine(ABC):
     def events(self, engines: int = 1) -> Iterator[list[Event]]:
         """See `Sampler.events`."""
         self._reporter.engines = engines
-        for _ in range(_LISTS):
+        for _ in range(_BATCHES_PER_CALL):
             told = [self._outbox.get()]
-            while len(told) < _TOGETHER and not self._outbox.empty():
+            while len(told) < _EVENTS_PER_BATCH and not self._outbox.empty():
                 told.append(self._outbox.get())
             together: list[Event] = []
             for each in (each for each in told if each is not None):

@@ -221,7 +221,7 @@ class Rollouts:
                     raise self._failure
             if is_reached:
                 return
-            self._workers.engines.bring_back()
+            self._workers.engines.recover()
             self._workers.ranks.raise_if_dead()
 
     def _batch_is_ready(self) -> bool:

@@ -62,7 +62,7 @@ class Answers:
     def partial_turns(self, asked: Sequence[SimpleNamespace]) -> list[PartialTurns]:
         return [dict(enumerate(each.answer.result())) if each.answer.done() else {} for each in asked]
 
-    def bring_back(self) -> None:
+    def recover(self) -> None:
         pass
 
     def turns(self, requests: Sequence[Request]) -> Iterator[list[Turn]]:

@@ -115,7 +115,7 @@ class EngineGroup(Engines):
                 if not self.restart_dead():
                     raise
 
-    def bring_back_with(self, give_weights: Callable[[], object]) -> None:
+    def recover_with(self, give_weights: Callable[[], object]) -> None:
         """Let engines that were restarted have from `give_weights` all that refits bring, not from the folder."""
         self._starter.leave_weights_to_refits()
         self._restarts.give_weights = give_weights

@@ -76,10 +76,10 @@ class Engines:
         return any(handle.state == "serving" for handle in self.handles)
 
     def wait_for_one(self) -> None:
-        """Wait until one is up, or none can be as they are held off. Raises as `Restarts.begin`."""
+        """Wait until one is up, or none can be as restarts are paused. Raises as `Restarts.begin`."""
         self.restart_dead()
-        self._restarts.go_on()
-        while not self.up and not self._restarts.is_held_off:
+        self._restarts.advance()
+        while not self.up and not self._restarts.is_paused:
             self._restarts.wait()
 
     def wait_for_all(self) -> None:
@@ -163,7 +163,7 @@ class Engines:
     def begin_generate(
         self, requests: Sequence[Request], partial_turns: Sequence[PartialTurns] = ()
     ) -> list[PendingRequest]:
-        """Begin to sample all requests. Whoever waits for the answers calls `bring_back` now and then.
+        """Begin to sample all requests. Whoever waits for the answers calls `recover` now and then.
 
         `partial_turns` is what was already sampled for each request; sampling continues after it.
         """
@@ -181,9 +181,9 @@ class Engines:
         """The turns sampled so far for each request, answered or not."""
         return self._queue.partial_turns(pending)
 
-    def bring_back(self) -> None:
+    def recover(self) -> None:
         """Give weights to engines that were restarted and are up: the trainer's ranks have those of the others."""
-        self._restarts.bring_back()
+        self._restarts.recover()
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
         """The token ids of a request's one sample, as they are sampled."""
@@ -204,18 +204,18 @@ class Engines:
 
         One that was about to start is waited for, and sleeps, too; one that has died leaves nothing.
         """
-        self._restarts.hold_off()
+        self._restarts.pause()
         self._queue.sleep(self.handles)
         self._tell(Engine.sleep)
         self.restart_dead()
-        self._restarts.hold_off()
+        self._restarts.pause()
 
     def wake_up(self, parts: Collection[EngineMemory]) -> None:
         """Let the engines have these parts back. When all is awake, those that died may start."""
         self._tell(Engine.wake_up, sorted(parts))
         if "kv_cache" in parts:
             self._queue.wake_up(self.handles)
-            self._restarts.let_in()
+            self._restarts.resume()
 
     def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
         """Fence all engines until `commit_update`."""
@@ -236,7 +236,7 @@ class Engines:
             else:
                 handle.note_committed(version)
                 self._restarts.note_serving(handle)
-        self._queue.go_on()
+        self._queue.dispatch()
         if failures:
             raise failures[0]
         return recomputed
@@ -283,7 +283,7 @@ class Engines:
 
     def _first(self, ended: SimpleQueue[tuple[int, Future[list[Turn]]]]) -> tuple[int, Future[list[Turn]]]:
         while True:
-            self.bring_back()
+            self.recover()
             with suppress(Empty):
                 return ended.get(timeout=INTERVAL_S)
 

@@ -22,14 +22,14 @@ class PendingRequest:
     number: int
     request: Request
     among: Sequence[EngineHandle]
-    """Who may be asked."""
+    """The engines that it may go to."""
     answer: Future[list[Turn]] = field(default_factory=Future)
     handle: EngineHandle | None = None
-    """Who was asked; None while it waits for somebody who can be."""
+    """The engine that has it; None while it is queued."""
     worker: Worker | None = None
-    """The process that was asked: an engine that is restarted has another."""
+    """The process that has it: a restarted engine has another."""
     load: int = 0
-    """Samples that have not ended there."""
+    """Its samples there that have not ended."""
     begun: dict[int, PartialSample] = field(default_factory=dict)
     """Samples of which engines that died, or cut them, have given some tokens."""
     ended: dict[int, Turn] = field(default_factory=dict)

@@ -21,9 +21,9 @@ from megarl.rollout.protocol import Engine, Event, Progress, Request, RequestEnd
 
 
 class _Submitted(NamedTuple):
-    """A call by which an engine takes requests in, by their numbers; without, one that ends what nobody waits for.
+    """A submit call in flight and the numbers of its requests; without numbers it is an abort.
 
-    Calls may overtake each other there.
+    Calls may overtake each other on their way.
     """
 
     handle: EngineHandle
@@ -34,32 +34,32 @@ class _Submitted(NamedTuple):
 class RequestQueue:
     """The requests that have no answer yet, of any thread.
 
-    An engine gets what it has room for, and the rest waits here for whichever has room first.
+    An engine gets as many as it has room for; the rest wait here for the first that has room, lowest priority first.
 
-    Requests that an engine leaves unanswered when it dies are asked again, from where it told of them: their seeds are
-    the same, and so are the tokens. Requests of the lowest priority go first.
+    Requests that an engine leaves unanswered when it dies go to another, behind the tokens that it reported: their
+    seeds are the same, and so are the tokens.
     """
 
     def __init__(self, handles: Sequence[EngineHandle], awaits: Callable[[EngineHandle], bool]) -> None:
-        """`awaits` says whether an engine is restarted and has no weights yet."""
+        """`awaits(handle)` is whether an engine is being restarted and has no weights yet."""
         self._handles, self._awaits = handles, awaits
-        # Never held while the lock of restarts is waited for: who holds that one may wait for answers.
+        # Never held while waiting for the lock of restarts: its holder may wait for answers.
         self._lock = threading.RLock()
         self._numbers = count()
         self._pending: dict[int, PendingRequest] = {}
         self._waiting: list[tuple[int, int, PendingRequest]] = []
-        """Requests that no engine was asked for, by priority and number: a heap."""
+        """Requests without an engine: a heap by priority and number."""
         self._conversations = Conversations[EngineHandle]()
         self._streams: dict[Stream, EngineHandle] = {}
         self._progress: dict[Stream, ProgressLog] = {}
         self._submitted: list[_Submitted] = []
         self._moved = 0
         self._failure: Exception | None = None
-        """Why nothing is heard any more."""
+        """Why the router has stopped."""
 
     @property
     def streams(self) -> list[Stream]:
-        """Where engines tell of what they were asked for."""
+        """The streams of the engines' events."""
         return list(self._streams)
 
     @property
@@ -70,9 +70,9 @@ class RequestQueue:
     def begin(
         self, requests: Sequence[Request], among: Sequence[EngineHandle], partial_turns: Sequence[PartialTurns] = ()
     ) -> list[PendingRequest]:
-        """Send requests, together. Their answers may fail with what an engine failed of, or refused them for.
+        """Queue requests together. An answer fails with the engine's failure, or with its refusal.
 
-        Where it is known what there is of each, `partial_turns`, they go on behind that.
+        With `partial_turns`, what was already sampled of each, they go on behind it.
         """
         begun = [PendingRequest(next(self._numbers), request, among) for request in requests]
         for each, turns in zip(begun, partial_turns, strict=False):
@@ -82,7 +82,7 @@ class RequestQueue:
             self._pending |= {each.number: each for each in left}
             self._moved += sum(each.tokens for each in left if each.begun)
             self._queue(left)
-            self._send()
+            self._dispatch()
             failure = self._failure
         if failure is not None:
             self._fail(left, failure)
@@ -92,7 +92,7 @@ class RequestQueue:
         return begun
 
     def partial_turns(self, pending: Sequence[PendingRequest]) -> list[PartialTurns]:
-        """The turns that there are of each of these requests, at one moment: all but what engines tell of next."""
+        """The turns sampled so far of each of these requests, all as of one moment."""
         with self._lock:
             copies = [each.copy() for each in pending]
             partials = [each.copy() for each in self._progress.values()]
@@ -103,32 +103,32 @@ class RequestQueue:
         return [each.partial_turns() for each in copies]
 
     def abandon(self, pending: Iterable[PendingRequest]) -> None:
-        """Wait no more for what is not answered: the engines end it."""
+        """Drop the requests that are not answered; their engines abort them."""
         ended: dict[EngineHandle, list[int]] = {}
         with self._lock:
             for each in pending:
                 if self._pending.pop(each.number, None) is not None and each.handle is not None:
                     ended.setdefault(each.handle, []).append(each.number)
-                    self._take_back(each)
-            self._send()
+                    self._unassign(each)
+            self._dispatch()
             for handle in (each for each in ended if each.is_up):
                 self._submitted.append(_Submitted(handle, handle.begin(Engine.abort, ended[handle]), ()))
 
     @contextmanager
     def asking(self, request: Request, among: Sequence[EngineHandle]) -> Iterator[EngineHandle]:
-        """The engine that is asked for a request, by the caller; it has the load of it until the end."""
+        """Choose the engine that the caller sends a request to; the request is part of its load until the end."""
         with self._lock:
             pending = PendingRequest(next(self._numbers), request, among)
-            able = self._able(among) or among
-            handle = self._give(pending, self._roomy(able) or able)
+            able = self._candidates(among) or among
+            handle = self._assign(pending, self._with_room(able) or able)
         try:
             yield handle
         finally:
             with self._lock:
-                self._take_back(pending)
+                self._unassign(pending)
 
     def sleep(self, handles: Sequence[EngineHandle]) -> None:
-        """Ask these for nothing more until `wake_up`; returns when they have taken in all that they were asked for."""
+        """Send these engines nothing until `wake_up`; returns when they have received all that was sent."""
         with self._lock:
             for handle in handles:
                 handle.is_asleep = True
@@ -138,16 +138,16 @@ class RequestQueue:
         wait_for_living(submitted)
 
     def wake_up(self, handles: Sequence[EngineHandle]) -> None:
-        """Ask these again."""
+        """Send to these engines again."""
         with self._lock:
             for handle in handles:
                 handle.is_asleep = False
-        self.go_on()
+        self.dispatch()
 
-    def go_on(self) -> None:
-        """Ask engines that serve again for what waits."""
+    def dispatch(self) -> None:
+        """Send queued requests to engines that have room."""
         with self._lock:
-            self._send()
+            self._dispatch()
 
     def take_moved(self) -> int:
         """Tokens that an engine had computed and lost, to be computed again, since they were taken last."""
@@ -160,8 +160,8 @@ class RequestQueue:
         with self._lock:
             return [handle.take_idle_s() for handle in self._handles]
 
-    def hear(self, stream: Stream, events: Sequence[Event]) -> None:
-        """Take what an engine told of the requests that it was asked for."""
+    def receive(self, stream: Stream, events: Sequence[Event]) -> None:
+        """Handle the events of an engine's stream."""
         ended = []
         for event in events:
             if isinstance(event, Progress):
@@ -170,34 +170,34 @@ class RequestQueue:
                 self._end_samples(event)
             elif (pending := self._end(event)) is not None:
                 ended.append((pending, event.answer))
-        # News of samples that go on make no room, and come from every engine many times a second.
+        # Progress makes no room for others, and comes from every engine many times a second.
         if not all(isinstance(event, Progress) for event in events):
-            self.go_on()
-        # Whoever hears of an answer has work with it: engines have theirs by now.
+            self.dispatch()
+        # Results are set last: callbacks are slow, and engines already have new work.
         for pending, answer in ended:
             if isinstance(answer, UserError):
                 pending.answer.set_exception(answer)
             else:
                 pending.answer.set_result(pending.whole())
 
-    def lose(self, stream: Stream, failure: Exception | None) -> bool:
-        """Nothing more comes from an engine; its requests go elsewhere if it has died, and fail if it has not.
+    def end_stream(self, stream: Stream, failure: Exception | None) -> bool:
+        """Handle the end of an engine's stream; its requests go elsewhere if it has died, and fail if it has not.
 
         Returns whether it has died.
         """
         with self._lock:
             handle, partials = self._streams.pop(stream), self._progress.pop(stream)
             left = [each for each in self._pending.values() if each.worker is stream.worker]
-            # Its process is another one already if this death was heard of before.
+            # If this death is known already, another process has taken its place.
             is_dead = handle.state == "down" or stream.worker is not handle.worker
             if failure is None and not is_dead:
-                self._hear_on(handle, partials)
+                self._listen(handle, partials)
                 return False
             told = partials.of([each.number for each in left])
             kept = sum(each.keep(told.get(each.number, {})) for each in left)
             self._moved += sum(each.tokens for each in left)
             for each in left:
-                self._take_back(each)
+                self._unassign(each)
             self._queue(left)
         if failure is not None and not is_dead:
             self._fail(left, failure)
@@ -206,9 +206,9 @@ class RequestQueue:
             say(f"{handle.name} had not answered {len(left)} requests: they go on behind the {kept} tokens there are")
         return True
 
-    def hear_of_submitted(self) -> None:
-        """Fail the requests that engines did not take in, by the calls that have ended."""
-        # Where an engine has died its stream says so, and its requests go on elsewhere.
+    def check_submitted(self) -> None:
+        """Fail the requests whose submit call has failed."""
+        # The death of an engine is handled where its stream ends.
         with self._lock:
             heard = dict(answered([each.call for each in self._submitted]))
             ended = [each for each in self._submitted if each.call in heard]
@@ -221,43 +221,43 @@ class RequestQueue:
                 self._refuse(each, answer.failure)
 
     def fail_waiting(self, failure: Exception) -> None:
-        """Fail the requests that no engine was asked for."""
+        """Fail the requests that are queued."""
         with self._lock:
             waiting = [each for each in self._pending.values() if each.handle is None]
         self._fail(waiting, failure)
 
     def fail_all(self, failure: Exception) -> None:
-        """Fail all requests, also those that begin later: nobody would hear of their answers."""
+        """Fail all requests, also later ones: nothing receives their answers any more."""
         with self._lock:
             self._failure = failure
             pending = list(self._pending.values())
         self._fail(pending, failure)
 
-    def _able(self, among: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
-        """The engines that may be asked."""
+    def _candidates(self, among: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
+        """The engines that a request may go to."""
         among = [handle for handle in among if not handle.is_asleep]
         if serving := [handle for handle in among if handle.state == "serving"]:
             return serving
-        # Where none serves, requests wait for the end of an update, or else for an engine that is restarted.
+        # If none serves, requests wait for the end of a refit, or for an engine that is being restarted.
         restarting = [handle for handle in among if self._awaits(handle)]
         if (up := [handle for handle in among if handle.is_up and handle not in restarting]) or restarting:
             return up
         # A failure says what it was.
         return among
 
-    def _roomy(self, handles: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
+    def _with_room(self, handles: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
         return [handle for handle in handles if not handle.is_full]
 
-    def _give(self, pending: PendingRequest, among: Sequence[EngineHandle]) -> EngineHandle:
-        """Choose who is asked for a request, and count it there from now on."""
+    def _assign(self, pending: PendingRequest, among: Sequence[EngineHandle]) -> EngineHandle:
+        """Choose an engine for a request and add it to the engine's load."""
         handle = self._conversations.choose(pending.request.conversation, among)
         self._conversations.begin(pending.request.conversation, handle)
         pending.handle, pending.worker, pending.load = handle, handle.worker, pending.samples
         handle.load += pending.load
         return handle
 
-    def _take_back(self, pending: PendingRequest) -> None:
-        """Count a request no more where it was asked, if it was."""
+    def _unassign(self, pending: PendingRequest) -> None:
+        """Take a request off its engine's load, if it has an engine."""
         if pending.handle is not None:
             self._conversations.end(pending.request.conversation, pending.handle)
             pending.handle.load -= pending.load
@@ -267,28 +267,28 @@ class RequestQueue:
         for each in pending:
             heappush(self._waiting, (each.request.priority, each.number, each))
 
-    def _send(self) -> None:
-        """Ask whoever can be asked and has room."""
+    def _dispatch(self) -> None:
+        """Send queued requests to engines that serve and have room."""
         shares: dict[EngineHandle, dict[int, Request]] = {}
         left = []
-        # One that is up but may not be asked yet has room for nobody: else all that waits would be looked through.
-        while self._waiting and any(handle.has_room for handle in self._able(self._handles)):
+        # Stop when no engine has room: otherwise every call would scan the whole queue.
+        while self._waiting and any(handle.has_room for handle in self._candidates(self._handles)):
             entry = heappop(self._waiting)
             each = entry[-1]
             if each.number not in self._pending:
                 continue  # nobody waits for it any more
-            if roomy := self._roomy(self._able(each.among)):
-                shares.setdefault(self._give(each, roomy), {})[each.number] = each.rest()
+            if with_room := self._with_room(self._candidates(each.among)):
+                shares.setdefault(self._assign(each, with_room), {})[each.number] = each.rest()
             else:
                 left.append(entry)
         for entry in left:
             heappush(self._waiting, entry)
         for handle, requests in shares.items():
             if not any(stream.worker is handle.worker for stream in self._streams):
-                self._hear_on(handle, ProgressLog())
+                self._listen(handle, ProgressLog())
             self._submitted.append(_Submitted(handle, handle.begin(Engine.submit, requests), list(requests)))
 
-    def _hear_on(self, handle: EngineHandle, partials: ProgressLog) -> None:
+    def _listen(self, handle: EngineHandle, partials: ProgressLog) -> None:
         stream = handle.stream(Engine.events, len(self._handles))
         self._streams[stream], self._progress[stream] = handle, partials
 
@@ -300,7 +300,7 @@ class RequestQueue:
             # One that has died since may have left them to another.
             refused = [each for each in found if each.worker is submitted.call.worker]
             for each in refused:
-                self._take_back(each)
+                self._unassign(each)
         if not submitted.numbers:
             say(f"{submitted.handle.name} could not end requests that nobody waits for: {failure}")
         self._fail(refused, failure)
@@ -320,7 +320,7 @@ class RequestQueue:
             pending = self._pending.pop(event.number, None)
             if pending is None or pending.handle is None:
                 return None
-            self._take_back(pending)
+            self._unassign(pending)
             if not isinstance(answer, UserError):
                 pending.keep_answer(answer)
                 if pending.left:

@@ -58,9 +58,9 @@ class Restarts:
 
     One whose machine is gone is not restarted: its place is there, and the next try of the run finds it another.
 
-    Nothing goes on by itself: a restart takes its next step when somebody who waits for engines calls `go_on`. So the
-    trainer's ranks are asked for weights only where nothing else is asked of them. While others have the device, after
-    `hold_off`, an engine is prepared and no more.
+    Nothing advances by itself: a restart takes its next step when a thread that waits for engines calls `advance`. So
+    the trainer's ranks are asked for weights only where nothing else is asked of them. After `pause`, while the trainer
+    has the GPUs, an engine's processes are started but load nothing.
     """
 
     def __init__(self, max_restarts: int, start: StartStages, *, up_within_s: float, start_within_s: float) -> None:
@@ -73,21 +73,21 @@ class Restarts:
         self._up_within_s, self._start_within_s = up_within_s, start_within_s
         self._first: _Cause | None = None
         self._under_way: dict[EngineHandle, _Restart] = {}
-        self._is_held_off = False
+        self._is_paused = False
         self._seconds: list[float] = []
         self.lock = RLock()
-        """Held by the thread that has to do with restarts: requests are looked after in another than refits."""
+        """Guards the restarts, which the router's thread and the thread of refits both advance."""
 
     @property
     def calls(self) -> list[Call[Any]]:
-        """The calls of which one has to end before `go_on` has anything to do."""
+        """The calls in flight: `advance` has something to do when one of them has ended."""
         # Another thread may begin or end a restart meanwhile: the list is made in one step of the interpreter.
         return [call for each in list(self._under_way.values()) for call in each.calls]
 
     @property
-    def is_held_off(self) -> bool:
-        """Whether no engine comes up before others give the device back."""
-        return self._is_held_off
+    def is_paused(self) -> bool:
+        """Whether no engine loads weights until `resume`."""
+        return self._is_paused
 
     def awaits(self, handle: EngineHandle) -> bool:
         """Whether an engine is restarted and has no weights yet."""
@@ -103,16 +103,16 @@ class Restarts:
                 before = self._under_way.get(handle)
                 self._begin(handle, failure, before.died_s if before else time.monotonic())
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """Take all steps that can be taken without waiting. Raises as `begin`."""
         with self.lock:
             for handle, restart in list(self._under_way.items()):
                 self._advance(handle, restart)
 
-    def bring_back(self) -> None:
-        """As `go_on`; and those that are up get the weights that the others serve."""
+    def recover(self) -> None:
+        """As `advance`; then give engines that are up the weights that the others serve."""
         with self.lock:
-            self.go_on()
+            self.advance()
             if any(handle.state == "starting" for handle in self._under_way):
                 self.give_weights()
 
@@ -120,23 +120,23 @@ class Restarts:
         """Wait until there may be a step to take, and take it. Raises as `begin`."""
         if calls := self.calls:
             ray.wait([call.reference for call in calls], num_returns=1, timeout=_LOOK_AGAIN_S)
-        self.go_on()
+        self.advance()
 
-    def hold_off(self) -> None:
-        """Let no engine take memory until `let_in`. Raises as `begin`.
+    def pause(self) -> None:
+        """Let no engine take memory until `resume`. Raises as `begin`.
 
         Returns when those that were about to have theirs, and dead ones have left nothing.
         """
         with self.lock:
-            self._is_held_off = True
+            self._is_paused = True
             while any(each.stage == "load" or not each.is_up for each in self._under_way.values()):
                 self.wait()
 
-    def let_in(self) -> None:
+    def resume(self) -> None:
         """Let engines take memory again. Raises as `begin`."""
         with self.lock:
-            self._is_held_off = False
-            self.go_on()
+            self._is_paused = False
+            self.advance()
 
     def note_serving(self, handle: EngineHandle) -> None:
         """Take note that an engine has its weights, if it is one that was restarted."""
@@ -202,7 +202,7 @@ class Restarts:
             restart.stage = "loaded"
         if restart.stage == "prepare":
             restart.stage = "prepared"
-        if restart.stage != "prepared" or self._is_held_off:
+        if restart.stage != "prepared" or self._is_paused:
             return False
         restart.stage, restart.steps = "load", self._start.load(handle)
         return True

@@ -1,4 +1,4 @@
-"""The thread that hears of engines: of their answers, deaths and restarts."""
+"""The thread that receives the answers of engines, and looks after dead ones."""
 
 import threading
 import time
@@ -13,14 +13,14 @@ from megarl.cluster.workers.streams import End, next_of
 from megarl.rollout.protocol import Request
 
 _TICK_S = 0.2
-"""How long an engine that is asked for the first time may go unheard while others are listened to."""
+"""How long the first answer of an engine may wait while the thread waits for those of others."""
 _MANY = 64
-"""Where more requests are unanswered, answers are heard of together: the next batch does not wait for each of them."""
+"""With more requests unanswered, answers are received in batches: nobody waits for a single one of them."""
 _TOGETHER_S = 0.02
 
 
 class Router:
-    """Sends requests to engines that are alike. One thread hears of all answers, deaths and restarts."""
+    """Sends requests to engines that are alike. One thread receives all answers, and restarts engines that die."""
 
     def __init__(self, handles: Sequence[EngineHandle], restarts: Restarts) -> None:
         self.queue = RequestQueue(handles, restarts.awaits)
@@ -29,15 +29,15 @@ class Router:
         self._heartbeats = EngineHeartbeats(handles)
         self._is_told = threading.Event()
         self._is_closed = False
-        self._is_kept_out = False
-        """Whether another thread had to do with restarts when this one wanted to."""
+        self._is_locked_out = False
+        """Whether another thread held the lock of restarts when this one last tried."""
         self._listener: threading.Thread | None = None
         self._starting = threading.Lock()
 
     def begin(
         self, requests: Sequence[Request], among: Sequence[EngineHandle], partial_turns: Sequence[PartialTurns] = ()
     ) -> list[PendingRequest]:
-        """As `RequestQueue.begin`; from the first time on, answers are heard of."""
+        """As `RequestQueue.begin`; the first call starts the thread."""
         begun = self.queue.begin(requests, among, partial_turns)
         self._is_told.set()
         with self._starting:
@@ -47,22 +47,22 @@ class Router:
         return begun
 
     def check_engines(self) -> None:
-        """Begin to restart who has died, go on with who is started, and send what waits to who serves."""
+        """Restart dead engines, advance running restarts, and dispatch queued requests."""
         try:
-            # Who holds it has to do with restarts, for as long as a refit takes: others have answers to be heard of.
-            self._is_kept_out = not self._restarts.lock.acquire(blocking=False)
-            if not self._is_kept_out:
+            # A refit holds this lock for its whole duration: without blocking, answers keep flowing meanwhile.
+            self._is_locked_out = not self._restarts.lock.acquire(blocking=False)
+            if not self._is_locked_out:
                 try:
-                    self._bring_back()
+                    self._restart_dead()
                 finally:
                     self._restarts.lock.release()
         except Exception as failure:  # noqa: BLE001 - it is raised where an answer is waited for
             self.queue.fail_waiting(failure)
             return
-        self.queue.go_on()
+        self.queue.dispatch()
 
     def close(self) -> None:
-        """Hear of nothing more, before the engines are ended."""
+        """End the thread, before the engines are ended."""
         self._is_closed = True
         self._is_told.set()
         if self._listener is not None:
@@ -70,18 +70,18 @@ class Router:
 
     def _listen(self) -> None:
         try:
-            self._hear_all()
+            self._receive_all()
         except BaseException as failure:
             self.queue.fail_all(RuntimeError(f"the router failed: {failure!r}"))
             raise
 
-    def _hear_all(self) -> None:
+    def _receive_all(self) -> None:
         next_look_s = 0.0
         while not self._is_closed:
             found = []
             if streams := self.queue.streams:
-                # Where another thread goes on with them, a call that has ended would wake this one again and again.
-                calls = [] if self._is_kept_out else self._restarts.calls
+                # A finished call that only the other thread may handle would wake this one again and again.
+                calls = [] if self._is_locked_out else self._restarts.calls
                 found = next_of(streams, calls, _TICK_S)
             else:
                 self._is_told.wait(_TICK_S if self.queue.unanswered else INTERVAL_S)
@@ -90,20 +90,20 @@ class Router:
                 break
             for stream, result in found:
                 if not isinstance(result, End):
-                    self.queue.hear(stream, result)
-                elif self.queue.lose(stream, result.failure):
+                    self.queue.receive(stream, result)
+                elif self.queue.end_stream(stream, result.failure):
                     self.check_engines()
             if self.queue.unanswered > _MANY:
-                # To wait for a result, and to wake whoever waits for its answer, costs as much as to read it.
+                # Waiting for a result and waking its reader cost as much as reading it, so several are read at once.
                 time.sleep(_TOGETHER_S)
             if not found or time.monotonic() > next_look_s:
-                self.queue.hear_of_submitted()
+                self.queue.check_submitted()
                 self.check_engines()
                 next_look_s = time.monotonic() + INTERVAL_S
 
-    def _bring_back(self) -> None:
+    def _restart_dead(self) -> None:
         self._heartbeats.note_deaths()
         for handle in self._handles:
             if handle.state == "down":
                 self._restarts.begin(handle)
-        self._restarts.go_on()
+        self._restarts.advance()

@@ -11,7 +11,7 @@ from policy_batches import random_batch, run, sequences
 from torch import Tensor
 
 from megarl.algorithms import KL_ESTIMATORS, PolicyObjective
-from megarl.algorithms.corrections import near_or_rewarded
+from megarl.algorithms.corrections import off_policy_sequence_mask
 from megarl.algorithms.kl import UNBIASED, importance_weighted
 from megarl.algorithms.ragged import Ragged
 from megarl.schema import AlgorithmConfig, CorrectionConfig
@@ -169,7 +169,7 @@ rows = st.lists(
 def test_the_mask_one_response_after_the_other(drawn, limit: float) -> None:
     log_ratio = torch.tensor([x for row in drawn for x, _ in row], dtype=torch.float64)
     advantages = torch.tensor([a for row in drawn for _, a in row], dtype=torch.float64)
-    kept = near_or_rewarded(log_ratio, advantages, Ragged(torch.tensor([len(row) for row in drawn])), limit)
+    kept = off_policy_sequence_mask(log_ratio, advantages, Ragged(torch.tensor([len(row) for row in drawn])), limit)
     expected = []
     for row in filter(None, drawn):
         distance = -math.fsum(x for x, _ in row) / len(row)
@@ -181,5 +181,9 @@ def test_the_mask_one_response_after_the_other(drawn, limit: float) -> None:
 
 def test_a_response_at_the_limit_stays_and_what_is_no_number_shows() -> None:
     ragged, worse = Ragged(torch.tensor([2, 1])), torch.tensor([-1.0, -1.0, -1.0])
-    assert near_or_rewarded(torch.tensor([-0.25, -0.75, -0.6]), worse, ragged, 0.5).tolist() == [1, 1, 0]
-    assert near_or_rewarded(torch.tensor([0.1, float("nan"), 0.1]), worse, ragged, 0.5).isnan().tolist() == [1, 1, 0]
+    assert off_policy_sequence_mask(torch.tensor([-0.25, -0.75, -0.6]), worse, ragged, 0.5).tolist() == [1, 1, 0]
+    assert off_policy_sequence_mask(torch.tensor([0.1, float("nan"), 0.1]), worse, ragged, 0.5).isnan().tolist() == [
+        1,
+        1,
+        0,
+    ]

@@ -76,7 +76,7 @@ def open_group(tmp_path):
             engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
             path = make_path(engines)
             refit = Refit(None, engines, path, ["weight"], timeout_s=refit_timeout_s, gpus=gpus(engines))
-            engines.bring_back_with(refit.catch_up)
+            engines.recover_with(refit.catch_up)
             yield engines, refit
 
     return make

@@ -95,7 +95,7 @@ def in_turns(replicas, folder):
         engines.wait_started(engines.begin_start(Path("model"), load_weights=False))
         gpus = SharedGpus(engines, {POLICY, ENGINE}, None)
         refit = Refit(None, engines, OnThePath(), ["weight"], timeout_s=60, gpus=gpus)
-        engines.bring_back_with(refit.catch_up)
+        engines.recover_with(refit.catch_up)
         yield engines, refit, gpus
 
 

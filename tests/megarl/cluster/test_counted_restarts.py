@@ -106,10 +106,10 @@ def test_a_start_ends_when_it_is_heard_that_the_machine_is_gone(log, monkeypatch
     run = Restarts(3, StartStages(lambda _: iter([[call]]), steps), up_within_s=60, start_within_s=60)
     engine = Engine(log, 1)
     run.begin(engine)
-    run.go_on()
+    run.advance()
     engine.has_lost_its_machine = True
     with pytest.raises(WorkerGone, match="engine_1 is gone with the Ray node") as caught:
-        run.go_on()
+        run.advance()
     assert (caught.value.may_resume, run.count) == (True, 1)
 
 

@@ -153,26 +153,26 @@ class Played:
             return
         handle.worker.failure = WorkerGone("it was killed", "nothing", handle.worker.log)
         for stream in self._streams_of(handle):
-            assert self.queue.lose(stream, handle.worker.failure)
+            assert self.queue.end_stream(stream, handle.worker.failure)
         self.restarting.add(handle)
         handle.renew([Process(9)])
-        self.queue.go_on()
+        self.queue.dispatch()
 
     def come_back(self, handle, _):
         if handle in self.restarting:
             self.restarting.discard(handle)
             handle.note_committed(1)
-            self.queue.go_on()
+            self.queue.dispatch()
 
     def update(self, handle, _):
         if handle.state == "serving":
             handle.begin_update(handle.version + 1, [])
-            self.queue.go_on()
+            self.queue.dispatch()
 
     def commit(self, handle, _):
         if handle.state == "updating":
             handle.note_committed(handle.version + 1)
-            self.queue.go_on()
+            self.queue.dispatch()
 
     def check(self, before):
         """Nobody has too much, nothing that waits is older than what is asked for, and what was told is not lost."""
@@ -196,7 +196,7 @@ class Played:
 
     def _hear(self, handle, *events):
         for stream in self._streams_of(handle):
-            self.queue.hear(stream, events)
+            self.queue.receive(stream, events)
 
     def _streams_of(self, handle):
         return [each for each in self.queue.streams if each.worker is handle.worker]
@@ -323,7 +323,7 @@ def test_an_engine_that_waits_for_weights_does_not_let_all_that_waits_be_looked_
     for _ in range(200):
         played.ask(None, 0)
     assert sum(each.handle is None for each in played.asked) > 150
-    assert looks_at(played, played.queue.go_on) < 5 * ENGINES
+    assert looks_at(played, played.queue.dispatch) < 5 * ENGINES
 
 
 def test_news_of_samples_that_go_on_let_no_engine_be_looked_at() -> None:
@@ -335,9 +335,9 @@ def test_news_of_samples_that_go_on_let_no_engine_be_looked_at() -> None:
     number = process.running()[0]
     told = process.tell(number)
     assert len(told.samples)
-    assert looks_at(played, lambda: played.queue.hear(stream, [told])) == 0
+    assert looks_at(played, lambda: played.queue.receive(stream, [told])) == 0
     answer = process.answer(number, is_cut=False)
-    assert looks_at(played, lambda: played.queue.hear(stream, [answer])) > 0
+    assert looks_at(played, lambda: played.queue.receive(stream, [answer])) > 0
 
 
 def test_an_engine_whose_call_has_ended_is_asked_to_tell_on_and_keeps_its_requests() -> None:
@@ -349,7 +349,7 @@ def test_an_engine_whose_call_has_ended_is_asked_to_tell_on_and_keeps_its_reques
     (stream,) = played.queue.streams
     (told,) = played.queue.partial_turns([asked])
     assert here(told[0].token_ids).tolist() == whole(0, 0)[:1]
-    assert not played.queue.lose(stream, None)
+    assert not played.queue.end_stream(stream, None)
     (again,) = played.queue.streams
     assert again.worker is stream.worker
     assert again.references != stream.references

@@ -125,11 +125,11 @@ def run(cuda, request):
         restarts = SimpleNamespace(
             lock=RLock(),
             begin=lambda handle: None,
-            go_on=lambda: None,
-            is_held_off=False,
+            advance=lambda: None,
+            is_paused=False,
             note_serving=lambda handle: None,
         )
-        router = SimpleNamespace(queue=SimpleNamespace(go_on=lambda: None))
+        router = SimpleNamespace(queue=SimpleNamespace(dispatch=lambda: None))
         handles = [PlayedEngine(pool, request.param) for _ in range(2)]
         engines = Engines(handles, SharedByEngines(restarts, router))
         trainer = SimpleNamespace(
