@@ -30,7 +30,7 @@ from converters.architectures import read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
 from converters.layouts.megatron import ParallelSizes  # noqa: E402
 from megarl.data import Turn  # noqa: E402
-from megarl.data.stretches import here, opened_each  # noqa: E402
+from megarl.data.stretches import fetch, fetch_each  # noqa: E402
 from megarl.process.ports import free_port  # noqa: E402
 from megarl.quickstart.tiny_models import write_tiny_model  # noqa: E402
 from megarl.rollout.protocol import Request, SamplingParameters  # noqa: E402
@@ -130,7 +130,7 @@ def compare(folder: Path, name: str, prompts: int) -> Figures:
     theirs = torch.zeros_like(maps).scatter(2, engines[is_recorded], True)
     differs = (maps != theirs).any(-1)
     is_sampled = torch.cat([torch.arange(PROMPT + len(each.token_ids)) >= PROMPT for each in turns])
-    engine_log_probs = torch.from_numpy(np.concatenate([here(each.log_probs) for each in turns]))
+    engine_log_probs = torch.from_numpy(np.concatenate([fetch(each.log_probs) for each in turns]))
     gaps = [(each.log_probs[is_sampled] - engine_log_probs).abs() for each in (own, replayed)]
     return Figures(float(differs.float().mean()), float(differs.any(-1).float().mean()), *gaps)
 
@@ -148,9 +148,9 @@ def sampled(folder: Path, dtype: str, prompts: int) -> list[Turn]:
 
 def to_batch(turns: list[Turn]) -> RaggedBatch:
     """The turns' tokens, with the records of their experts."""
-    tokens = np.concatenate([here(part) for each in turns for part in (each.prompt_ids, each.token_ids)])
+    tokens = np.concatenate([fetch(part) for each in turns for part in (each.prompt_ids, each.token_ids)])
     lengths = torch.tensor([PROMPT + len(each.token_ids) for each in turns])
-    records = opened_each([each.routed_experts for each in turns])
+    records = fetch_each([each.routed_experts for each in turns])
     return RaggedBatch(torch.from_numpy(tokens), lengths, routed_experts=records)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megarl.data import Turn
-from megarl.data.stretches import Array, here
+from megarl.data.stretches import Array, fetch
 from megarl.rollout.progress_reporter import AT_ONCE, OFTEN, SECONDS
 from megarl.rollout.protocol import Event, Progress, Request, RequestEnded, SamplingParameters
 
@@ -136,7 +136,7 @@ def _news(growing: Iterable[_Growing], now_s: float) -> Iterator[Progress]:
 def _first_half(number: int, sample: int, turn: Turn) -> Progress:
     count = (len(turn.token_ids) + 1) // 2
     numbers, samples, lengths = (np.full(1, each, dtype=np.int32) for each in (number, sample, count))
-    token_ids, log_probs, versions = (here(each)[:count] for each in (turn.token_ids, turn.log_probs, turn.versions))
+    token_ids, log_probs, versions = (fetch(each)[:count] for each in (turn.token_ids, turn.log_probs, turn.versions))
     return Progress(numbers, samples, lengths, token_ids, log_probs, versions)
 
 

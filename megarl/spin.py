@@ -16,7 +16,7 @@ from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.trainer.batch import Batch, opened_values
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
 from megarl.data.sampler import digest_of
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.models.context import check_context
 from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
@@ -168,4 +168,4 @@ def _replies(
         Request(exchange.prompt, replace(parameters, samples=1))
         for exchange, parameters in zip(exchanges, sampling, strict=True)
     ]
-    return [here(samples[0].token_ids).tolist() for samples in engines.generate(requests)]
+    return [fetch(samples[0].token_ids).tolist() for samples in engines.generate(requests)]

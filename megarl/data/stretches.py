@@ -123,12 +123,12 @@ def holds_numbers(values: Array) -> bool:
 
 
 def is_long(values: Stretch) -> bool:
-    """Whether an array here belongs into the object store."""
+    """Whether an array of this process belongs into the object store."""
     return isinstance(values, np.ndarray) and values.nbytes >= _STORED_BYTES
 
 
-def is_away(values: Values) -> bool:
-    """Whether some are in the object store."""
+def is_remote(values: Values) -> bool:
+    """Whether some are in the object store, and `fetch` would have to get them."""
     return any(isinstance(each, StoredArray) for each in values)
 
 
@@ -137,13 +137,13 @@ def is_copied(values: Array | memoryview) -> bool:
     return values.nbytes < _COPIED_BYTES
 
 
-def here(values: Stretch) -> Array:
-    """The values in an array of this process."""
+def fetch(values: Stretch) -> Array:
+    """The values as one array of this process. Raises ValuesGone."""
     return values if isinstance(values, np.ndarray) else joined([(values,)])
 
 
-def opened(values: Sequence[Array | StoredArray]) -> list[Array]:
-    """The values themselves: all that are stored are fetched together. Raises ValuesGone."""
+def fetch_all(values: Sequence[Array | StoredArray]) -> list[Array]:
+    """The values as arrays of this process: all that are stored come in one call. Raises ValuesGone."""
     away = list(dict.fromkeys(each.reference for each in values if isinstance(each, StoredArray)))
     if not away:
         return [each for each in values if not isinstance(each, StoredArray)]
@@ -159,7 +159,7 @@ def opened(values: Sequence[Array | StoredArray]) -> list[Array]:
     ]
 
 
-def opened_each(sequences: Sequence[Values]) -> list[list[Array]]:
+def fetch_each(sequences: Sequence[Values]) -> list[list[Array]]:
     """The values of each sequence in arrays that lie end to end: nothing is copied, only runs are written out."""
     arrays = iter(_arrays(sequences))
     return [list(islice(arrays, len(values))) for values in sequences]
@@ -174,7 +174,7 @@ def _arrays(sequences: Iterable[Values]) -> list[Array]:
     """The stretches of all sequences, fetched and written out."""
     stretches = [stretch for values in sequences for stretch in values]
     expanded = _expanded([each for each in stretches if isinstance(each, RunLengthArray)])
-    return opened([next(expanded) if isinstance(each, RunLengthArray) else each for each in stretches])
+    return fetch_all([next(expanded) if isinstance(each, RunLengthArray) else each for each in stretches])
 
 
 def shortened(values: Array) -> Array | RunLengthArray:

@@ -15,7 +15,7 @@ from megarl.data.stretches import (
     Stretch,
     Values,
     constant,
-    here,
+    fetch,
     is_copied,
     joined,
     shortened,
@@ -116,7 +116,7 @@ class Turn:
 
     def _arrays(self) -> tuple[Array, ...]:
         of_tokens = (self.prompt_ids, self.token_ids, self.log_probs, self.versions)
-        return *map(here, of_tokens), *([joined([self.routed_experts])] if self.routed_experts else [])
+        return *map(fetch, of_tokens), *([joined([self.routed_experts])] if self.routed_experts else [])
 
 
 def _sent(values: Stretch) -> Stretch | bytes:

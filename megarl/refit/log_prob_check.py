@@ -13,7 +13,7 @@ from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.trainer.batch import Batch, opened_values
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import Turn
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.rollout.protocol import Request, SamplingParameters
 from megatron_ext.packing.packing import RaggedBatch
 
@@ -66,11 +66,11 @@ def log_prob_differences(
 
     There is a turn for each data-parallel rank at least.
     """
-    answers = [before + here(turn.token_ids).tolist() for before, turn in answered]
+    answers = [before + fetch(turn.token_ids).tolist() for before, turn in answered]
     lengths = [len(answer) for answer in answers]
     batch = Batch.of(RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths)))
     scored = opened_values(trainer.log_probs(batch, temperature=temperature)).split(lengths)
     return [
-        (own[len(before) :] - torch.tensor(here(turn.log_probs))).abs()
+        (own[len(before) :] - torch.tensor(fetch(turn.log_probs))).abs()
         for (before, turn), own in zip(answered, scored, strict=True)
     ]

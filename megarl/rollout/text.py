@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.data import Turn
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.data.tokenizer import read_tokenizer
 from megarl.rollout.protocol import Request, TokenIds
 
@@ -36,7 +36,7 @@ class Texts:
         if turn.finish_reason == "abort" or len(begun) + len(turn.token_ids) < _MANY:
             return turn
         # An array: transformers (5.19) looks at each number of a list by itself, which takes longer than all else.
-        tokens = np.concatenate([np.asarray(begun, np.int32), here(turn.token_ids)])
+        tokens = np.concatenate([np.asarray(begun, np.int32), fetch(turn.token_ids)])
         return replace(turn, text=self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     @cached_property

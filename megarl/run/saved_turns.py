@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from converters.formats.safetensors import place_tensors
 from megarl.data import Turn
-from megarl.data.stretches import Array, Values, opened_each
+from megarl.data.stretches import Array, Values, fetch_each
 
 _ARRAYS: Mapping[str, torch.dtype] = {
     "prompt_ids": torch.int32,
@@ -47,7 +47,7 @@ def _length(sequences: Sequence[Values]) -> int:
 
 def _opened(sequences: Sequence[Values]) -> Iterator[Array]:
     for first in range(0, len(sequences), _AT_ONCE):
-        yield from chain.from_iterable(opened_each(sequences[first : first + _AT_ONCE]))
+        yield from chain.from_iterable(fetch_each(sequences[first : first + _AT_ONCE]))
 
 
 def described(turn: Turn) -> list[Any]:

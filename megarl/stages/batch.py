@@ -13,7 +13,7 @@ from megarl.algorithms import AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Trajectory
-from megarl.data.stretches import Array, RunLengthArray, Values, here
+from megarl.data.stretches import Array, RunLengthArray, Values, fetch
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
 
@@ -118,7 +118,7 @@ def equal_advantages(batch: Batch) -> tuple[Array, Array, Array]:
     entries = [
         (stretch.values, stretch.lengths, trained.values)
         if isinstance(stretch, RunLengthArray) and stretch.lengths is trained.lengths
-        else (here(stretch), np.ones(len(stretch), dtype=np.int32), here(trained))
+        else (fetch(stretch), np.ones(len(stretch), dtype=np.int32), fetch(trained))
         for (stretch,), trained in zip(batch.fields["advantages"], _runs(batch), strict=True)
     ]
     advantages, tokens, is_trained = (np.concatenate(each) for each in zip(*entries, strict=True))

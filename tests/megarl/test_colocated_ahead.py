@@ -12,7 +12,7 @@ from test_colocation import DEVICE_BYTES, SHARED, STEPS, copy_checkpoint, small
 from transformers import AutoModelForCausalLM
 
 from megarl.data import PromptGroup, Turn
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.output.places import EXPORT
 from megarl.run.job import open_job
 from megarl.run.opening import RunSetup
@@ -51,7 +51,7 @@ def test_what_is_in_flight_goes_on_under_new_weights_and_nothing_is_lost_or_trai
     shutil.copytree(config.model.path, versions / "0")
     run = steps(config, versions, monkeypatch)
     check(run, range(STEPS), versions)
-    assert any(len(set(here(turn.versions).tolist())) == 2 for step in run for turn in step.turns)
+    assert any(len(set(fetch(turn.versions).tolist())) == 2 for step in run for turn in step.turns)
     assert sum(step.metrics["engines/tokens_moved"] for step in run) > 0
     # From a checkpoint, in which finished groups are and what there was of others, which goes on.
     again = tmp_path / "again"
@@ -61,7 +61,7 @@ def test_what_is_in_flight_goes_on_under_new_weights_and_nothing_is_lost_or_trai
     copy_checkpoint(tmp_path / "run", tmp_path / "resumed", step=1)
     resumed = steps(config, again, monkeypatch)
     check(resumed, range(1, STEPS), again)
-    assert any(set(here(turn.versions).tolist()) == {0, 1} for turn in resumed[0].turns)
+    assert any(set(fetch(turn.versions).tolist()) == {0, 1} for turn in resumed[0].turns)
     assert {step.metrics["engines/restarts"] for step in resumed} == {DEATHS}
 
 
@@ -116,14 +116,14 @@ def check(run: Sequence[Step], expected: range, folder: Path, *, prompts: int = 
 
 
 def check_turn(turn: Turn, allowed: range, folder: Path) -> None:
-    versions = torch.tensor(here(turn.versions))
+    versions = torch.tensor(fetch(turn.versions))
     assert torch.equal(versions, versions.sort().values)
     assert set(versions.tolist()) <= set(allowed)
-    token_ids = [*here(turn.prompt_ids).tolist(), *here(turn.token_ids).tolist()]
+    token_ids = [*fetch(turn.prompt_ids).tolist(), *fetch(turn.token_ids).tolist()]
     for each in set(versions.tolist()):
         own = versions == each
         expected = log_probs(folder / str(each), token_ids)[-len(versions) :]
-        torch.testing.assert_close(torch.tensor(here(turn.log_probs))[own], expected[own], atol=1e-5, rtol=0)
+        torch.testing.assert_close(torch.tensor(fetch(turn.log_probs))[own], expected[own], atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

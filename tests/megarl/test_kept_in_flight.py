@@ -9,7 +9,7 @@ from test_colocated_ahead import PROMPTS, log_probs, model, steps
 from test_colocation import MIB, STEPS, small
 
 from megarl.data import Turn
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.quickstart.rows import write_rows
 from megarl.schema import MegarlConfig
 
@@ -34,7 +34,7 @@ def test_what_was_read_is_kept_and_new_prompts_never_meet_it(tmp_path: Path, mon
         for turn in step.turns:
             check_log_probs(turn, versions)
             met += turn.cached_tokens or 0
-            if len(set(here(turn.versions).tolist())) == 2:
+            if len(set(fetch(turn.versions).tolist())) == 2:
                 switched.add(step.version)
     # All prompts are drawn in every step: without the cache, and without a switch, nothing would be shown.
     assert met > 0
@@ -67,8 +67,8 @@ def kept(folder: Path) -> MegarlConfig:
 
 def check_log_probs(turn: Turn, folder: Path) -> None:
     """Check each token against the weights of its version, over keys and values of those that had read what it met."""
-    versions, own = here(turn.versions).tolist(), torch.tensor(here(turn.log_probs))
-    prompt, token_ids = here(turn.prompt_ids).tolist(), here(turn.token_ids).tolist()
+    versions, own = fetch(turn.versions).tolist(), torch.tensor(fetch(turn.log_probs))
+    prompt, token_ids = fetch(turn.prompt_ids).tolist(), fetch(turn.token_ids).tolist()
     assert len(prompt) > BLOCK
     old, new = versions[0], versions[-1]
     switch = versions.index(new) if new != old else len(versions)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.data import Turn
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.data.trajectory import FloatArray, IntArray
 from megarl.rollout.protocol import Progress
 
@@ -25,7 +25,7 @@ class PartialSample(NamedTuple):
     @classmethod
     def of(cls, turn: Turn) -> "PartialSample":
         """A turn that was cut."""
-        return cls(here(turn.token_ids), here(turn.log_probs), here(turn.versions))
+        return cls(fetch(turn.token_ids), fetch(turn.log_probs), fetch(turn.versions))
 
     def cut(self) -> Turn:
         """A turn of these tokens alone, without a prompt, that was cut behind them."""
@@ -45,7 +45,7 @@ class PartialSample(NamedTuple):
         if not len(self.token_ids):
             return turn
         whole = self + PartialSample.of(turn)
-        prompt_ids = here(turn.prompt_ids)[: -len(self.token_ids)]
+        prompt_ids = fetch(turn.prompt_ids)[: -len(self.token_ids)]
         return replace(Turn.of(prompt_ids, *whole, turn.finish_reason, turn.routed_experts), text=turn.text)
 
 

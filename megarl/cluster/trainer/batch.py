@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.packed_stretches import Packed, packed, unpacked
-from megarl.data.stretches import Array, Values, joined, nothing_of, opened_each, shortened, stored_together
+from megarl.data.stretches import Array, Values, fetch_each, joined, nothing_of, shortened, stored_together
 from megatron_ext.packing.packing import RaggedBatch
 from megatron_ext.packing.prefix_tree import Prefixes
 
@@ -101,7 +101,7 @@ class Batch:
         lengths, routed_experts = torch.tensor(self.lengths), None
         if ROUTED_EXPERTS in self.fields:
             # Not joined: ranks of a machine that look into its object store share the only copy.
-            routed_experts = opened_each(self.fields[ROUTED_EXPERTS][: len(self)])
+            routed_experts = fetch_each(self.fields[ROUTED_EXPERTS][: len(self)])
         return RaggedBatch(opened_values(self.tokens), lengths, fields, self.unit, names, routed_experts)
 
     def kept(self, values: Tensor) -> Packed:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from megarl.data.stretches import StoredArray, Values, here
+from megarl.data.stretches import StoredArray, Values, fetch
 from megatron_ext.packing.prefix_tree import Prefixes, common_tokens
 
 _Away: TypeAlias = tuple[int, int, int]
@@ -28,7 +28,7 @@ def _key(values: Values, numbers: dict[object, int]) -> _Key:
             tokens.clear()
         else:
             # Big-endian bytes of numbers that are not negative have the order of the numbers.
-            tokens += here(stretch).astype(">u4").tobytes()
+            tokens += fetch(stretch).astype(">u4").tobytes()
     return (*pieces, bytes(tokens))
 
 

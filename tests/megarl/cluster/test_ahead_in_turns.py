@@ -18,7 +18,7 @@ from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.placement.reservation import reserve
 from megarl.cluster.placement.roles import ENGINE, POLICY, engine_role
 from megarl.data import PromptSampler
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.refit.refit import Refit
 from megarl.rewards import Scorer
@@ -65,7 +65,7 @@ def test_engines_die_in_any_turn_and_no_token_is_lost_or_too_old(
             if version == 2:
                 script("generate")
             evaluate(engines, HELD_OUT, scorer, make_tokenizer(), EvalSettings(32, ()))
-            assert {each for turn in evaluated for each in here(turn.versions).tolist()} == {version + 1}
+            assert {each for turn in evaluated for each in fetch(turn.versions).tolist()} == {version + 1}
             evaluated.clear()
         assert died(engines, DEATHS)
         # The run has all that it wants of this one.

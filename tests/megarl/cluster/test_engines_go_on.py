@@ -16,7 +16,7 @@ from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.placement.reservation import reserve
 from megarl.cluster.placement.roles import ENGINE, engine_role
 from megarl.data import Prompt, PromptSampler
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.rollout.kind import EngineSizes
@@ -119,9 +119,9 @@ def rollouts_of(config, engines, scorer, sampler, gpus=None):
 
 def check_turn(turn, draw, expected):
     """Check that it is the whole response, sampled from the time of its draw on by whatever weights there were."""
-    batch, versions = draw // PROMPTS, here(turn.versions).tolist()
-    assert here(turn.prompt_ids).tolist() == [draw, 9]
-    assert here(turn.token_ids).tolist() == expected
-    assert here(turn.log_probs).tolist() == [log_prob(*each) for each in enumerate(versions)]
+    batch, versions = draw // PROMPTS, fetch(turn.versions).tolist()
+    assert fetch(turn.prompt_ids).tolist() == [draw, 9]
+    assert fetch(turn.token_ids).tolist() == expected
+    assert fetch(turn.log_probs).tolist() == [log_prob(*each) for each in enumerate(versions)]
     assert versions == sorted(versions)
     assert set(versions) == set(range(max(0, batch - STALENESS), batch + 1))

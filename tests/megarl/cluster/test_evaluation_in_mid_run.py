@@ -13,7 +13,7 @@ from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.placement.reservation import reserve
 from megarl.cluster.placement.roles import ENGINE, engine_role
 from megarl.data import Prompt, PromptSampler
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.schema import ClusterConfig, LoopConfig, MegarlConfig, RewardConfig, RolloutConfig, ScheduleConfig
@@ -51,14 +51,14 @@ def test_an_evaluation_is_of_one_version_and_loses_nothing_that_is_in_flight(tmp
             asked = set(engines._queue._pending)
             assert len(asked) == len(in_flight)
             evaluate(engines, HELD_OUT, scorer, make_tokenizer(), EvalSettings(32, ()))
-            assert {each for turn in evaluated for each in here(turn.versions).tolist()} == {version}
+            assert {each for turn in evaluated for each in fetch(turn.versions).tolist()} == {version}
             assert len(evaluated) == len(HELD_OUT)
             assert (set(engines._queue._pending), heard(rollouts)) == (asked, in_flight)
             evaluated.clear()
     assert [group.ordinal for group in trained] == list(range(STEPS * PROMPTS))
     for group in trained:
         for member in group.members:
-            assert here(member.turns[0].prompt_ids).tolist() == [group.ordinal, 9]
+            assert fetch(member.turns[0].prompt_ids).tolist() == [group.ordinal, 9]
             assert member.turns[0].finish_reason == "stop"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.cluster.workers.long_arrays import put_back, taken_out
 from megarl.data import Turn
-from megarl.data.stretches import StoredArray, here
+from megarl.data.stretches import StoredArray, fetch
 
 
 def turn(tokens: int) -> Turn:
@@ -47,6 +47,6 @@ def test_long_arrays_are_referred_to() -> None:
     assert arrived.token_ids == StoredArray("a", "<i4", 25_600, is_finite=True)
     assert arrived.log_probs == StoredArray("b", "<f4", 25_600, is_finite=True)
     assert [each.tolist() for each in arrays] == [
-        here(turn(25_600).token_ids).tolist(),
+        fetch(turn(25_600).token_ids).tolist(),
         turn(25_600).log_probs.tolist(),
     ]

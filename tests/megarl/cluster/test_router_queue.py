@@ -16,7 +16,7 @@ from megarl.cluster.engines.request_queue import RequestQueue
 from megarl.cluster.engines.router import Router
 from megarl.cluster.workers.worker import Call, WorkerGone
 from megarl.data import Turn
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplesEnded, SamplingParameters
 
 AT_ONCE = 3
@@ -225,7 +225,7 @@ def test_the_oldest_go_first_in_bounded_numbers_and_all_any_serving_whoever_dies
         assert oldest.handle.worker.running()[0] == oldest.number
         played.play("answer", place, 0)
     for draw, each in enumerate(played.asked):
-        found = [here(turn.token_ids).tolist() for turn in each.answer.result(0)]
+        found = [fetch(turn.token_ids).tolist() for turn in each.answer.result(0)]
         assert found == [whole(draw, sample) for sample in range(each.request.sampling.samples)]
         assert all(turn.finish_reason == "stop" for turn in each.answer.result(0))
 
@@ -348,17 +348,17 @@ def test_an_engine_whose_call_has_ended_is_asked_to_tell_on_and_keeps_its_reques
     played.tell(handle, 0)
     (stream,) = played.queue.streams
     (told,) = played.queue.partial_turns([asked])
-    assert here(told[0].token_ids).tolist() == whole(0, 0)[:1]
+    assert fetch(told[0].token_ids).tolist() == whole(0, 0)[:1]
     assert not played.queue.end_stream(stream, None)
     (again,) = played.queue.streams
     assert again.worker is stream.worker
     assert again.references != stream.references
     (kept,) = played.queue.partial_turns([asked])
-    assert here(kept[0].token_ids).tolist() == whole(0, 0)[:1]
+    assert fetch(kept[0].token_ids).tolist() == whole(0, 0)[:1]
     assert (asked.handle, handle.load) == (handle, 1)
     assert asked.number in handle.worker.asked
     played.answer(handle, 0)
-    assert here(asked.answer.result(0)[0].token_ids).tolist() == whole(0, 0)
+    assert fetch(asked.answer.result(0)[0].token_ids).tolist() == whole(0, 0)
 
 
 def test_nobody_is_asked_for_anything_while_it_is_counted_how_long_engines_were_idle() -> None:

@@ -35,7 +35,7 @@ from megarl.cluster.workers.method_names import MethodNames
 from megarl.cluster.workers.streams import End, Stream, next_of, next_part, results_of
 from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
 from megarl.cluster.workers.worker_group import WorkerGroup, in_order_of_gpus
-from megarl.data.stretches import StoredArray, ValuesGone, here
+from megarl.data.stretches import StoredArray, ValuesGone, fetch
 from megarl.process.errors import MachinesUnfit
 from megarl.schema import ClusterConfig, PoolConfig, RolloutConfig
 
@@ -43,7 +43,7 @@ PROGRAM = """
 import os, sys, time
 import numpy as np
 from converters.errors import UserError
-from megarl.data.stretches import ValuesGone, here
+from megarl.data.stretches import ValuesGone, fetch
 
 class Program:
     def __init__(self, rank):
@@ -105,7 +105,7 @@ class Program:
         raise ValuesGone("ObjectRef(00ff) is gone")
 
     def read(self, values):
-        return int(here(values)[-1])
+        return int(fetch(values)[-1])
 
     def close(self):
         print("closed in order", flush=True)
@@ -220,7 +220,7 @@ def test_long_arrays_of_a_stream_stay_with_the_worker_until_they_are_read(make_g
             assert get_object_locations([many.reference])[many.reference]["node_ids"], "in the store, not here"
             assert (len(many), many.dtype, floats.dtype, floats.is_finite) == (30_000, "<i4", "<f8", True)
             assert wait([worker.begin("read", many) for worker in group.workers]) == [29_999 + number] * 2
-            assert here(floats)[1] == (1 + number) / 0.1
+            assert fetch(floats)[1] == (1 + number) / 0.1
         with pytest.raises(ValuesGone) as caught:
             wait([second.begin("lose")])
         # A failure in place of an array, and of what follows the last one.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.config.compose import compose
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.evaluate import fresh_engines
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.gaps import log_prob_gaps
@@ -35,7 +35,7 @@ def test_each_form_of_weights_has_the_mean_over_all_its_tokens(tmp_path: Path) -
         exact = fresh.sample()
     assert len(exact) == 8
     off = [
-        (prompt, replace(turn, log_probs=np.float32(here(turn.log_probs) + (0.5 if place < 2 else 0))))
+        (prompt, replace(turn, log_probs=np.float32(fetch(turn.log_probs) + (0.5 if place < 2 else 0))))
         for place, (prompt, turn) in enumerate(exact)
     ]
     lengths = [len(turn.token_ids) for _, turn in exact]

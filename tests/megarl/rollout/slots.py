@@ -10,7 +10,7 @@ from engine_host import END_ID, GREEDY, PROMPTS, SEGMENT_BYTES
 
 from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, read_json
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.resharding.loader.buckets import cut_into_buckets, views
 from megarl.resharding.shared_memory import Segment
 from megarl.rollout.adapter_slot import with_adapter_slot
@@ -58,10 +58,10 @@ def check_greedy(slot: Slot, adapted: Adapted, adapter: int) -> None:
 
 def check_tokens(adapted: Adapted, adapter: int, prompt: list[int], turn: Any, part: slice) -> None:
     """A part of an answer is the adapter's, after all that comes before it."""
-    token_ids = here(turn.token_ids).tolist()
+    token_ids = fetch(turn.token_ids).tolist()
     best = adapted.log_probs(adapter, [*prompt, *token_ids])[len(prompt) - 1 : -1].max(-1)
     assert token_ids[part] == best.indices.tolist()[part]
-    found = torch.tensor(here(turn.log_probs))
+    found = torch.tensor(fetch(turn.log_probs))
     torch.testing.assert_close(found[part], best.values[part], atol=1e-5, rtol=0)
 
 
@@ -92,7 +92,7 @@ def check_an_answer_over_two_adapters(
     adapted: Adapted, prompt: list[int], turn: Any, versions: tuple[int, int]
 ) -> None:
     """An answer begun with the first adapter, of the first of two versions, goes on with the second."""
-    found = here(turn.versions).tolist()
+    found = fetch(turn.versions).tolist()
     switch = found.index(versions[1])
     assert found == [versions[0]] * switch + [versions[1]] * (len(found) - switch)
     assert switch > 0

@@ -9,7 +9,7 @@ from asked_engine import AskedEngine
 from engine_host import GREEDY, Served, queueing_engine, vllm_pool
 from transformers import AutoModelForCausalLM
 
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.rollout.protocol import Request
 
 every_kind = pytest.mark.parametrize("kind", ["vllm", "transformers"])
@@ -35,7 +35,7 @@ def check_kept(endless_prompt, assert_greedy):
     """Check a greedy answer to `endless_prompt` during which weights were committed as `new`; its new log-probs."""
 
     def check(folders, turn, old, new):
-        versions, token_ids = here(turn.versions).tolist(), turn.token_ids.tolist()
+        versions, token_ids = fetch(turn.versions).tolist(), turn.token_ids.tolist()
         switch = versions.index(new)
         assert versions == [old] * switch + [new] * (len(versions) - switch)
         assert_greedy(folders[0], endless_prompt, turn, stop=switch)
@@ -99,6 +99,6 @@ def test_a_new_request_meets_no_keys_and_values_of_older_weights(served, asked, 
     served.update(served.second, new, kv="keep")
     served.engine.resume()
     for turn in (waiting.result(60)[0][0], served.greedy(LONG)):
-        assert set(here(turn.versions).tolist()) == {new}
+        assert set(fetch(turn.versions).tolist()) == {new}
         assert_greedy(served.folders[1], LONG, turn)
     assert len(generating.result(60)[0][0].token_ids) > 0

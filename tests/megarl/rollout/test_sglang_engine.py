@@ -19,7 +19,7 @@ from sglang_rules import RULES, stopped_scheduler
 
 from converters.errors import UserError
 from megarl.cluster.engines.progress_log import ProgressLog
-from megarl.data.stretches import here, joined
+from megarl.data.stretches import fetch, joined
 from megarl.rollout.protocol import (
     EngineDiedError,
     Progress,
@@ -172,7 +172,7 @@ def test_samples_go_on_with_the_new_weights(served, endless):
     generating = endless(served.engine, samples=3)
     served.update(served.second, old + 1)
     for turn in generating.result(60)[0]:
-        versions = here(turn.versions).tolist()
+        versions = fetch(turn.versions).tolist()
         assert versions == sorted(versions)
         assert set(versions) == {old, old + 1}
 

@@ -1,7 +1,7 @@
 import pytest
 from engine_host import GREEDY, PROMPTS, Served
 
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.rollout.protocol import Request, UpdateError
 
 
@@ -24,7 +24,7 @@ def test_greedy_equals_huggingface_before_and_after_updates(host, model_folder, 
         assert served.engine.version() == version
         for prompt, (generation,) in zip(PROMPTS, served.engine.generate(requests), strict=True):
             assert_greedy(folder, prompt, generation)
-            assert here(generation.versions).tolist() == [version] * len(generation.token_ids)
+            assert fetch(generation.versions).tolist() == [version] * len(generation.token_ids)
 
     if load_format == "dummy":
         assert served.engine.version() == -1

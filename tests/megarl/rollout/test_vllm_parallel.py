@@ -20,7 +20,7 @@ from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.layouts.traced_layout import traced_layout, untraced
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.vllm.kind import VLLM
@@ -190,7 +190,7 @@ def check_greedy(engine, requests, folder, version, assert_greedy):
     together = engine.generate(requests)
     for request, (turn,) in zip(requests, together, strict=True):
         assert_greedy(folder, request.prompt_token_ids, turn)
-        assert set(here(turn.versions).tolist()) == {version}
+        assert set(fetch(turn.versions).tolist()) == {version}
     # To the last bit, also where one of the ranks has nothing.
     assert [engine.generate([request])[0] for request in requests] == together
 
@@ -210,7 +210,7 @@ def check_an_update_in_the_middle(engine, trainer, folders, asked, prompt, asser
     ((turn,),) = generating.result(60)
     engine.resume()
     assert turn.finish_reason == "abort"
-    versions = here(turn.versions).tolist()
+    versions = fetch(turn.versions).tolist()
     switch = versions.index(2)
     assert versions == [1] * switch + [2] * (len(versions) - switch)
     assert_greedy(folders[0], prompt, turn, stop=switch)
@@ -230,7 +230,7 @@ def check_the_fence(served, asked, assert_greedy):
     assert not generating.done()
     served.engine.commit_update(3)
     ((turn,),) = generating.result(60)
-    assert set(here(turn.versions).tolist()) == {3}
+    assert set(fetch(turn.versions).tolist()) == {3}
     assert_greedy(served.folders[0], PROMPTS[1], turn)
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from engine_host import GREEDY, PROMPTS, check_that_changes_any_serving
 
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.resharding.direct.connections import TransferError
 from megarl.rollout.protocol import Request, UpdateError
 
@@ -84,7 +84,7 @@ def test_a_transfer_that_fails_leaves_the_engine_fenced(
         served.update(served.first, new)
         weights = folders[0]
     ((generation,),) = generating.result(60)
-    assert set(here(generation.versions).tolist()) == {new}
+    assert set(fetch(generation.versions).tolist()) == {new}
     assert_greedy(weights, PROMPTS[0], generation)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine_host import GREEDY, PROMPTS, Weights
 
-from megarl.data.stretches import here
+from megarl.data.stretches import fetch
 from megarl.rollout.protocol import EngineDiedError, Request, UpdateError
 
 SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
@@ -20,8 +20,8 @@ def test_an_update_in_the_middle_of_a_response(served, half_generated, endless_p
     served.update(served.second, new)
     served.engine.resume()
     ((generation,),) = generating.result(60)
-    assert set(here(generation.versions).tolist()) == {old, new}
-    versions = here(generation.versions).tolist()
+    assert set(fetch(generation.versions).tolist()) == {old, new}
+    versions = fetch(generation.versions).tolist()
     switch = versions.index(new)
     assert versions == [old] * switch + [new] * (len(versions) - switch)
     assert_greedy(served.folders[0], endless_prompt, generation, stop=switch)
@@ -34,7 +34,7 @@ def test_abort_returns_what_there_is(served, half_generated, endless_prompt, ass
     served.engine.pause("abort")
     ((generation,),) = generating.result(60)
     assert generation.finish_reason == "abort"
-    assert 0 < len(generation.token_ids) == len(generation.log_probs) == len(here(generation.versions)) < 400
+    assert 0 < len(generation.token_ids) == len(generation.log_probs) == len(fetch(generation.versions)) < 400
     assert_greedy(served.folders[0], endless_prompt, generation)
     served.engine.resume()
     assert_greedy(served.folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
@@ -50,7 +50,7 @@ def test_an_update_fences_the_engine(served, asked):
     assert not generating.done()
     served.engine.commit_update(new)
     ((generation,),) = generating.result(60)
-    assert set(here(generation.versions).tolist()) == {new}
+    assert set(fetch(generation.versions).tolist()) == {new}
 
 
 def test_updates_in_the_wrong_order_are_refused(served):
@@ -106,7 +106,7 @@ def test_a_broken_update_is_refused_and_can_be_repeated(served, model_folder, as
     generating = asked(served.engine).ask(Request(PROMPTS[0], GREEDY))
     served.update(weights, new)
     ((generation,),) = generating.result(60)
-    assert set(here(generation.versions).tolist()) == {new}
+    assert set(fetch(generation.versions).tolist()) == {new}
     assert_greedy(folder, PROMPTS[0], generation)
 
 
@@ -130,13 +130,13 @@ def test_calls_of_many_threads(served, pool, assert_greedy):
         stop.set()
     disturbing.result(60)
     for prompt, generation in answers:
-        versions = here(generation.versions).tolist()
+        versions = fetch(generation.versions).tolist()
         assert versions == sorted(versions)
         for version in set(versions):
             start = versions.index(version)
             folder = served.folders[(version - old) % 2]
             assert_greedy(folder, prompt, generation, start, start + versions.count(version))
-    assert {(version - old) % 2 for _, each in answers for version in here(each.versions).tolist()} == {0, 1}
+    assert {(version - old) % 2 for _, each in answers for version in fetch(each.versions).tolist()} == {0, 1}
 
 
 def test_a_dying_engine_ends_every_call(fresh, half_generated, asked):
