@@ -90,8 +90,10 @@ def _ready(waited_for: Collection[Waited], count: int, timeout_s: float) -> list
     by_references: dict[Any, Waited] = {
         each.references if isinstance(each, Stream) else each.reference: each for each in waited_for
     }
-    # A long array may come next: that it is there is enough, and it stays where it is.
-    done, _ = ray.wait(list(by_references), num_returns=count, timeout=timeout_s, fetch_local=False)
+    # Where a long array may come next, it is enough that it exists: it stays where it is. All else is read at once, and
+    # comes from all machines side by side.
+    awaits_arrays = any(isinstance(each, Stream) and each.begun for each in waited_for)
+    done, _ = ray.wait(list(by_references), num_returns=count, timeout=timeout_s, fetch_local=not awaits_arrays)
     return [by_references[each] for each in done]
 
 
