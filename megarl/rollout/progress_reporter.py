@@ -1,4 +1,4 @@
-"""Tokens of unfinished requests, told of in time: whoever asked has them if the engine dies."""
+"""Tokens and ended samples of unfinished requests, reported in time: the caller has them if the engine dies."""
 
 import time
 from collections import deque
@@ -12,26 +12,30 @@ from megarl.rollout.protocol import Progress, SamplesEnded
 from megarl.rollout.request_in_flight import Answer, SampleInFlight
 
 TOKENS = 64
-"""Tokens of a sample, at most, between what is told of it."""
+"""Tokens of a sample between two reports, at most."""
 SECONDS = 0.05
-"""Seconds between what is told, at least."""
+"""Seconds between two reports, at most, while there are tokens."""
 OFTEN = 10
-"""More engines each tell less often: one thread hears them all, and a piece of news takes 0.3 ms of its time."""
+"""More engines each report less often: one thread reads all reports, and each takes 0.3 ms of its time."""
 AT_ONCE = 8192
 """Tokens: arrays of more than three times as many would stay in the object store of the engine's machine."""
 
 
 class ProgressReporter:
-    """Makes the `Progress` of the requests that were submitted, after so many steps or seconds."""
+    """Reports of the requests that were submitted, `Progress` and `SamplesEnded`, after so many steps or seconds."""
 
     def __init__(self) -> None:
         self.engines = 1
-        """How many tell the same reader."""
+        """How many report to the same reader."""
         self._numbers: dict[Future[list[Turn]], int] = {}
         self._ends = deque[int]()
         """The requests of samples that have ended: alone each would take as long on its way as all news of a moment."""
         self._steps = 0
         self._next_s = 0.0
+
+    @property
+    def _rarity(self) -> float:
+        return max(1.0, self.engines / OFTEN)
 
     def begin(self, number: int, answer: Answer) -> None:
         """Tell of a request from now on, until it is answered."""
@@ -47,11 +51,12 @@ class ProgressReporter:
     def is_due(self) -> bool:
         """Whether to tell, after one more step."""
         self._steps += 1
-        return bool(self._numbers) and (self._steps >= TOKENS or time.monotonic() >= self._next_s)
+        is_time = self._steps >= TOKENS * self._rarity or time.monotonic() >= self._next_s
+        return bool(self._numbers) and is_time
 
     def of(self, samples: Iterable[SampleInFlight]) -> Iterator[SamplesEnded | Progress]:
         """Ended samples, and new tokens of `samples`, if submitted, in pieces small enough to be sent by value."""
-        self._steps, self._next_s = 0, time.monotonic() + SECONDS * max(1.0, self.engines / OFTEN)
+        self._steps, self._next_s = 0, time.monotonic() + SECONDS * self._rarity
         if self._ends:
             yield SamplesEnded([self._ends.popleft() for _ in range(len(self._ends))])
         news = _ProgressBuilder()

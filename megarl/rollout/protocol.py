@@ -181,8 +181,8 @@ class Sampler(Protocol):
         sample that ends before the last of its request is told of soon (`SamplesEnded`), but where the request is cut.
 
         An engine that can (`Ability.PROGRESS`) tells of new tokens meanwhile, of each sample after 64 tokens or 50 ms,
-        so that another can continue what it has begun (`Request.begun`); after 5 ms for each of the `engines` that its
-        reader hears where that is longer, so that this one keeps up. It has one reader at a time.
+        so that another can continue what it has begun (`Request.begun`). Where more than ten `engines` have one
+        reader, each waits longer in proportion, so that it keeps up. It has one reader at a time.
         """
 
     def abort(self, numbers: Collection[int]) -> None:

@@ -78,6 +78,8 @@ def test_it_is_due_after_so_many_steps_or_seconds_and_only_where_something_was_s
     assert not teller.is_due()
     now += 0.002
     assert teller.is_due()
+    assert list(teller.of([])) == []
+    assert sum(not teller.is_due() for _ in range(64 * 12)) == 64 * 12
     assert teller.answers([1, 2]) == {answer}
     answer.set_result([])
     assert teller.answers([1]) == set()
