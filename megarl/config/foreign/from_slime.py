@@ -169,14 +169,16 @@ def _reward(t: _Translation) -> None:
 
 def _evaluation(t: _Translation) -> None:
     """Held-out responses, which slime samples as it samples others, one to a prompt, too."""
-    samples, temperature = t.take("n_samples_per_eval_prompt"), t.take("eval_temperature")
-    if temperature is None:
-        temperature = t.take("rollout_temperature")
-    if t.take("eval_top_k") == 1:
-        temperature = 0
+    samples = t.take("n_samples_per_eval_prompt")
+    # An option of evaluations that is not given is that of the rollout.
+    name_of = {
+        option: f"eval_{option}" if t.take(f"eval_{option}") is not None else f"rollout_{option}"
+        for option in ("temperature", "top_p", "top_k")
+    }
+    temperature = 0 if t.take(name_of["top_k"]) == 1 else t.take(name_of["temperature"])
     t.recipe.evaluate_with(samples, temperature, [f"--n-samples-per-eval-prompt {samples}"])
-    for name, value in slime.EVALUATES_ALL_TOKENS.items():
-        if t.take(name) not in (None, value) and temperature:
+    for option, all_tokens in slime.ALL_TOKENS.items():
+        if t.take(name := name_of[option]) not in (None, all_tokens) and temperature:
             t.absent(name, SAMPLED_FROM_ALL)
 
 

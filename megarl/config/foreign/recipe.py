@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from megarl.config.origins import OPEN, compose_open
+from megarl.rollout.sampling import COLDEST
 from megatron_ext.options.supported_options import DEEPEP, REFUSED, WITHOUT_DEEPEP
 
 __all__ = ["OPEN", "SAMPLED_FROM_ALL", "TranslatedRecipe", "check", "steps_of_epochs"]
@@ -60,7 +61,7 @@ class TranslatedRecipe:
 
     def evaluate_with(self, samples: int, temperature: float, settings: list[str]) -> None:
         """Let held-out responses be as many, and sampled or greedy; `settings` ask for several greedy ones."""
-        if temperature > 0:
+        if temperature >= COLDEST:
             self.set("loop.eval_temperature", temperature)
         elif samples > 1:
             self.always["greedy responses to a prompt are all the same: one is enough"] = settings

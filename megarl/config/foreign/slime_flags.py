@@ -98,8 +98,8 @@ REWARDS: Mapping[str, str] = {
 ANSWER_AFTER: Mapping[str, str] = {"deepscaler": "</think>"}
 """Value of --rm-type -> the end of the thoughts, without which there is no answer."""
 
-EVALUATES_ALL_TOKENS: Mapping[str, Any] = {"eval_top_p": 1, "eval_top_k": -1}
-"""Argument of evaluations -> its value in which no token is left out, as it is here."""
+ALL_TOKENS: Mapping[str, Any] = {"top_p": 1, "top_k": -1}
+"""End of an argument of sampling -> its value in which no token is left out, as in evaluations here."""
 
 _PACKED = "micro-batches are always packed, without padding, by tokens"
 _TURNS = "who waits for its turn on shared GPUs always has its memory on the host"

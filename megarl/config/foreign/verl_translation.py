@@ -22,9 +22,11 @@ class Translation:
         self._taken: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of a key of verl, else verl's own default."""
+        """The value of a key of verl, else verl's own default; `default`, too, where the key is given as null."""
         self._taken.add(key)
-        value = self.given.get(key, verl.DEFAULTS.get(key, default))
+        value = self.given.get(key, verl.DEFAULTS.get(key))
+        if value is None:
+            return default
         return value.word.known() if isinstance(value, Unknown) else value
 
     def count(self, key: str) -> int:

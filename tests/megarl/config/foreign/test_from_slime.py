@@ -251,6 +251,9 @@ def test_steps_of_the_critic_alone_are_steps_of_the_decay(
         ("--eval-top-p 0.7", 1, 0.8, ["--eval-top-p 0.7"]),
         ("--n-samples-per-eval-prompt 4 --eval-temperature 0 --eval-top-p 0.7", 1, None, []),
         ("--n-samples-per-eval-prompt 4 --eval-top-k 1", 1, None, []),
+        ("--rollout-top-k 1", 1, None, []),
+        ("--rollout-top-p 0.9 --rollout-top-k 20", 1, 0.8, ["--rollout-top-p 0.9", "--rollout-top-k 20"]),
+        ("--eval-temperature 0.00001", 1, None, []),
     ],
 )
 def test_held_out_responses_are_sampled_as_others_are(
@@ -258,9 +261,10 @@ def test_held_out_responses_are_sampled_as_others_are(
 ) -> None:
     recipe = from_slime(script(tmp_path, "--n-samples-per-eval-prompt 16", given), {"BASE": "/b"})
     assert (recipe.get("loop.eval_samples"), recipe.get("loop.eval_temperature")) == (samples, temperature)
-    flags = [flag for flags in recipe.absent.values() for flag in flags if "eval-" in flag]
+    flags = [flag for flags in recipe.absent.values() for flag in flags if "eval-" in flag or "top" in flag]
     assert flags == ["--eval-prompt-data aime /b/aime.jsonl", *lost]
-    assert ("--n-samples-per-eval-prompt 4" in said(recipe.always)) == (temperature is None)
+    several = "--n-samples-per-eval-prompt 4"
+    assert (several in said(recipe.always)) == (temperature is None and several in given)
 
 
 def test_the_seed_of_rollouts_is_the_seed_here(tmp_path: Path) -> None:

@@ -87,3 +87,12 @@ def test_masks_are_kinds_of_corrections() -> None:
     recipe = from_verl([*PPO_KEYS, *given], {})
     (why,) = recipe.absent
     assert why.startswith("masks of tokens and responses are kinds of algorithm.corrections")
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "gspo", "cispo"])
+def test_clips_that_are_null_are_those_of_clip_ratio(loss: str) -> None:
+    actor = "actor_rollout_ref.actor."
+    nulls = (f"{actor}clip_ratio_low=null", f"{actor}clip_ratio_high=null", f"{actor}tis_imp_ratio_cap=null")
+    recipe = from_verl([*PPO_KEYS, f"{actor}policy_loss.loss_mode={loss}", f"{actor}clip_ratio=0.3", *nulls], {})
+    assert recipe.get("algorithm.policy_loss_options.clip_low") == 0.3
+    assert recipe.get("algorithm.policy_loss_options.clip_high") == 0.3

@@ -1,4 +1,4 @@
-"""Lengths of a command of verl, warm-ups and decays, which it counts in rollouts: in a recipe they are as long."""
+"""Lengths of a command of verl, warm-ups, decays and how long checkpoints stay: in a recipe they are as long."""
 
 from pathlib import Path
 
@@ -82,3 +82,16 @@ def test_a_constant_rate_has_no_smallest_one() -> None:
     assert recipe.get("megatron.min_lr") is None
     assert given in said(recipe.always)
     assert recipe.absent == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "last", "every"),
+    [
+        ([], None, 20),
+        (["trainer.max_actor_ckpt_to_keep=null"], None, 20),
+        (["trainer.max_actor_ckpt_to_keep=3"], 3, None),
+    ],
+)
+def test_checkpoints_stay_as_they_do_there(given: list[str], last: int | None, every: int | None) -> None:
+    recipe = from_verl(["trainer.save_freq=20", *given], {})
+    assert [recipe.get(f"checkpoint.{name}") for name in ("every", "keep_last", "keep_every")] == [20, last, every]
