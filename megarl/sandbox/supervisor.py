@@ -118,6 +118,12 @@ ISOLATIONS: Mapping[str, Callable[[Mapping[str, Any], int], int]] = {
 """How a program is kept apart."""
 
 
+def _can_have_capabilities() -> bool:
+    """Whether what this process starts could gain a capability: some are in its bounding set (capabilities(7))."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("CapBnd:")[2].split()[0], 16) != 0
+
+
 def _become_program(
     request: Mapping[str, Any], folder: Path, user: int, processes: int, *, may_signal: bool
 ) -> NoReturn:
@@ -132,7 +138,8 @@ def _become_program(
         os.setresuid(user, user, user)
     elif os.geteuid() == 0:
         # An ordinary user who is called root in this container: what it starts is to have the user's rights alone.
-        call("prctl", _PR_SET_SECUREBITS, _NO_ROOT_FOR_GOOD, 0, 0, 0)
+        if _can_have_capabilities():
+            call("prctl", _PR_SET_SECUREBITS, _NO_ROOT_FOR_GOOD, 0, 0, 0)
         call("prctl", _PR_CAP_AMBIENT, _CLEAR_ALL, 0, 0, 0)
     Path("program.py").write_text(request["program"], encoding="utf-8", errors="surrogatepass")
     limits = {

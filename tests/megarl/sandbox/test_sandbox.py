@@ -235,7 +235,9 @@ def test_what_is_taken_over_cannot_be_written_even_by_root():
 
 # In what follows, a plain user has to be able to run the interpreter; the system's own is as good as any.
 SYSTEM_PYTHON = Path("/usr/bin/python3")
-USERS = {"root": [], "user": USER, "remapped": REMAPPED}
+# As with --security-opt=no-new-privileges and no capability: there is none to be kept from programs.
+POWERLESS = [*REMAPPED, "setpriv", "--bounding-set=-all", "--inh-caps=-all", "--"]
+USERS = {"root": [], "user": USER, "remapped": REMAPPED, "powerless": POWERLESS}
 BY_USER = f"""
 import sys
 import tempfile
@@ -272,7 +274,8 @@ def scratch():
 @pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM_PYTHON.exists(), reason="needs root, to become others")
 @pytest.mark.parametrize("act", ELSEWHERE)
 @pytest.mark.parametrize(
-    ("user", "isolation"), [("root", "limits"), *product(("user", "remapped"), ("namespaces", "limits"))]
+    ("user", "isolation"),
+    [("root", "limits"), ("powerless", "limits"), *product(("user", "remapped"), ("namespaces", "limits"))],
 )
 def test_other_users_and_limits_alone(user, isolation, act, scratch):
     program, said = ELSEWHERE[act]
