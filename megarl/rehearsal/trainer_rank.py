@@ -93,11 +93,15 @@ def rehearse_rank(trained: TrainedModel, rank: int, size: MicroBatchSize) -> Reh
         return RehearsedRank(rank, len(model.local_tensors()), state, predictions.peak, activations)
 
 
+_GATHERS = ("overlap_param_gather", "align_param_gather")
+
+
 def build(trained: TrainedModel, rank: int) -> MegatronModel:
     """The model of a rank, ready for its first step; see `TrainerWorker.build`."""
-    # The modules here are local ones, whatever a run takes on its GPUs.
+    # The modules here are local ones, whatever a run takes on its GPUs, and a fake tensor cannot be gathered in parts.
     transformer = {name: value for name, value in trained.options.transformer.items() if name != "transformer_impl"}
-    options = replace(trained.options, transformer=transformer)
+    distributed = {name: value for name, value in trained.options.distributed.items() if name not in _GATHERS}
+    options = replace(trained.options, transformer=transformer, distributed=distributed)
     model = MegatronModel(read_architecture(trained.hf_config), options, rank, head=trained.head)
     names = model.module_names
     check_layout(model.local_tensors(), names, trained, trained.options.parallel.unsharded, rank)
@@ -106,7 +110,9 @@ def build(trained: TrainedModel, rank: int) -> MegatronModel:
         return model
     model.add_adapters()
     model.prepare_training(total_steps=1)
-    check_layout(model.local_tensors(), names, trained, trained.options.parallel, rank)
+    of_adapter = model.adapters.tensors if model.adapters else {}
+    weights = {name: tensor for name, tensor in model.local_tensors().items() if name not in of_adapter}
+    check_layout(weights, names, trained, trained.options.parallel, rank)
     if trained.reference:
         model.keep_reference()
     compat.prime_optimizer_state(model.optimizer)

@@ -9,7 +9,7 @@ import torch
 from launch import run_ranks
 from torch import Tensor
 
-from converters.architectures import read_architecture
+from converters.architectures import Lora, read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from converters.layouts.megatron import ParallelSizes, megatron_layout
@@ -22,7 +22,7 @@ from megarl.rehearsal.job import model_config
 from megarl.rehearsal.own_process import call_apart
 from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel, check_layout, state_bytes
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.options.options import MegatronOptions
+from megatron_ext.options.options import AdapterOptions, MegatronOptions
 from megatron_ext.packing.packing import RaggedBatch
 
 SIZES = ParallelSizes(
@@ -57,6 +57,25 @@ def test_state_is_that_of_real_ranks_after_a_real_step(folder: Path) -> None:
     assert all(each.activations.peak > each.activations.kept > 0 for each in rehearsed)
     # Nothing is kept for a backward pass.
     assert all(0 < each.predictions < each.activations.peak for each in rehearsed)
+
+
+def test_an_adapter_is_rehearsed_with_its_model(folder: Path) -> None:
+    options = replace(OPTIONS, adapter=AdapterOptions(Lora(3, 12.0), seed=7))
+    whole, adapted = (
+        rehearse_ranks(TrainedModel("trainer", read_json(folder / CONFIG), each), [0], SMALL)[0]
+        for each in (OPTIONS, options)
+    )
+    assert adapted.tensors > whole.tensors
+    assert adapted.state.weights > whole.state.weights
+    assert 0 < adapted.state.optimizer < whole.state.optimizer
+
+
+def test_gathers_that_overlap_are_left_out_of_a_rehearsal(folder: Path) -> None:
+    found = []
+    for distributed in ({"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "overlap_param_gather": True}):
+        trained = TrainedModel("trainer", read_json(folder / CONFIG), replace(OPTIONS, distributed=distributed))
+        found += rehearse_ranks(trained, [0], SMALL)
+    assert found[0].state == found[1].state
 
 
 @pytest.mark.long
