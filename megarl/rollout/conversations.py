@@ -15,7 +15,7 @@ class Candidate(Protocol):
 
     @property
     def load(self) -> int:
-        """How many samples it has been asked for and has not given yet."""
+        """How many samples it has that have not ended."""
 
     @property
     def cache(self) -> Hashable:

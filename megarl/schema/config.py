@@ -75,7 +75,7 @@ class RolloutConfig:
     beyond 448 becomes 448; bound, for each layer the power of two with which by its weights none lies beyond, computed
     anew with every refit."""
     temperature: float = 1.0
-    """Sampling temperature of training rollouts; for evaluations see loop.eval_samples."""
+    """Sampling temperature of training rollouts; for evaluations see loop.eval_temperature."""
     top_p: float = 1.0
     """Share of the probability that is sampled from; 1 is all of it, which evaluations always sample from."""
     top_k: int = -1

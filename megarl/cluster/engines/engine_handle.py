@@ -51,7 +51,7 @@ class EngineHandle:
 
     @property
     def load(self) -> int:
-        """How many samples it has been asked for and has not given yet."""
+        """How many samples it has that have not ended."""
         return self._load
 
     @load.setter
@@ -78,7 +78,7 @@ class EngineHandle:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has as many samples to give as it computes at once, and the next ones at hand."""
+        """Whether it has as many samples as it computes at once, and the next ones at hand."""
         return self._room is not None and self.load >= self._room
 
     @property

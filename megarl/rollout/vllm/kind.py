@@ -92,9 +92,7 @@ _REFUSED: Mapping[str, Refusal] = {
     "kv_offloading_size": Refusal(OUTLIVES_WEIGHTS),
     "offload_backend": Refusal(_FETCHED, (None, "auto", "uva")),
     "offload_group_size": Refusal(_FETCHED, (None, 0)),
-    "enable_dbo": Refusal(
-        "its runner begins the random numbers of a sample anew where that goes on in another engine", (None, False)
-    ),
+    "enable_dbo": Refusal("its two half batches in turns were never compared with one batch", (None, False)),
     "logits_processors": Refusal(OTHER_DISTRIBUTION),
     "watermark_config": Refusal(OTHER_DISTRIBUTION),
     ADAPTER_SLOT: Refusal("the slot of the adapter that is trained comes with lora.merge=false"),
