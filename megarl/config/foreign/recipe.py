@@ -8,7 +8,6 @@ from typing import Any
 import yaml
 
 from megarl.config.origins import OPEN, compose_open
-from megarl.rollout.sampling import COLDEST
 from megatron_ext.options.supported_options import DEEPEP, REFUSED, WITHOUT_DEEPEP
 
 __all__ = ["OPEN", "SAMPLED_FROM_ALL", "TranslatedRecipe", "check", "steps_of_epochs"]
@@ -61,6 +60,8 @@ class TranslatedRecipe:
 
     def evaluate_with(self, samples: int, temperature: float, settings: list[str]) -> None:
         """Let held-out responses be as many, and sampled or greedy; `settings` ask for several greedy ones."""
+        from megarl.rollout.sampling import COLDEST  # loads torch, for which a script that cannot be read does not wait
+
         if temperature >= COLDEST:
             self.set("loop.eval_temperature", temperature)
         elif samples > 1:
