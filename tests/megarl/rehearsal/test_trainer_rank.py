@@ -61,15 +61,12 @@ def test_state_is_that_of_real_ranks_after_a_real_step(folder: Path) -> None:
 
 def test_an_adapter_is_rehearsed_with_its_model(folder: Path) -> None:
     options = replace(OPTIONS, adapter=AdapterOptions(Lora(3, 12.0), seed=7))
-    whole, adapted = (
-        rehearse_ranks(TrainedModel("trainer", read_json(folder / CONFIG), each), [0], SMALL)[0]
-        for each in (OPTIONS, options)
-    )
-    assert adapted.tensors > whole.tensors
-    assert adapted.state.weights > whole.state.weights
-    assert 0 < adapted.state.optimizer < whole.state.optimizer
+    (rank,) = rehearse_ranks(TrainedModel("trainer", read_json(folder / CONFIG), options), [0], SMALL)
+    # Adam keeps 12 bytes for each trained number, six times as many as a weight has.
+    assert 0 < rank.state.optimizer < rank.state.weights
 
 
+@pytest.mark.long
 def test_gathers_that_overlap_are_left_out_of_a_rehearsal(folder: Path) -> None:
     found = []
     for distributed in ({"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "overlap_param_gather": True}):
