@@ -111,11 +111,11 @@ def ask_at_once(job: Job) -> list[Turn]:
 
 
 def reorder(queue: RequestQueue, order: random.Random) -> None:
-    """Let the controller hear of answers when all engines have given theirs, in another order."""
-    hear, held = queue.hear, list[tuple[Stream, RequestEnded]]()
+    """Let the controller receive answers when all engines have given theirs, in another order."""
+    receive, held = queue.receive, list[tuple[Stream, RequestEnded]]()
 
     def hold(stream: Stream, events: Sequence[Event]) -> None:
-        hear(stream, [each for each in events if not isinstance(each, RequestEnded)])
+        receive(stream, [each for each in events if not isinstance(each, RequestEnded)])
         held.extend((stream, each) for each in events if isinstance(each, RequestEnded))
         numbers = {each.number for _, each in held}
         if all(each.handle is None or each.number in numbers for each in list(queue._pending.values())):
@@ -123,9 +123,9 @@ def reorder(queue: RequestQueue, order: random.Random) -> None:
             held.clear()
             order.shuffle(answers)
             for own, answer in answers:
-                hear(own, [answer])
+                receive(own, [answer])
 
-    queue.hear = hold  # type: ignore[method-assign,assignment]
+    queue.receive = hold  # type: ignore[method-assign,assignment]
 
 
 def turns_of(groups: Sequence[PromptGroup]) -> list[Turn]:
