@@ -23,6 +23,9 @@ from megatron_ext.memory.offload import optimizer_tensors
 from megatron_ext.optimizer.fully_sharded import own_rows
 from megatron_ext.options.options import MegatronOptions
 
+_GATHERS = ("overlap_param_gather", "align_param_gather")
+"""Options by which forward passes gather weights: torch (2.13) has no such collective for fake tensors."""
+
 
 @dataclass(frozen=True)
 class TrainedModel:
@@ -93,12 +96,9 @@ def rehearse_rank(trained: TrainedModel, rank: int, size: MicroBatchSize) -> Reh
         return RehearsedRank(rank, len(model.local_tensors()), state, predictions.peak, activations)
 
 
-_GATHERS = ("overlap_param_gather", "align_param_gather")
-
-
 def build(trained: TrainedModel, rank: int) -> MegatronModel:
     """The model of a rank, ready for its first step; see `TrainerWorker.build`."""
-    # The modules here are local ones, whatever a run takes on its GPUs, and a fake tensor cannot be gathered in parts.
+    # The modules here are local ones, whatever a run takes on its GPUs, and fake tensors are not gathered.
     transformer = {name: value for name, value in trained.options.transformer.items() if name != "transformer_impl"}
     distributed = {name: value for name, value in trained.options.distributed.items() if name not in _GATHERS}
     options = replace(trained.options, transformer=transformer, distributed=distributed)

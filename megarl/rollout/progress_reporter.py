@@ -12,9 +12,9 @@ from megarl.rollout.protocol import Progress, SamplesEnded
 from megarl.rollout.request_in_flight import Answer, SampleInFlight
 
 TOKENS = 64
-"""Tokens of a sample between two reports, at most."""
+"""Steps after which a report is due, and so tokens of a sample in it at most."""
 SECONDS = 0.05
-"""Seconds between two reports, at most, while there are tokens."""
+"""Seconds after which a report is due."""
 OFTEN = 10
 """More engines each report less often: one thread reads all reports, and each takes 0.3 ms of its time."""
 AT_ONCE = 8192

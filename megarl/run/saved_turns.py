@@ -37,7 +37,7 @@ def save_turns(turns: Sequence[Turn], file: Path) -> None:
     with file.open("wb") as written:
         written.write(start)
         for name in places:
-            for array in _opened(values[name]):
+            for array in _fetched(values[name]):
                 written.write(np.ascontiguousarray(array).data)
 
 
@@ -45,7 +45,7 @@ def _length(sequences: Sequence[Values]) -> int:
     return sum(len(stretch) for values in sequences for stretch in values)
 
 
-def _opened(sequences: Sequence[Values]) -> Iterator[Array]:
+def _fetched(sequences: Sequence[Values]) -> Iterator[Array]:
     for first in range(0, len(sequences), _AT_ONCE):
         yield from chain.from_iterable(fetch_each(sequences[first : first + _AT_ONCE]))
 

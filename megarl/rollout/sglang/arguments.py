@@ -8,12 +8,11 @@ from typing import Any
 from converters.errors import UserError, did_you_mean
 from megarl.rollout.kind import NUMBER_FORMAT, QUANTISATION
 from megarl.rollout.sglang import cpu, cpu_kv_cache
+from megarl.rollout.sglang.adapter_arguments import ADAPTER_SLOT, LORA_ALPHA
 from megarl.rollout.sglang.installation import SET_UP
 from megarl.rollout.sglang.kind import (
-    ADAPTER_SLOT,
     GRAPH_CHOICES,
     LARGEST_GRAPH,
-    LORA_ALPHA,
     MAX_RUNNING_REQUESTS,
     OVERRIDES,
     REQUIRED,

@@ -18,11 +18,12 @@ from megarl.rollout.owned_engine import by_owner
 from megarl.rollout.protocol import EngineDiedError, EngineMemory, Request, UpdateError
 from megarl.rollout.request_in_flight import Answer, Listener, SampleInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
+from megarl.rollout.sglang.adapter_arguments import ADAPTER_SLOT
 from megarl.rollout.sglang.arguments import adapter_config
 from megarl.rollout.sglang.calls import LOAD_FORMAT
 from megarl.rollout.sglang.client import ServerGoneError
 from megarl.rollout.sglang.in_flight import InFlight
-from megarl.rollout.sglang.kind import ADAPTER_SLOT, SGLANG
+from megarl.rollout.sglang.kind import SGLANG
 from megarl.rollout.sglang.process import Server
 from megarl.rollout.sglang.samples import ADAPTER, Limits
 from megatron_ext import device

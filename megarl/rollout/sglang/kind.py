@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
@@ -20,13 +20,13 @@ from megarl.rollout.kind import (
     two_at_most,
 )
 from megarl.rollout.refusal_reasons import DRAFT, MOVED_EXPERTS, OTHER_DISTRIBUTION, OUTLIVES_WEIGHTS, SET_BY_MEGARL
+from megarl.rollout.sglang.adapter_arguments import ADAPTER_SLOT, adapter_slot
 from megarl.rollout.sglang.installation import KERNELS, OF_MEGARL, SET_UP, installed_versions
 from megarl.rollout.sglang.static_memory import static_share
-from megarl.rollout.slot_limits import SlotLimits
 from megatron_ext.options.refusal import Refusal, refuse
 
 if TYPE_CHECKING:
-    from converters.architectures import Architecture, Lora
+    from converters.architectures import Architecture
     from converters.number_formats import NumberFormat
 
 VERSIONS = ("0.5.23",)
@@ -36,10 +36,6 @@ FP8_KEYS_AND_VALUES = "fp8_e4m3"
 """The value of `kv_cache_dtype` with which keys and values are e4m3."""
 OVERRIDES = "json_model_override_args"
 """The argument by which SGLang takes fields of config.json that are not in it."""
-ADAPTER_SLOT = "enable_lora"
-"""Argument that megarl gives to an engine that gets the adapter alone."""
-LORA_ALPHA = "megarl_lora_alpha"
-"""Argument beside it with the alpha of the adapter that comes; SGLang has none such, and is not given it."""
 MAX_RUNNING_REQUESTS = 512
 """Samples that an engine on a GPU computes at once, unless `max_running_requests` says otherwise.
 
@@ -293,77 +289,6 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
     return {**arguments, OVERRIDES: json.dumps({QUANTISATION: quantisation(number_format, architecture)})}
 
 
-_SLOT = SlotLimits(
-    "SGLang",
-    ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"),
-    {
-        "ep_size": (None, 1),
-        "load_format": (None, "auto", "safetensors"),
-        "enable_lora_overlap_loading": (None, False),
-        "moe_runner_backend": (None, "auto", "triton"),
-        "disable_shared_experts_fusion": (None, True),
-        "disable_chunked_prefix_cache": (None, True),
-    },
-)
-"""Engines with an adapter in their slot that were compared with transformers."""
-
-
-def _with_whole_experts(adapter: "Architecture", modules: Sequence[str]) -> list[str]:
-    """These modules, and all three of an expert if any is adapted: SGLang has a slot for all three, or for none."""
-    is_of_expert = any(".experts." in name for parameter in adapter.weight_map for name, _ in parameter.huggingface)
-    return sorted({*modules, *(("gate_proj", "up_proj", "down_proj") if is_of_expert else ())})
-
-
-def _check_latent(adapter: "Architecture", modules: Sequence[str]) -> None:
-    """Raise UserError for what SGLang has as one matrix in models whose queries have a latent, where they have none."""
-    if not adapter.multi_latent_attention or adapter.transformer_config["q_lora_rank"]:
-        return
-    if unplaced := sorted({"q_proj", "kv_a_proj_with_mqa"} & set(modules)):
-        raise UserError(
-            f"{_SLOT.alone} has no place for that of {' and '.join(unplaced)} in a model without q_lora_rank: name"
-            " modules without it in lora.target_modules, or set lora.merge=true"
-        )
-
-
-def _arguments_of_family(adapter: "Architecture", modules: Sequence[str]) -> Arguments:
-    found: dict[str, bool | str] = {}
-    if adapter.transformer_config.get("num_moe_experts") and "down_proj" in modules:
-        # On Blackwell it would choose one that takes no adapters, and stop at its start.
-        found["moe_runner_backend"] = "triton"
-    if adapter.transformer_config.get("moe_shared_expert_intermediate_size"):
-        # On a GPU it has shared experts as one more expert, where their adapters have no place.
-        found["disable_shared_experts_fusion"] = True
-    if "kv_b_proj" in modules:
-        # It would multiply keys and values of a cached prefix by the adapters of the tokens behind it.
-        found["disable_chunked_prefix_cache"] = True
-    return found
-
-
-def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", modules: Sequence[str]) -> Arguments:
-    _SLOT.check_model(adapter)
-    _SLOT.check_arguments(arguments)
-    _check_latent(adapter, modules)
-    heads, tensor = adapter.transformer_config["num_query_groups"], arguments.get("tp_size") or 1
-    if heads % tensor:
-        # On a CPU it adds heads of zeros until they can be dealt out, and cuts adapters as if these had some.
-        raise UserError(
-            f"{_SLOT.alone} is for workers that have whole key-value heads, and rollout.engine_args.tp_size={tensor}"
-            f" cuts {heads}: set that to a divisor of it, or lora.merge=true"
-        )
-    modules = _with_whole_experts(adapter, modules)
-    return {
-        **arguments,
-        **_arguments_of_family(adapter, modules),
-        ADAPTER_SLOT: True,
-        "max_loras_per_batch": 1,
-        "max_lora_rank": lora.rank,
-        "lora_target_modules": modules,
-        # By itself it leaves out what it has no place for, and says so in its log.
-        "lora_strict_loading": True,
-        LORA_ALPHA: lora.alpha,
-    }
-
-
 SGLANG = EngineKind(
     title="SGLang",
     engine_class=("megarl.rollout.sglang.engine", "SglangEngine"),
@@ -386,7 +311,7 @@ SGLANG = EngineKind(
     prefill_tokens=_prefill_tokens,
     kernel_folders={"SGLANG_CACHE_DIR": "sglang", "SGLANG_JIT_CACHE_DIR": "sglang/jit"},
     gpu_share=lambda share: {"mem_fraction_static": share},
-    adapter_slot=_adapter_slot,
+    adapter_slot=adapter_slot,
     without_weights={"load_format": "dummy"},
     able_to_sleep={"enable_memory_saver": True, "enable_weights_cpu_backup": True},
     float32_logits={"enable_fp32_lm_head": True},

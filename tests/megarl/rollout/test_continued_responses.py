@@ -6,10 +6,11 @@ from itertools import chain
 import numpy as np
 import pytest
 from engine_host import PROMPTS
+from told_events import progress_behind_ends
 
 from converters.errors import UserError
 from megarl.cluster.engines.progress_log import ProgressLog
-from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplesEnded, SamplingParameters
+from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplingParameters
 
 pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
 
@@ -70,16 +71,8 @@ def test_each_sample_that_ends_is_told_of_while_others_of_its_request_go_on(serv
     ((whole, *_),) = served.engine.generate([Request(endless_prompt, sampling)])
     begun = {0: whole.token_ids[:149].tolist(), 1: whole.token_ids[:140].tolist(), 2: []}
     served.engine.submit({4: Request(endless_prompt, sampling, begun=begun)})
-    told = []
-    for event in chain.from_iterable(served.engine.events()):
-        told.append(event)
-        if isinstance(event, RequestEnded):
-            break
-    news = [(place, event.numbers) for place, event in enumerate(told) if isinstance(event, SamplesEnded)]
-    ends = [place for place, numbers in news for number in numbers if number == 4]
-    assert len(ends) == 2
     # The last one is told of afterwards, too.
-    news = [event for event in told[ends[1] :] if isinstance(event, Progress)]
+    news = progress_behind_ends(served.engine, 4, 2)
     assert news
     assert all(each.samples.tolist() == [2] for each in news)
 

@@ -25,9 +25,10 @@ from converters.formats.safetensors import CONFIG, read_json
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.rollout.protocol import Request, SamplingParameters, UpdateError
+from megarl.rollout.sglang.adapter_arguments import LORA_ALPHA
 from megarl.rollout.sglang.adapter_slot import AdapterSlot, module_of, zeros_beside
 from megarl.rollout.sglang.arguments import server_arguments
-from megarl.rollout.sglang.kind import LORA_ALPHA, SGLANG
+from megarl.rollout.sglang.kind import SGLANG
 from megarl.schema import RolloutConfig
 
 LORA = Lora(3, 12.0)

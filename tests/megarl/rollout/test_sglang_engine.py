@@ -16,6 +16,7 @@ import torch
 from engine_host import END_ID, GREEDY, PROMPTS, Served, Weights, check_that_messages_are_recorded
 from safetensors.torch import load_file
 from sglang_rules import RULES, stopped_scheduler
+from told_events import progress_behind_ends
 
 from converters.errors import UserError
 from megarl.cluster.engines.progress_log import ProgressLog
@@ -24,8 +25,6 @@ from megarl.rollout.protocol import (
     EngineDiedError,
     Progress,
     Request,
-    RequestEnded,
-    SamplesEnded,
     SamplingParameters,
     UpdateError,
 )
@@ -357,16 +356,8 @@ def test_each_sample_that_ends_is_told_of_while_others_of_its_request_go_on(serv
     begun = {0: expected(served.first, long_prompt, 449)[0], 1: expected(served.first, long_prompt, 400)[0], 2: []}
     sampling = SamplingParameters(samples=3, temperature=0, max_tokens=450)
     served.engine.submit({7: Request(long_prompt, sampling, begun=begun)})
-    told = []
-    for event in itertools.chain.from_iterable(served.engine.events()):
-        told.append(event)
-        if isinstance(event, RequestEnded):
-            break
-    news = [(place, event.numbers) for place, event in enumerate(told) if isinstance(event, SamplesEnded)]
-    ends = [place for place, numbers in news for number in numbers if number == 7]
-    assert len(ends) == 2
     # The last one is told of afterwards, too.
-    assert any(2 in event.samples for event in told[ends[1] :] if isinstance(event, Progress))
+    assert any(2 in event.samples for event in progress_behind_ends(served.engine, 7, 2))
 
 
 @pytest.mark.parametrize(
