@@ -150,7 +150,7 @@ def add_sglang() -> None:
         if device.device().type == "cpu":
             from megarl.rollout.sglang import cpu
 
-            cpu.install()
+            cpu.corrections.install()
 
 
 def quantise_all(quantise: Quantise, weights: list[Tensor]) -> None:

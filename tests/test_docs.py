@@ -67,7 +67,7 @@ def paths_to_nothing(root: Path) -> Iterator[str]:
 
 
 def modules_that_are_gone(root: Path) -> Iterator[str]:
-    """Python files that are named by their end alone, `refit.py` or `vllm/cpu.py`, and lie nowhere."""
+    """Python files that are named by their end alone, `refit.py` or `vllm/kind.py`, and lie nowhere."""
     files = [
         f"/{path.relative_to(root).as_posix()}" for folder in CODE_FOLDERS for path in (root / folder).rglob("*.py")
     ]

@@ -7,7 +7,7 @@ from typing import Any
 
 from converters.errors import UserError, did_you_mean
 from megarl.rollout.kind import NUMBER_FORMAT, QUANTISATION
-from megarl.rollout.sglang import cpu, cpu_kv_cache
+from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.adapter_arguments import ADAPTER_SLOT, LORA_ALPHA
 from megarl.rollout.sglang.installation import SET_UP
 from megarl.rollout.sglang.kind import (
@@ -86,10 +86,10 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
     _check_layers(hf_config)
     _check_fields(hf_config)
     required = {**REQUIRED, "model_path": str(model_path), "port": port, "api_key": key}
-    on_device = cpu.ARGUMENTS if device.backend() == "gloo" else _graphs(given)
+    on_device = cpu.corrections.ARGUMENTS if device.backend() == "gloo" else _graphs(given)
     if device.backend() == "gloo":
-        cpu_kv_cache.check(hf_config, given)
-        # Lets an engine on a GPU sleep; a worker on a CPU needs none of it (`cpu.memory_of`).
+        cpu.kv_cache.check(hf_config, given)
+        # Lets an engine on a GPU sleep; a worker on a CPU needs none of it (`cpu.corrections.memory_of`).
         given = {name: value for name, value in given.items() if name not in SGLANG.able_to_sleep}
     if given.get("context_length"):
         given = {**given, "context_length": given["context_length"] + SPARE_TOKENS}

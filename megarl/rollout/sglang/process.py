@@ -43,7 +43,7 @@ class Server:
             self.first_version = int(arguments["weight_version"])
             environment = environment_of_context(model_path, engine_args)
             if device.backend() == "gloo":
-                environment |= cpu.environment(SGLANG.workers(engine_args))
+                environment |= cpu.corrections.environment(SGLANG.workers(engine_args))
             environment = server_environment(os.environ, environment, bool(arguments.get("enable_memory_saver")))
             self._process = self._begin(python, paths, environment)
             self._left = left.pop_all()

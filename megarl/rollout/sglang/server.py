@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
-from megarl.rollout.sglang import cpu, cpu_experts, cpu_fp8, cpu_kv_cache, cpu_latent, hooks
+from megarl.rollout.sglang import cpu, hooks
 from megarl.rollout.sglang.arguments import check_block_fp8, check_names, check_version
 from megarl.rollout.sglang.calls import ARGUMENTS, REFUSED
 from megarl.rollout.sglang.kind import VERSIONS
@@ -55,16 +55,16 @@ def _server_args(arguments: Mapping[str, Any]) -> Any:
 end_with_parent()
 _IS_ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 if _IS_ON_CPU:
-    cpu.install()
+    cpu.corrections.install()
 # Another version is refused by `main`, and may not have the registry.
 if version("sglang") in VERSIONS:
     hooks.register()
     if _IS_ON_CPU:
-        cpu.register_hooks()
-        cpu_fp8.register_hooks()
-        cpu_kv_cache.register_hooks()
-        cpu_experts.register_hooks()
-        cpu_latent.register_hooks()
+        cpu.corrections.register_hooks()
+        cpu.fp8.register_hooks()
+        cpu.kv_cache.register_hooks()
+        cpu.experts.register_hooks()
+        cpu.latent.register_hooks()
 
 if __name__ == "__main__":
     sys.exit(main())

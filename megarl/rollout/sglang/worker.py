@@ -112,15 +112,15 @@ class Worker(ProfiledWorker):
 
     def count_memory(self, memory: CountedMemory) -> None:
         """Count what this worker holds, where there is no GPU to do it."""
-        cpu.memory_of(self._runner).count_in(memory)
+        cpu.corrections.memory_of(self._runner).count_in(memory)
 
     def sleep(self) -> None:
         """Give the memory of weights and KV cache back, where SGLang's own call frees nothing."""
-        cpu.memory_of(self._runner).sleep()
+        cpu.corrections.memory_of(self._runner).sleep()
 
     def wake_up(self, parts: Sequence[EngineMemory]) -> None:
         """Have these parts back."""
-        cpu.memory_of(self._runner).wake_up(parts)
+        cpu.corrections.memory_of(self._runner).wake_up(parts)
 
     def _check_writable(self) -> None:
         """Raise UpdateError where SGLang takes no new weights."""

@@ -13,7 +13,7 @@ import ray
 from converters.errors import UserError
 from megarl.process.scratch import scratch_folder_of_process
 from megarl.rollout.kind import QUANTISATION
-from megarl.rollout.vllm import cpu, cpu_fp8, cpu_kv_cache, cpu_routed_experts
+from megarl.rollout.vllm import cpu
 from megarl.rollout.vllm.kind import ADAPTER_SLOT, GPU_MEMORY_UTILIZATION, MAX_NUM_SEQS, PART_ARGUMENTS, REQUIRED, VLLM
 from megatron_ext import device
 from megatron_ext.loopback import listen_on_loopback
@@ -80,7 +80,7 @@ def prepare_environment(engine_args: Mapping[str, Any] = MappingProxyType({})) -
     if VLLM.nodes(engine_args) > 1:
         # The machines find each other by it.
         os.environ["VLLM_HOST_IP"] = ray.util.get_node_ip_address()
-    defaults = {**_DEFAULT_ENVIRONMENT, **(cpu.ENVIRONMENT if on_cpu else {})}
+    defaults = {**_DEFAULT_ENVIRONMENT, **(cpu.corrections.ENVIRONMENT if on_cpu else {})}
     if VLLM.nodes(engine_args) > 1 and not ip_address(os.environ["VLLM_HOST_IP"]).is_loopback:
         del defaults["GLOO_SOCKET_IFNAME"]
     for name, value in defaults.items():
@@ -104,16 +104,16 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     # Before what a GPU refuses is left out on a CPU.
     VLLM.check(_own_left_out(given))
     if device.backend() == "gloo":
-        given = cpu_routed_experts.without_argument(cpu.without_arguments_of_gpus(given))
-        cpu_fp8.take_float32_activations()
+        given = cpu.routed_experts.without_argument(cpu.corrections.without_arguments_of_gpus(given))
+        cpu.fp8.take_float32_activations()
     backend = adapter_slot.BACKEND if given.get(ADAPTER_SLOT) else weight_transfer.BACKEND
     required = {**REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": backend}}
     hf_config = json.loads((model_path / "config.json").read_text())
     if device.backend() == "gloo":
-        cpu_kv_cache.check(hf_config, given)
+        cpu.kv_cache.check(hf_config, given)
     # vLLM's own choice for a model in fp32 is bfloat16.
     dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "auto"
-    on_device = cpu.engine_arguments(hf_config) if device.backend() == "gloo" else _CUDA_DEFAULTS
+    on_device = cpu.corrections.engine_arguments(hf_config) if device.backend() == "gloo" else _CUDA_DEFAULTS
     # As the trainer: vLLM leaves the router of DeepSeek's models in the type of the model.
     routers = {"moe_router_dtype": "float32"} if "n_routed_experts" in hf_config else {}
     # Its own choice in the placement group of a Ray actor is workers of Ray's, with room of their own.

@@ -20,7 +20,7 @@ from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.stepping_engine import SteppingEngine
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.core import Core, InProcessCore
-from megarl.rollout.vllm.cpu_routed_experts import ARGUMENT, RecordingCore
+from megarl.rollout.vllm.cpu.routed_experts import ARGUMENT, RecordingCore
 from megarl.rollout.vllm.data_parallel import DataParallelCore
 from megarl.rollout.vllm.kind import ADAPTER_SLOT
 from megarl.rollout.vllm.sequences import SequencesInFlight

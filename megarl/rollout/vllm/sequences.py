@@ -16,7 +16,7 @@ from megarl.rollout.request_in_flight import Answer, Listener, RequestInFlight, 
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sampling import check_request, derive_seed
 from megarl.rollout.vllm.core import Core, SampleOutput, SampleRequest
-from megarl.rollout.vllm.cpu import DRAWN
+from megarl.rollout.vllm.cpu.corrections import DRAWN
 
 
 @dataclass(eq=False, kw_only=True)

@@ -43,7 +43,7 @@ from converters.layouts.traced_layout import LoadTrace
 from megarl.rollout.cpu_linear import linear
 from megarl.rollout.identical_layers import expand_trace, group_identical_layers, tensors_of_layers
 from megarl.rollout.tracing import trace_load_weights
-from megarl.rollout.vllm import cpu_experts, cpu_fp8, cpu_number_formats, deep_gemm
+from megarl.rollout.vllm import cpu, deep_gemm
 from megarl.rollout.vllm.kind import VLLM
 from megarl.rollout.vllm.made_parameters import as_made
 from megatron_ext import device
@@ -57,7 +57,7 @@ def _multiplies_raw_weight(module: Any, _config: ModelConfig) -> str | None:
 
 def _keeps_experts(module: Any, _config: ModelConfig) -> str | None:
     backend = module.quant_method.unquantized_backend
-    return _keeps_as_loaded(module, backend, UnquantizedMoeBackend, cpu_experts.expert_weights_are_kept)
+    return _keeps_as_loaded(module, backend, UnquantizedMoeBackend, cpu.experts.expert_weights_are_kept)
 
 
 def _keeps_codes(module: Any, config: ModelConfig) -> str | None:
@@ -65,7 +65,7 @@ def _keeps_codes(module: Any, config: ModelConfig) -> str | None:
     # Both on a GPU only; the class of the CPU is stock vLLM's, which packs, unless it was corrected.
     if kernel in (TritonFp8BlockScaledMMKernel, CutlassFp8BlockScaledMMKernel):
         return None
-    if kernel is CPUFp8BlockScaledMMKernel and cpu_fp8.codes_are_kept():
+    if kernel is CPUFp8BlockScaledMMKernel and cpu.fp8.codes_are_kept():
         return None
     if kernel in (DeepGemmFp8BlockScaledMMKernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
         # FlashInfer's multiplies few rows by itself, and has DeepGEMM prepare the weight for both.
@@ -81,26 +81,26 @@ def _keeps_codes_of_experts(module: Any, config: ModelConfig) -> str | None:
         codes, scales = module.w13_weight, module.w13_weight_scale_inv
         changes = deep_gemm.changes(codes, scales, config, rounds_scales=is_deep_gemm_e8m0_used())
         return _balanced(module) or changes
-    return _keeps_as_loaded(module, module.quant_method.fp8_backend, Fp8MoeBackend, cpu_fp8.codes_are_kept)
+    return _keeps_as_loaded(module, module.quant_method.fp8_backend, Fp8MoeBackend, cpu.fp8.codes_are_kept)
 
 
 def _keeps_compressed(module: Any, _config: ModelConfig) -> str | None:
     kernel = type(module.scheme.kernel) if hasattr(module.scheme, "kernel") else type(module.scheme)
     # The kernels of a GPU transpose codes in INT8, and shuffle or unpack those in MXFP8.
     on_cpu = kernel in (CPUInt8ScaledMMLinearKernel, EmulationMxfp8LinearKernel)
-    if on_cpu and cpu_number_formats.codes_are_kept():
+    if on_cpu and cpu.number_formats.codes_are_kept():
         return None
     return f"the kernel {kernel.__name__} may keep it in an order of its own"
 
 
 def _keeps_whole_numbers_of_experts(module: Any, _config: ModelConfig) -> str | None:
-    return _keeps_as_loaded(module, module.quant_method.int8_backend, Int8MoeBackend, cpu_number_formats.codes_are_kept)
+    return _keeps_as_loaded(module, module.quant_method.int8_backend, Int8MoeBackend, cpu.number_formats.codes_are_kept)
 
 
 def _keeps_mxfp8_of_experts(module: Any, _config: ModelConfig) -> str | None:
     backend = module.quant_method.fp8_backend
     if backend is Fp8MoeBackend.CPU:
-        return _keeps_as_loaded(module, backend, Fp8MoeBackend, cpu_number_formats.codes_are_kept)
+        return _keeps_as_loaded(module, backend, Fp8MoeBackend, cpu.number_formats.codes_are_kept)
     return f"the expert kernel {backend.value} may keep it in an order of its own"
 
 

@@ -20,10 +20,6 @@ from megarl.rollout.profiled_worker import ProfiledWorker
 from megarl.rollout.vllm import (
     adapter_slot,
     cpu,
-    cpu_fp8,
-    cpu_kv_cache,
-    cpu_number_formats,
-    cpu_routed_experts,
     int8,
     kv_scales,
     made_parameters,
@@ -45,10 +41,10 @@ quantised_load.quantise_what_is_read()
 made_parameters.note_biases()
 int8.leave_blackwell_to_triton()
 if current_platform.is_cpu():
-    cpu.install()
-    cpu_fp8.install()
-    cpu_number_formats.install()
-    cpu_kv_cache.round_keys_and_values_to_nearest()
+    cpu.corrections.install()
+    cpu.fp8.install()
+    cpu.number_formats.install()
+    cpu.kv_cache.round_keys_and_values_to_nearest()
 
 
 class VllmModel:
@@ -73,7 +69,7 @@ class WorkerExtension(ProfiledWorker):
     """Methods that vLLM adds to its worker class."""
 
     _receiver: WeightReceiver | None = None
-    _recorder: cpu_routed_experts.Recorder
+    _recorder: cpu.routed_experts.Recorder
 
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
         """Map the shared-memory segments that buckets will lie in."""
@@ -128,13 +124,13 @@ class WorkerExtension(ProfiledWorker):
 
     def count_memory(self, memory: CountedMemory) -> None:
         """Count what this worker holds, where there is no GPU to do it."""
-        cpu.memory_of(self).count_in(memory)
+        cpu.corrections.memory_of(self).count_in(memory)
 
     def record_routed_experts(self) -> None:
         """Take down which experts tokens go to, where vLLM does not."""
-        self._recorder = cpu_routed_experts.Recorder(self.model_runner)  # type: ignore[attr-defined]
+        self._recorder = cpu.routed_experts.Recorder(self.model_runner)  # type: ignore[attr-defined]
 
-    def take_routed_experts(self) -> dict[str, cpu_routed_experts.Rows]:
+    def take_routed_experts(self) -> dict[str, cpu.routed_experts.Rows]:
         """See `Recorder.take`."""
         return self._recorder.take()
 

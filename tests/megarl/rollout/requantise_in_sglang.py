@@ -10,7 +10,7 @@ import torch
 
 from megarl.rollout.sglang import cpu
 
-cpu.install()
+cpu.corrections.install()
 
 from sglang.srt.layers.quantization.fp8_utils import quant_weight_ue8m0  # noqa: E402 (what it needs is above)
 

@@ -26,7 +26,7 @@ from megarl.rollout.sglang.calls import FOLDER_VARIABLE, LOAD_FORMAT, CallFolder
 from megarl.rollout.sglang.kind import SGLANG
 from megatron_ext import device
 
-cpu.install()
+cpu.corrections.install()
 
 from sglang.kernels.ops.gemm import bf16_fp32  # noqa: E402 (what it needs is above)
 from sglang.srt import runtime_context  # noqa: E402

@@ -39,26 +39,26 @@ def test_the_reference_is_the_published_one() -> None:
 def test_random_numbers_are_hashes_of_seed_position_and_column() -> None:
     seeds = [0, 1, 2**63 - 1, 0x123456789ABCDEF0]
     positions, columns = [0, 7, 2**31 - 1, 513], [0, 1, 151_935]
-    hashed = cpu.murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns))
+    hashed = cpu.corrections.murmur_hash32(torch.tensor(seeds), torch.tensor(positions), torch.tensor(columns))
     expected = [
         [murmur3(struct.pack("<QII", seed, position, column)) for column in columns]
         for seed, position in zip(seeds, positions, strict=True)
     ]
     assert hashed.tolist() == expected
     unsigned = torch.tensor(seeds).to(torch.uint64)
-    assert cpu.murmur_hash32(unsigned, torch.tensor(positions), torch.tensor(columns)).tolist() == expected
+    assert cpu.corrections.murmur_hash32(unsigned, torch.tensor(positions), torch.tensor(columns)).tolist() == expected
 
 
 def test_places_of_tokens_go_into_the_pool_and_come_back() -> None:
     pool = torch.zeros(3, 8, dtype=torch.int32)
     rows, starts, ends = torch.tensor([2, 0]), torch.tensor([0, 3]), torch.tensor([2, 6])
     places = torch.tensor([11, 12, 13, 14, 15])
-    cpu._assign_to_pool(rows, pool, starts, ends, places, 8)
+    cpu.corrections._assign_to_pool(rows, pool, starts, ends, places, 8)
     assert pool[2, :2].tolist() == [11, 12]
     assert pool[0, 3:6].tolist() == [13, 14, 15]
     assert int(pool.count_nonzero()) == 5
     back = torch.zeros_like(places)
-    cpu._take_from_pool(rows, pool, starts, ends, back, 8)
+    cpu.corrections._take_from_pool(rows, pool, starts, ends, back, 8)
     assert torch.equal(back, places)
 
 
@@ -69,14 +69,14 @@ def pinned() -> list[torch.Tensor]:
 
 def test_memory_for_adapters_is_not_pinned() -> None:
     # Without a GPU torch would raise.
-    assert [(each.item(), each.is_pinned()) for each in cpu.pin_nothing(pinned)] == [(3.0, False)] * 2
+    assert [(each.item(), each.is_pinned()) for each in cpu.corrections.pin_nothing(pinned)] == [(3.0, False)] * 2
 
 
 SERVER = """
 import multiprocessing, sys, time
 from types import SimpleNamespace
 
-from megarl.rollout.sglang.cpu import fork_one_worker
+from megarl.rollout.sglang.cpu.corrections import fork_one_worker
 from megarl.rollout.sglang.parent import end_with_parent
 
 end_with_parent()

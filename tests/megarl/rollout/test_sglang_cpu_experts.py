@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.rollout.sglang import cpu_experts
+from megarl.rollout.sglang import cpu
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INNER, RANK, SLOTS = 5, 2, 3, 6, 4, 2, 2
 
@@ -28,17 +28,17 @@ ADAPTERS = torch.tensor([1, -1, 0, 1, 0], dtype=torch.int32)
 
 def hooks_of(adapters: Tensor) -> SimpleNamespace:
     """Hooks as SGLang's `build_lora_hooks` makes them."""
-    sorted_ids, experts, *_ = cpu_experts.adapters_of_tokens(IDS, SimpleNamespace(token_lora_mapping=adapters))
+    sorted_ids, experts, *_ = cpu.experts.adapters_of_tokens(IDS, SimpleNamespace(token_lora_mapping=adapters))
     shared = {"sorted_token_ids": sorted_ids, "expert_ids": experts, "top_k_num": TOP_K, "max_lora_rank": RANK}
 
     def after_gate_up(rows: Tensor, output: Tensor, weights: Tensor, _ids: Tensor) -> None:
         a, b = GATE_UP_A.split(RANK, 2), GATE_UP_B.split(INNER, 2)
-        cpu_experts.add_updates(
+        cpu.experts.add_updates(
             output=output, qcurr_hidden_states=rows, lora_a_stacked=a, lora_b_stacked=b, topk_weights=weights, **shared
         )
 
     def after_down(rows: Tensor, output: Tensor, weights: Tensor, _ids: Tensor) -> None:
-        cpu_experts.add_updates(
+        cpu.experts.add_updates(
             output=output,
             qcurr_hidden_states=rows,
             lora_a_stacked=[DOWN_A],
@@ -53,7 +53,7 @@ def hooks_of(adapters: Tensor) -> SimpleNamespace:
 
 def by_experts(hooks: SimpleNamespace | None, **named: object) -> Tensor:
     arguments = {"activation": "silu", "is_gated": True, "apply_router_weight_on_input": False, **named}
-    return cpu_experts.multiply_by_experts(HIDDEN_STATES, W1, W2, WEIGHTS, IDS, None, hooks=hooks, **arguments)
+    return cpu.experts.multiply_by_experts(HIDDEN_STATES, W1, W2, WEIGHTS, IDS, None, hooks=hooks, **arguments)
 
 
 def of_token(token: int, slot: int) -> Tensor:
@@ -105,7 +105,7 @@ def test_workers_that_share_experts_sum_to_the_outputs_of_all(held: tuple[int, .
         local = torch.full((EXPERTS,), -1, dtype=torch.int32)
         local[list(experts)] = torch.arange(len(experts), dtype=torch.int32)
         layer = SimpleNamespace(w1=W1[list(experts)], w2=W2[list(experts)])
-        outputs += cpu_experts.leave_out_experts_of_others(
+        outputs += cpu.experts.leave_out_experts_of_others(
             in_torch, layer, HIDDEN_STATES, Chosen(WEIGHTS, local[IDS.long()]), None
         )
     torch.testing.assert_close(outputs, whole)
@@ -115,7 +115,7 @@ def in_torch(layer: SimpleNamespace, x: Tensor, chosen: Chosen, _config: None) -
     """As SGLang's `moe_forward_native`: an expert of a token counts once, each has a token, and -1 is none."""
     counts = torch.zeros(len(x), len(layer.w1), dtype=torch.int64).scatter_(1, chosen.topk_ids.long(), 1)
     assert counts.sum() == chosen.topk_ids.numel() > 0
-    return cpu_experts.multiply_by_experts(
+    return cpu.experts.multiply_by_experts(
         x, layer.w1, layer.w2, chosen.topk_weights, chosen.topk_ids, hooks=None, activation="silu", is_gated=True,
         apply_router_weight_on_input=False,
     )  # fmt: skip

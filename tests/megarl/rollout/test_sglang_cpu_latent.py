@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megarl.rollout.sglang import cpu_latent
+from megarl.rollout.sglang import cpu
 
 TOKENS, HEADS, KEYS, VALUES, LATENT, RANK, SLOTS = 5, 2, 3, 4, 6, 2, 2
 
@@ -32,13 +32,13 @@ def updates() -> torch.Tensor:
 
 def test_queries_of_the_latent_have_the_adapter_of_keys() -> None:
     queries, before = random(TOKENS, HEADS, KEYS), random(TOKENS, HEADS, LATENT)
-    low_rank = cpu_latent.keys_of_heads(queries, B, BATCH, KEYS + VALUES)
-    found = cpu_latent.add_to_latent(low_rank, A, BATCH, before.clone())
+    low_rank = cpu.latent.keys_of_heads(queries, B, BATCH, KEYS + VALUES)
+    found = cpu.latent.add_to_latent(low_rank, A, BATCH, before.clone())
     torch.testing.assert_close(found, before + torch.einsum("thk,thkl->thl", queries, updates()[:, :, :KEYS]))
 
 
 def test_outputs_of_heads_have_the_adapter_of_values() -> None:
     attended, before = random(TOKENS, HEADS, LATENT), random(TOKENS, HEADS, VALUES)
-    low_rank = cpu_latent.low_rank_of_latent(attended, A, BATCH)
-    found = cpu_latent.add_values_of_heads(low_rank, B, BATCH, before.clone(), KEYS, VALUES)
+    low_rank = cpu.latent.low_rank_of_latent(attended, A, BATCH)
+    found = cpu.latent.add_values_of_heads(low_rank, B, BATCH, before.clone(), KEYS, VALUES)
     torch.testing.assert_close(found, before + torch.einsum("thl,thvl->thv", attended, updates()[:, :, KEYS:]))

@@ -29,7 +29,7 @@ class Absent:
         if name.partition(".")[0] in {absent}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
-for name in ("arguments", "hooks", "worker", "cpu", "cpu_experts", "cpu_fp8", "cpu_kv_cache", "cpu_latent"):
+for name in ("arguments", "hooks", "worker", "cpu"):
     importlib.import_module("megarl.rollout.sglang." + name)
 """
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8, NVFP4
-from megarl.rollout.vllm import cpu, cpu_experts, cpu_fp8, cpu_number_formats
+from megarl.rollout.vllm import cpu
 
 
 def _linear_weights():
@@ -27,7 +27,7 @@ def _linear_weights():
         return layer
 
     stock = after_dispatch()
-    cpu.keep_linear_weights()
+    cpu.corrections.keep_linear_weights()
     corrected = after_dispatch()
     torch.nn.init.constant_(corrected.weight, 2.0)
     return tuple(stock.weight.shape), corrected.cpu_linear(torch.ones(1, 64), corrected.weight, None).tolist()
@@ -53,7 +53,7 @@ def _rows_of_an_output_layer():
         return LogitsProcessor._apply_head(processor, head, hidden[:rows], None)
 
     stock = [logits(rows) for rows in (1, 64)]
-    cpu.give_output_layers_enough_rows()
+    cpu.corrections.give_output_layers_enough_rows()
     corrected = [logits(rows) for rows in (1, 64)]
     return [torch.equal(one[0], all_rows[0]) for one, all_rows in (stock, corrected)], corrected[0].shape
 
@@ -78,7 +78,7 @@ def _rotary():
                 yield max(float((a - b).abs().max()) for a, b in zip(expected, given, strict=True))
 
     stock = list(errors())
-    cpu.rotate_split_heads_in_torch()
+    cpu.corrections.rotate_split_heads_in_torch()
     return stock, list(errors())
 
 
@@ -105,13 +105,15 @@ def _continuations():
         return [int(sampler.forward_cpu(row, {0: state.generator}, None, None)[0]) for row in logits[first:]]
 
     def state():
-        return sample(0), [sample(cut, {cpu.DRAWN: cut}) for cut in cuts]
+        return sample(0), [sample(cut, {cpu.corrections.DRAWN: cut}) for cut in cuts]
 
     stock = state()
-    cpu.continue_random_streams()
+    cpu.corrections.continue_random_streams()
     corrected = state()
     # A greedy request has no generator.
-    CachedRequestState("0", [1], [], SamplingParams(temperature=0, extra_args={cpu.DRAWN: 3}), None, ([],), 0, [])
+    CachedRequestState(
+        "0", [1], [], SamplingParams(temperature=0, extra_args={cpu.corrections.DRAWN: 3}), None, ([],), 0, []
+    )
     return cuts, stock, corrected
 
 
@@ -123,7 +125,7 @@ def test_a_continued_response_draws_what_it_would_have_drawn(vllm_process):
 
 
 def test_torch_cannot_wind_a_cpu_generator_back():
-    assert not cpu.engine_arguments({})["enable_chunked_prefill"]
+    assert not cpu.corrections.engine_arguments({})["enable_chunked_prefill"]
     with pytest.raises(RuntimeError, match="offset"):
         torch.Generator().get_offset()
 
@@ -147,7 +149,7 @@ def test_experts_equal_one_token_at_a_time(tokens, experts, top_k, ranks, weigh,
     # The last of `ranks` ranks: its experts are numbered from 0, those of others are -1.
     expert_map = torch.cat([torch.full((everywhere - experts,), -1), torch.arange(experts)]) if ranks > 1 else None
     output = torch.empty(tokens, 8)
-    cpu_experts._apply_experts(
+    cpu.experts._apply_experts(
         SimpleNamespace(w1_bias=None, w2_bias=None),
         output=output,
         hidden_states=hidden,
@@ -199,7 +201,7 @@ def test_adapters_of_experts_are_of_tokens_that_have_one(ranks):
     def output(context, *weights):
         found = torch.empty(tokens, hidden_size)
         experts = SimpleNamespace(w1_bias=None, w2_bias=None, _lora_context=context)
-        cpu_experts._apply_experts(experts, found, hidden, *weights, *routed)
+        cpu.experts._apply_experts(experts, found, hidden, *weights, *routed)
         return found
 
     updates = [b[0] @ a[0] for a, b in zip(first_a, first_b, strict=True)]
@@ -232,7 +234,7 @@ def _experts_beside_a_slot():
         return backend.name, experts.supports_lora(), experts._supports_current_device()
 
     stock = chosen()
-    cpu_experts.choose_experts_that_take_adapters()
+    cpu.experts.choose_experts_that_take_adapters()
     return stock, chosen()
 
 
@@ -244,7 +246,7 @@ def test_experts_beside_a_slot_are_those_of_a_cpu(vllm_process):
 
 def test_unknown_expert_activations_are_refused():
     with pytest.raises(NotImplementedError, match="swigluoai"):
-        cpu_experts._apply_experts(
+        cpu.experts._apply_experts(
             SimpleNamespace(w1_bias=None, w2_bias=None),
             *[torch.empty(1)] * 6,
             SimpleNamespace(value="swigluoai"),
@@ -260,11 +262,11 @@ def _codes():
 
     def state():
         supported = CPUFp8BlockScaledMMKernel.is_supported()[0], CPUExpertsFp8._supports_current_device()
-        return supported, torch.float32 in Fp8Config.get_supported_act_dtypes(), cpu_fp8.codes_are_kept()
+        return supported, torch.float32 in Fp8Config.get_supported_act_dtypes(), cpu.fp8.codes_are_kept()
 
     stock = state()
-    cpu_fp8.install()
-    cpu_fp8.take_float32_activations()
+    cpu.fp8.install()
+    cpu.fp8.take_float32_activations()
     kernel = CPUFp8BlockScaledMMKernel.__new__(CPUFp8BlockScaledMMKernel)
     torch.manual_seed(0)
     weight, x = torch.randn(130, 256), torch.randn(3, 256)
@@ -310,10 +312,10 @@ def _other_codes():
             in_mxfp8 = works(MXFP8, of_mxfp8)
         except ValueError as error:
             in_mxfp8 = str(error).strip()
-        return works(INT8_CHANNEL, of_int8), in_mxfp8, cpu_number_formats.codes_are_kept()
+        return works(INT8_CHANNEL, of_int8), in_mxfp8, cpu.number_formats.codes_are_kept()
 
     stock = state()
-    cpu_number_formats.install()
+    cpu.number_formats.install()
     return stock, state()
 
 
@@ -330,10 +332,10 @@ def test_codes_in_fp8_stay_and_are_multiplied_on_any_cpu():
 
 
 APPLY = {
-    FP8_BLOCK: cpu_fp8._apply,
-    INT8_CHANNEL: cpu_number_formats._apply_int8,
-    MXFP8: cpu_number_formats._apply_mxfp8,
-    NVFP4: cpu_number_formats._apply_nvfp4,
+    FP8_BLOCK: cpu.fp8._apply,
+    INT8_CHANNEL: cpu.number_formats._apply_int8,
+    MXFP8: cpu.number_formats._apply_mxfp8,
+    NVFP4: cpu.number_formats._apply_nvfp4,
 }
 
 
@@ -354,5 +356,5 @@ def test_experts_in_a_format_are_those_of_the_decoded_weights(number_format, exp
     routed = weights, ids, SimpleNamespace(value="silu"), None, False
     kernel = SimpleNamespace(w1_scale=scales1, w2_scale=scales2)
     APPLY[number_format](kernel, of_codes, hidden, codes1, codes2, *routed)
-    cpu_experts._apply_experts(SimpleNamespace(w1_bias=None, w2_bias=None), of_values, hidden, *decoded, *routed)
+    cpu.experts._apply_experts(SimpleNamespace(w1_bias=None, w2_bias=None), of_values, hidden, *decoded, *routed)
     assert torch.equal(of_codes, of_values)

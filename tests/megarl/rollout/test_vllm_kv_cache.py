@@ -6,7 +6,7 @@ from engine_host import Served
 from rounded_cache import check_that_keys_and_values_are_rounded
 
 from converters.errors import UserError
-from megarl.rollout.vllm import cpu_kv_cache
+from megarl.rollout.vllm import cpu
 from megarl.rollout.vllm.arguments import make_engine_config
 
 
@@ -28,9 +28,9 @@ def test_greedy_equals_huggingface_with_rounded_keys_and_values(host, folders):
     ],
 )
 def test_keys_and_values_that_a_cpu_cannot_hold_are_refused(config, value, says):
-    cpu_kv_cache.check(config, {"kv_cache_dtype": "auto"})
+    cpu.kv_cache.check(config, {"kv_cache_dtype": "auto"})
     with pytest.raises(UserError, match=says):
-        cpu_kv_cache.check(config, {"kv_cache_dtype": value})
+        cpu.kv_cache.check(config, {"kv_cache_dtype": value})
 
 
 def test_they_are_refused_before_the_engine_starts(vllm_process, model_folder):
@@ -41,4 +41,4 @@ def test_they_are_refused_before_the_engine_starts(vllm_process, model_folder):
 def test_a_cpu_without_the_instructions_is_told_so(monkeypatch):
     monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: False)
     with pytest.raises(UserError, match="needs a CPU with AVX-512, and this one has none"):
-        cpu_kv_cache.check({"head_dim": 64}, {"kv_cache_dtype": "fp8"})
+        cpu.kv_cache.check({"head_dim": 64}, {"kv_cache_dtype": "fp8"})

@@ -24,13 +24,13 @@ def _linear_layer():
         compressed_tensors_w4a4_nvfp4 as scheme,
     )
 
-    from megarl.rollout.vllm import cpu_number_formats
+    from megarl.rollout.vllm import cpu
 
     try:
         stock = type(init_nvfp4_linear_kernel(use_a16=True)).__name__
     except ValueError as error:
         stock = str(error)
-    cpu_number_formats.multiply_nvfp4_in_torch()
+    cpu.number_formats.multiply_nvfp4_in_torch()
     weight, x = torch.randn(64, 128), torch.randn(3, 128)
     codes, scales = NVFP4.quantise(weight)
     layer = SimpleNamespace(weight=codes.clone(), weight_scale=scales)

@@ -37,14 +37,14 @@ def router_logits(hidden, weight):
         with engine_modules(None):
             gate = GateLinear(WIDTH, EXPERTS, params_dtype=torch.bfloat16, prefix="gate")
         gate.weight.data.copy_(weight)
-        cpu.keep_linear_weights()
+        cpu.corrections.keep_linear_weights()
         gate.quant_method.process_weights_after_loading(gate)
         return gate(hidden)[0].float()
 
     original = GateLinear.__init__, GateLinear.forward
     as_vllm_does = say()
     routers.keep_logits_in_float32()
-    cpu.multiply_routers_in_float32()
+    cpu.corrections.multiply_routers_in_float32()
     as_we_do = say()
     GateLinear.__init__, GateLinear.forward = original
     return as_vllm_does, as_we_do
@@ -57,7 +57,7 @@ def head_logits(folder, hidden, weight, engine_args):
 
     from megarl.rollout.vllm import cpu
 
-    cpu.keep_linear_weights()
+    cpu.corrections.keep_linear_weights()
     with engine_modules(make_engine_config(folder, {"dtype": "bfloat16", **engine_args})):
         head = ParallelLMHead(VOCABULARY, WIDTH, params_dtype=torch.bfloat16)
         head.weight.data[:VOCABULARY].copy_(weight)

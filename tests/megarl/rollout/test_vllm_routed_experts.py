@@ -11,7 +11,7 @@ from converters.errors import UserError
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.request_in_flight import RequestInFlight
 from megarl.rollout.returned_experts import ReturnedExperts
-from megarl.rollout.vllm.cpu_routed_experts import without_argument
+from megarl.rollout.vllm.cpu.routed_experts import without_argument
 from megarl.rollout.vllm.sequences import SequencesInFlight, _SequenceInFlight
 
 

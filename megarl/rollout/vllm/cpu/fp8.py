@@ -12,7 +12,7 @@ from torch import Tensor
 
 from converters.number_formats import FP8_BLOCK
 from megarl.rollout.cpu_linear import linear
-from megarl.rollout.vllm.cpu_experts import multiply_by_decoded_experts
+from megarl.rollout.vllm.cpu.experts import multiply_by_decoded_experts
 
 
 def install() -> None:
