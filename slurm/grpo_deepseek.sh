@@ -20,7 +20,7 @@
 #   megatron.expert_model_parallel_size=4 rollout.replicas=1 rollout.engine_args.tensor_parallel_size=4
 #   rollout.engine_args.nnodes=1 rollout.weights=as_trained
 #
-# See "Slurm", "Several machines" and "GPUs" in docs/operations.md; slurm/cluster.sh has what the environment may say,
+# See "Slurm", "Several machines" and "GPUs" in docs/cluster.md; slurm/cluster.sh has what the environment may say,
 # such as the image of a container. This script has been run by a Slurm of two nodes, not on GPUs.
 
 #SBATCH --job-name=megarl-grpo

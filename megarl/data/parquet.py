@@ -49,7 +49,7 @@ def _columns(
         renamed = "rename one of them" if len(absent) == 1 else "rename its columns"
         raise UserError(
             f"data file {path} has no column{'s' * (len(absent) > 1)} {' and '.join(map(repr, absent))}; its columns"
-            f" are {', '.join(map(repr, existing)) or 'none'}: {renamed}{settings}; docs/recipes.md#data says what each"
+            f" are {', '.join(map(repr, existing)) or 'none'}: {renamed}{settings}; docs/data.md says what each"
             " holds"
         )
     if parquet.metadata.num_rows == 0:

@@ -22,7 +22,7 @@ def read_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
         # transformers would read its words by the rules of another model, and say nothing.
         raise UserError(
             f"{folder} has no {_RULES}, and its tokenizer is code of its author (auto_map in {_SETTINGS}), which"
-            f" is not run: make a {_RULES} once, as docs/recipes.md says under Tokenizers that are code"
+            f" is not run: make a {_RULES} once, as docs/data.md says under Tokenizers that are code"
         )
     # AutoTokenizer (transformers 5.19) takes the words of a tokenizer.json, but cuts and joins them by rules, if any,
     # of the class that the settings or the type of the model name: by Llama's, words of bytes lose all spaces.

@@ -187,5 +187,5 @@ def test_no_package_of_the_gpu_stack_compiles_kernels_into_a_home_that_all_share
         monkeypatch.delenv(variable, raising=False)
     environment = _environment_of_node(tmp_path)
     assert all(environment[variable].startswith(f"{environment['TMPDIR']}/") for variable in variables)
-    documented = (ROOT / "docs" / "operations.md").read_text()
+    documented = (ROOT / "docs" / "cluster.md").read_text()
     assert [variable for variable in sorted(variables) if f"`{variable}`" not in documented] == []

@@ -38,13 +38,13 @@ def test_an_absent_column_is_named_beside_those_that_exist(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"question": ["1"], "answer": ["2"]}), path)
     with pytest.raises(
-        UserError, match=r"no column 'prompt'; its columns are 'question', 'answer': rename one of them; docs/recipes"
+        UserError, match=r"no column 'prompt'; its columns are 'question', 'answer': rename one of them; docs/data"
     ):
         list(read_rows(path, ["prompt", "answer"]))
     with pytest.raises(
         UserError,
         match=r"no columns 'prompt' and 'right'; its columns are 'question', 'answer': rename its columns, or name the"
-        r" right ones in data\.prompt_column and data\.right; docs/recipes\.md#data says what each holds$",
+        r" right ones in data\.prompt_column and data\.right; docs/data\.md says what each holds$",
     ):
         list(read_rows(path, ["prompt", "right"], named_by={"prompt": "data.prompt_column", "right": "data.right"}))
 

@@ -16,7 +16,7 @@ from converters.errors import UserError
 from megarl.data.tokenizer import read_tokenizer
 from megarl.rollout.text import Texts
 
-PAGE = Path(__file__).resolve().parents[3] / "docs/recipes.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs/data.md"
 # Kimi-K2's own, which has what tokenizers might read otherwise: intersections of classes of letters.
 PATTERN = "|".join(
     [
@@ -96,8 +96,8 @@ def folder(request, tmp_path, monkeypatch):
 
 
 def follow_the_page() -> None:
-    """Run what docs/recipes.md gives."""
-    (code,) = re.findall(r"### Tokenizers that are code\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    """Run what docs/data.md gives."""
+    (code,) = re.findall(r"## Tokenizers that are code\n.*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert code.count('"..."') == 1
     exec(code.replace('"..."', repr(PATTERN)), {})
 

@@ -29,7 +29,7 @@ def types_of_the_table() -> list[str]:
 
 
 def page() -> str:
-    return (ROOT / "docs/concepts.md").read_text()
+    return (ROOT / "docs/refit.md").read_text()
 
 
 def at_once(*functions) -> None:
