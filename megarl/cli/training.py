@@ -108,8 +108,8 @@ TRAINING_COMMANDS: Mapping[str, TrainingCommand] = {
         ),
         TrainingCommand(
             "sft",
-            "supervised fine-tuning on the same engine",
-            "Fine-tune a policy on conversations, by the same Megatron engine that `megarl train` uses.",
+            "supervised fine-tuning",
+            "Fine-tune a policy on conversations, on the ranks that `megarl train` uses.",
             _SFT_KEYS,
             "megarl.sft:sft",
             (
