@@ -25,7 +25,7 @@ HEAD = (
 
 
 def summary_of(family: str, engine: str, weights: str, steps: int | None, output: Path) -> dict[str, Any]:
-    """Summary of a quickstart. Raises CalledProcessError where it fails, or its export is not confirmed."""
+    """Summary of a quickstart. Raises CalledProcessError where it fails: it has not learned, say."""
     held_in = () if weights == AS_TRAINED else ("--weights", weights)
     length = () if steps is None else ("--steps", str(steps))
     options = ("--model", family, "--engine", engine, *held_in, *length, "--output-dir", str(output))

@@ -26,6 +26,7 @@ from megarl.quickstart.arithmetic import ArithmeticFiles
 from megarl.quickstart.gaps import log_prob_gaps
 from megarl.quickstart.gpus import ACCURACY_TOLERANCE, BF16, overrides_for
 from megarl.quickstart.models import MODELS, SCHEDULES, QuickstartModel
+from megarl.quickstart.outcome import Outcome
 from megarl.quickstart.questions import QuestionFiles
 from megarl.rollout import engine_kind
 from megarl.run.checkpoints import checkpoints_folder
@@ -45,7 +46,7 @@ _TABLE_WIDTH = 120
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the quickstart of `megarl quickstart`'s options; 0, or 1 if the exported model is not the trained one."""
+    """Run the quickstart of these options; 0, or 1 if it has not learned or its export is not the trained model."""
     number_format(options.weights)
     # `make` gives it in quotes, and not every shell expands the ~ of OUTPUT=~/runs.
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").expanduser().absolute()
@@ -88,7 +89,8 @@ def _run(options: argparse.Namespace, output: Path) -> int:
                 with fresh_engines(replace(plain, output_dir=str(output / "gaps"))) as fresh:
                     sampled[job.model.dtype] = fresh.sample()
                 gaps = log_prob_gaps(replace(job, output_dir=str(output / "gaps")), output / EXPORT, sampled)
-    return _report(console, job, output, confirmed, gaps, seconds)
+    bar = chosen.bar if options.steps is None else None
+    return _report(console, job, output, confirmed, bar, gaps, seconds)
 
 
 def _prepare(output: Path) -> None:
@@ -183,13 +185,14 @@ def _report(
     job: MegarlConfig,
     output: Path,
     confirmed: float,
+    bar: float | None,
     gaps: Mapping[str, float],
     seconds: Mapping[str, float],
 ) -> int:
     history = read_history(output)
     accuracies = [line["eval/accuracy"] for line in history if "eval/accuracy" in line]
     is_exact = not device.gpus() and job.rollout.weights == AS_TRAINED
-    agrees = abs(confirmed - accuracies[-1]) <= (0 if is_exact else ACCURACY_TOLERANCE)
+    outcome = Outcome(accuracies[-1], confirmed, 0 if is_exact else ACCURACY_TOLERANCE, bar)
     results: dict[str, Any] = {
         "first accuracy": accuracies[0],
         "last accuracy": accuracies[-1],
@@ -203,7 +206,8 @@ def _report(
         "accuracy_first": accuracies[0],
         "accuracy_last": accuracies[-1],
         "accuracy_export": confirmed,
-        "export_confirmed": agrees,
+        "export_confirmed": outcome.export_is_confirmed,
+        "accuracy_bar": bar,
         "steps": job.loop.steps,
         "refit_path": _refit_path(history),
         **({"log_prob_gaps": dict(gaps)} if gaps else {}),
@@ -227,17 +231,8 @@ def _report(
     # rich fills each line with blanks to the width.
     print("\n".join(line.rstrip() for line in table.get().splitlines()), flush=True)
     console.print()
-    if agrees:
-        console.print(
-            f"The export was loaded by {_engine(job)} afresh and gives the same held-out accuracy, {confirmed:.4f}.",
-            soft_wrap=True,
-        )
-        return 0
-    console.print(
-        f"The export gives accuracy {confirmed:.4f} in a fresh {_engine(job)}, but training ended with "
-        f"{accuracies[-1]:.4f}: the exported model is not the trained one."
-    )
-    return 1
+    console.print(outcome.sentence(_engine(job)), soft_wrap=True)
+    return 0 if outcome.export_is_confirmed and outcome.has_learned else 1
 
 
 def _largest_difference(job: MegarlConfig) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from converters.errors import UserError
 from megarl.cli.quickstart import run
+from megarl.quickstart.outcome import Outcome
 from megarl.quickstart.run import _largest, main, named_for
 from megarl.tracking import Run, open_tracker, read_history
 
@@ -50,3 +51,21 @@ def test_a_difference_that_was_not_finite_does_not_end_the_report(tmp_path: Path
     tracker.close()
     assert _largest(read_history(tmp_path), name) == 0.75
     assert _largest(read_history(tmp_path)[1:2], name) == "never finite"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "is_confirmed", "has_learned", "says"),
+    [
+        (Outcome(0.75, 0.75, 0.0, 0.6), True, True, "gives the same held-out accuracy, 0.7500"),
+        (Outcome(0.75, 0.74, 0.02, 0.6), True, True, "gives the same held-out accuracy, 0.7400"),
+        (Outcome(0.25, 0.25, 0.0, None), True, True, "gives the same held-out accuracy, 0.2500"),
+        (Outcome(0.25, 0.25, 0.0, 0.6), True, False, "0.2500, but its number of steps reaches 0.6 at least"),
+        (Outcome(0.75, 0.74, 0.0, 0.6), False, True, "0.7400 in a fresh vLLM, but training ended with 0.7500"),
+        (Outcome(0.25, 0.75, 0.02, 0.6), False, False, "the exported model is not the trained one"),
+    ],
+)
+def test_a_quickstart_has_to_learn_and_to_export_what_it_trained(
+    outcome: Outcome, is_confirmed: bool, has_learned: bool, says: str
+) -> None:
+    assert (outcome.export_is_confirmed, outcome.has_learned) == (is_confirmed, has_learned)
+    assert says in outcome.sentence("vLLM")
