@@ -3,11 +3,14 @@
 The weights are experts of DeepSeek-V3 that fill a bucket. In each round all works take their turns, and the figure is
 the best round: gigabytes of bfloat16 a second, and beside them the share of the rate at which the device copies the
 same weights. On a CPU blocks are those of a refit, and the seconds are those that one thread computed, which
-others on the machine change less than those of the clock.
+others on the machine change less than those of the clock. The second table has several processes that do the same at
+once, as ranks of a machine do: gigabytes of all of them by the clock, in the median of the rounds.
 """
 
 import argparse
 import importlib
+import multiprocessing
+import statistics
 import sys
 import textwrap
 import time
@@ -16,6 +19,8 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import torch
@@ -101,20 +106,29 @@ def quantise_by_hand(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks / scales).to(torch.float8_e4m3fn), scales
 
 
-def contenders(found: Buckets) -> Mapping[str, Work]:
-    """The works to be timed, each on all weights of the bucket; the first is the copy."""
+def kernels(found: Buckets) -> dict[str, Work]:
+    """Work of a refit with all weights of the bucket; the first is a copy of them."""
     memory = torch.empty(
         sum(weight.nbytes for weight in found.weights), dtype=torch.uint8, device=found.weights[0].device
     )
     # Written: all pages of new zeros may be one, which stays in the cache.
     source = torch.zeros_like(memory).fill_(1)
-    works: dict[str, Work] = {
+    return {
         "a copy": lambda: memory.copy_(source),
         "pack": lambda: [gather(block, None) for block in found.plain],
         "pack, with checksum": lambda: [gather(block, 0) for block in found.plain],
-        "the same in plain torch": lambda: by_hand(found.weights, memory),
         "unpack, with checksum": lambda: [scatter(block, 0) for block in found.plain],
         "quantise, with checksum": lambda: [gather(block, 0) for block in found.quantised],
+    }
+
+
+def contenders(found: Buckets) -> Mapping[str, Work]:
+    """The works to be timed: those of a refit, and how others do the same."""
+    memory = torch.empty(
+        sum(weight.nbytes for weight in found.weights), dtype=torch.uint8, device=found.weights[0].device
+    )
+    works = kernels(found) | {
+        "pack with checksum in plain torch": lambda: by_hand(found.weights, memory),
         "quantise in plain torch": lambda: [quantise_by_hand(weight) for weight in found.weights],
     }
     for name, quantise in quantisers():
@@ -173,20 +187,57 @@ def best_s(works: Mapping[str, Work], rounds: int) -> dict[str, float]:
     return best
 
 
-def table(experts: int, rounds: int) -> list[str]:
-    """Lines of Markdown."""
+def time_beside_others(experts: int, rounds: int, begin: Barrier, result: Connection) -> None:
+    """Send the seconds of each kernel in each round but the first; all processes begin each at the same time."""
+    torch.set_num_threads(1)
+    works = kernels(buckets(experts, device.device()))
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            begin.wait()
+            start = time.perf_counter()
+            work()
+            if number:
+                seconds[name].append(time.perf_counter() - start)
+    result.send(seconds)
+
+
+def median_s(processes: int, experts: int, rounds: int) -> dict[str, float]:
+    """Seconds until the last of so many processes is done with each kernel, the median of the rounds."""
+    spawn = multiprocessing.get_context("spawn")
+    begin = spawn.Barrier(processes)
+    pipes = [spawn.Pipe(duplex=False) for _ in range(processes)]
+    for _, sender in pipes:
+        spawn.Process(target=time_beside_others, args=(experts, rounds, begin, sender), daemon=True).start()
+    seconds = [receiver.recv() for receiver, _ in pipes]
+    return {
+        name: statistics.median(map(max, zip(*(each[name] for each in seconds), strict=True))) for name in seconds[0]
+    }
+
+
+def table(seconds: Mapping[str, float], nbytes: int) -> list[str]:
+    """Lines of Markdown: how many bytes a second each work moves, which takes so long for so many."""
+    rates = {name: nbytes / each / 1e9 for name, each in seconds.items()}
+    lines = [f"| {name} | {rate:.2f} | {rate / rates['a copy']:.2f} |" for name, rate in rates.items()]
+    return ["| work | GB/s | of a copy |", "|---|---:|---:|", *lines, ""]
+
+
+def tables(experts: int, rounds: int, processes: int) -> Iterator[str]:
+    """Lines of Markdown: alone, and on a CPU in several processes at once."""
     found = buckets(experts, device.device())
     nbytes = sum(weight.nbytes for weight in found.weights)
-    rates = {name: nbytes / seconds / 1e9 for name, seconds in best_s(contenders(found), rounds).items()}
-    lines = [f"| {name} | {rate:.2f} | {rate / rates['a copy']:.2f} |" for name, rate in rates.items()]
-    size = f"{nbytes / 1e6:.0f} MB of bfloat16 in {len(found.weights)} weights."
-    return [size, "", "| work | GB/s | of a copy |", "|---|---:|---:|", *lines]
+    yield from (f"{nbytes / 1e6:.0f} MB of bfloat16 in {len(found.weights)} weights.", "")
+    yield from table(best_s(contenders(found), rounds), nbytes)
+    if device.device().type == "cpu" and processes > 1:
+        yield from (f"In {processes} processes at once:", "")
+        yield from table(median_s(processes, experts, rounds), nbytes * processes)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=at_least_one, default=20)
     parser.add_argument("--experts", type=at_least_one, default=1, help="how many experts are in the bucket")
+    parser.add_argument("--processes", type=at_least_one, default=2, help="on a CPU, as many do the same at once")
     parser.add_argument("--write", type=Path, help="file for the results, in Markdown")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -203,8 +254,7 @@ def main() -> None:
         f"Command: `python {' '.join(sys.argv)}`",
         "",
         *(textwrap.dedent(__doc__ or "").split("\n\n", 1)[1].split("\n")),
-        *table(options.experts, options.rounds),
-        "",
+        *tables(options.experts, options.rounds, options.processes),
     ]
     print("\n".join(lines))
     if options.write:
