@@ -104,6 +104,7 @@ class EchoEngine:
         return SimpleNamespace(running=1.5, waiting=3, kv_used=None, preempted=40)
 
     def submit(self, requests):
+        assert not self._away, "it sleeps"
         with self._changed:
             self._taking += 1
         if any(request.prompt_token_ids[0] == RELUCTANT for request in requests.values()):
@@ -121,14 +122,18 @@ class EchoEngine:
 
     def wake_up(self, parts):
         pass_by("wake_up")
-        self._away -= set(parts)
+        with self._changed:
+            self._away -= set(parts)
+            self._changed.notify_all()
 
     def events(self, engines):
         while (asked := self._asked.get()) is not None:
             number, request = asked
             if number in self._aborted:
                 continue
-            assert not self._away, "it sleeps"
+            # It may be put to sleep between `submit` and here.
+            with self._changed:
+                assert self._changed.wait_for(lambda: not self._away, timeout=60)
             if request.prompt_token_ids[0] == DEADLY:
                 os._exit(7)
             if request.prompt_token_ids[0] == TELLING:
