@@ -69,6 +69,15 @@ def quantisation(rollout: RolloutConfig, dtype: torch.dtype) -> Quantisation | N
     return None if chosen is None else Quantisation(chosen, dtype)
 
 
+def check_engine(config: MegarlConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raise UserError for an engine that `rehearse_engine` would refuse before it builds anything."""
+    in_number_format(config.rollout, hf_config)
+    rollout = engine_configuration(config)
+    kind = engine_kind(rollout.engine)
+    if _why_not_built(kind, rollout):
+        kind.sizes(rollout.engine_args)
+
+
 def rehearse_engine(
     config: MegarlConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, gpu_bytes: int
 ) -> RehearsedEngine:

@@ -14,7 +14,7 @@ from megarl.config.folder import recipes_folder
 from megarl.config.megatron import megatron_options
 from megarl.models.auxiliary import VALUE_MODELS, wanted_auxiliary
 from megarl.rehearsal.distinct_ranks import distinct_ranks
-from megarl.rehearsal.engine import RehearsedEngine, rehearse_engine
+from megarl.rehearsal.engine import RehearsedEngine, check_engine, rehearse_engine
 from megarl.rehearsal.need import Gpu, Need
 from megarl.rehearsal.own_process import call_apart
 from megarl.rehearsal.phases import (
@@ -27,7 +27,6 @@ from megarl.rehearsal.phases import (
     refit_needs,
 )
 from megarl.rehearsal.refit import RehearsedRefit, rehearse_refit, topology_in
-from megarl.rollout.number_format import in_number_format
 from megarl.schema import MegarlConfig
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ def rehearse_job(
     Raises UserError as `rehearse_rank`, `rehearse_engine` and `rehearse_refit`.
     """
     # An engine that is refused is so at once, and not after the ranks.
-    in_number_format(config.rollout, hf_config)
+    check_engine(config, hf_config)
     policy, size = models[0], micro_batch_size(config)
     # Beside each other: both wait for a process of theirs.
     with ThreadPoolExecutor(1) as pool:
