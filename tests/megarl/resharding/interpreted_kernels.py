@@ -4,6 +4,8 @@ Run by `test_interpreted_kernels`: Triton is interpreted where TRITON_INTERPRET 
 process of its own.
 """
 
+import os
+
 import pytest
 import torch
 from hypothesis import Phase, example, given, settings
@@ -30,8 +32,8 @@ from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0, INT8_CHANNEL, 
 from megarl.resharding.kernels import Block, first_launch, host, on_gpu
 
 SEEDS = st.integers(0, 2**32 - 1)
-GENERATED = (Phase.explicit, Phase.generate)
-"""Not shrunk: an example takes the interpreter long."""
+# Few, and not shrunk: an example takes the interpreter long.
+generated = settings(max_examples=int(os.environ.get("EXAMPLES", "3")), phases=(Phase.explicit, Phase.generate))
 PLAIN = Matrix((1, 136), torch.bfloat16, 0, FP8_BLOCK, 1.0)
 CORNER = [(0.0, 0.0)]
 
@@ -53,7 +55,7 @@ def same_as_on_the_host(copied, quantised, seed):
         assert torch.equal(one, other)
 
 
-@settings(max_examples=8, phases=GENERATED)
+@generated
 @given(st.lists(boxes(), min_size=1, max_size=3), SEEDS)
 def test_copies_of_any_strides(copied, seed):
     same_as_on_the_host(copied, [], seed)
@@ -61,7 +63,7 @@ def test_copies_of_any_strides(copied, seed):
 
 @pytest.mark.parametrize("matrices", [in_block_fp8, in_mxfp8, in_int8], ids=["block_fp8", "mxfp8", "int8"])
 def test_quantised_matrices_of_any_numbers(matrices):
-    @settings(max_examples=4, phases=GENERATED)
+    @generated
     @given(st.lists(boxes(), max_size=1), matrices, SEEDS)
     def are_as_on_the_host(copied, matrix, seed):
         same_as_on_the_host(copied, [matrix], seed)
@@ -76,7 +78,7 @@ def refusal(move, found):
     return str(error.value)
 
 
-@settings(max_examples=4, phases=GENERATED)
+@generated
 @given(in_block_fp8, places, st.permutations(NOT_HELD), SEEDS)
 @example(PLAIN, CORNER, [-torch.inf], 0)
 def test_weights_that_no_code_holds_are_refused_as_on_the_host_and_by_torch(matrix, where, values, seed):

@@ -19,14 +19,19 @@ HERE = Path(__file__).parent
 def output_of(*arguments: str, **environment: str) -> str:
     """Output of a Python process that has to succeed."""
     command = [sys.executable, *arguments]
-    run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=280)
+    run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=900)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-4000:]
     return run.stdout
 
 
-def test_interpreted_they_make_the_bytes_of_the_host():
-    options = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist")
-    output = output_of(*options, str(HERE / "interpreted_kernels.py"), TRITON_INTERPRET="1")
+@pytest.mark.parametrize(
+    "examples",
+    ["3", pytest.param("30", marks=[pytest.mark.long, pytest.mark.timeout(900)])],
+    ids=["few examples", "many examples"],
+)
+def test_interpreted_they_make_the_bytes_of_the_host(examples):
+    options = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout=800")
+    output = output_of(*options, str(HERE / "interpreted_kernels.py"), TRITON_INTERPRET="1", EXAMPLES=examples)
     assert int(re.search(r"(\d+) passed", output).group(1)) >= 15
 
 
