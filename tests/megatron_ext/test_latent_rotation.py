@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 # Not imported here: Triton complains about itself at the end of a process.
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="needs triton, which is not installed: `make setup`"
-)
+pytestmark = [
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, which is not installed: `make setup`"),
+    # Compiles for half a minute what other versions of megatron-core or Triton alone would change.
+    pytest.mark.long,
+]
 HERE = Path(__file__).parent
 
 

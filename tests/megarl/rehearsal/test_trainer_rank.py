@@ -117,6 +117,7 @@ def test_state_and_activations_are_those_of_real_ranks_also_with_fsdp2(recompute
     assert read_later < gathered < plain.state.weights / 2
 
 
+@pytest.mark.long
 def test_a_rank_without_rows_of_a_small_parameter_is_that_of_the_layout(tmp_path: Path) -> None:
     # FSDP2 gives four rows as two, two and none.
     folder = write_tiny_model("qwen3", tmp_path, fields={"num_hidden_layers": 1, "head_dim": 4, "hidden_size": 32})

@@ -1,5 +1,6 @@
 """NVFP4 beside vLLM: its reference for weights, and its layers on a CPU."""
 
+import pytest
 import torch
 from engine_host import vllm_pool
 
@@ -41,6 +42,7 @@ def _linear_layer():
     return stock, torch.equal(layer.weight, codes), torch.allclose(product, expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_codes_are_those_of_vllm_and_layers_multiply_by_them():
     weight = torch.randn(64, 256) * torch.logspace(-5, 0, 64)[:, None]
     codes, scales = NVFP4.quantise(weight)

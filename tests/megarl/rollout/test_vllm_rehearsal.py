@@ -42,8 +42,8 @@ MANY = {
         ("llama", 2, False, None),
         # Attention multiplies by weights that are derived from codes.
         ("deepseek_v3", 1, False, FP8_BLOCK),
-        ("qwen3_moe", 2, True, NVFP4),
-        ("deepseek_v3", 1, False, NVFP4),
+        pytest.param("qwen3_moe", 2, True, NVFP4, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", 1, False, NVFP4, marks=pytest.mark.long),
     ],
 )
 def test_rehearsed_workers_hold_what_real_ones_do(
