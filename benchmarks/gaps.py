@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import date
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -34,8 +35,22 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "transformers": (AS_TRAINED,),
 }
 """Engine -> the forms of weights that it holds."""
+AS_COMPUTED = "as_computed"
+KEYS_AND_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "vllm": {
+        AS_COMPUTED: (),
+        "fp8": ("+rollout.engine_args.kv_cache_dtype=fp8",),
+        "fp8, bound scales": ("+rollout.engine_args.kv_cache_dtype=fp8", "rollout.kv_scales=bound"),
+    },
+    "sglang": {AS_COMPUTED: (), "fp8": ("+rollout.engine_args.kv_cache_dtype=fp8_e4m3",)},
+    "transformers": {AS_COMPUTED: ()},
+}
+"""Engine -> the forms of keys and values that it keeps, each with its overrides."""
 GAP = "log_prob_difference/mean"
-HEAD = "| model | engine | weights | mean, nats | largest of a step | bytes of a refit |\n|---|---|---|---:|---:|---:|"
+HEAD = (
+    "| model | engine | weights | keys and values | mean, nats | largest of a step | bytes of a refit |\n"
+    "|---|---|---|---|---:|---:|---:|"
+)
 
 
 class Lab:
@@ -47,12 +62,13 @@ class Lab:
         self._files = write_arithmetic(folder / "data")
         self._warmed_up: dict[str, Path] = {}
 
-    def gaps(self, family: str, engine: str, weights: str) -> list[dict[str, Any]]:
+    def gaps(self, family: str, engine: str, weights: str, kept: str) -> list[dict[str, Any]]:
         """The metrics of each step of a run."""
-        output = self._folder / f"{family}_{engine}_{weights}"
+        output = self._folder / f"{family}_{engine}_{weights}_{kept.replace(', ', '_').replace(' ', '_')}"
         self._megarl(
             *("train", "--config-name", "quickstart", *MODELS[family].overrides, *BF16, *_context(engine)),
             *(f"rollout.engine={engine}", f"rollout.weights={weights}", f"loop.steps={self._steps}"),
+            *KEYS_AND_VALUES[engine][kept],
             *(
                 "loop.eval_every=0",
                 "checkpoint.every=0",
@@ -101,6 +117,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--engines", nargs="+", choices=FORMATS, default=["vllm", "transformers"])
     parser.add_argument("--weights", nargs="+", help="forms of weights, which are else all that an engine holds")
+    parser.add_argument(
+        "--keys-and-values", nargs="+", choices=KEYS_AND_VALUES["vllm"], default=[AS_COMPUTED], help="their forms"
+    )
     parser.add_argument("--steps", type=at_least_one, default=10)
     parser.add_argument("--write", type=Path, help="file for the page; each row is also printed")
     options = parser.parse_args()
@@ -110,12 +129,12 @@ def main() -> None:
         lab = Lab(Path(scratch), options.steps)
         for family in options.models:
             for engine in options.engines:
-                for weights in FORMATS[engine]:
-                    if options.weights and weights not in options.weights:
-                        continue
-                    lines = lab.gaps(family, engine, weights)
+                weights = [each for each in FORMATS[engine] if each in (options.weights or FORMATS[engine])]
+                kept = [each for each in options.keys_and_values if each in KEYS_AND_VALUES[engine]]
+                for held_in, kept_in in product(weights, kept):
+                    lines = lab.gaps(family, engine, held_in, kept_in)
                     gaps = [line[GAP] for line in lines]
-                    cells = family, engine, weights, f"{mean(gaps):.4f}", f"{max(gaps):.4f}"
+                    cells = family, engine, held_in, kept_in, f"{mean(gaps):.4f}", f"{max(gaps):.4f}"
                     page.append(f"| {' | '.join(cells)} | {max(line['refit/bytes'] for line in lines):,.0f} |")
                     print(page[-1], flush=True)
     if options.write:
