@@ -2,18 +2,18 @@
 
 from collections.abc import Mapping
 
+from megarl.config.foreign.verl_keys import SAME
+
 VERL: Mapping[str, str] = {
+    **{key: own for key, own in SAME.items() if key != own},
     "data.train_files": "data.train_files",
     "data.val_files": "data.eval_files",
     "data.train_batch_size": "loop.prompts_per_step",
     "data.max_prompt_length": "data.max_prompt_tokens",
     "data.max_response_length": "rollout.max_response_tokens",
-    "data.prompt_key": "data.prompt_column",
     "data.filter_overlong_prompts": "data.overlong_prompts=drop",
     "data.truncation": "data.overlong_prompts",
-    "data.seed": "loop.seed",
     "actor_rollout_ref.hybrid_engine": "cluster.pools (shared)",
-    "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "megatron.recompute_granularity=full",
     **{
         f"actor_rollout_ref.{of_verl}{name}": f"lora.{name}"
@@ -35,7 +35,6 @@ VERL: Mapping[str, str] = {
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.policy_loss_options.dual_clip",
     "actor_rollout_ref.actor.loss_agg_mode": "algorithm.aggregation",
     "actor_rollout_ref.actor.loss_scale_factor": "algorithm.aggregation_options.length",
-    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coefficient",
     "actor_rollout_ref.actor.use_kl_loss": "algorithm.kl_coefficient (above 0)",
     "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_coefficient",
     "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_estimator",
@@ -62,7 +61,6 @@ VERL: Mapping[str, str] = {
     "algorithm.kl_ctrl.type": "algorithm.kl_target (its presence adapts the coefficient)",
     "algorithm.kl_ctrl.target_kl": "algorithm.kl_target",
     "algorithm.kl_ctrl.horizon": "algorithm.kl_horizon",
-    "algorithm.filter_groups.enable": "algorithm.dynamic_sampling",
     "algorithm.filter_groups.max_num_gen_batches": "algorithm.max_refills",
     "algorithm.filter_groups.metric": "algorithm.filter_on",
     "data.filter_accuracy": "algorithm.filter_groups",
@@ -84,22 +82,17 @@ VERL: Mapping[str, str] = {
     "custom_reward_function.name": "reward.function=path/to/file.py:name",
     "reward.custom_reward_function.path": "reward.function=path/to/file.py:name",
     "reward.custom_reward_function.name": "reward.function=path/to/file.py:name",
-    "reward.num_workers": "reward.workers",
     "trainer.total_training_steps": "loop.steps",
     "trainer.total_epochs": "loop.steps",
     "trainer.save_freq": "checkpoint.every",
     "trainer.test_freq": "loop.eval_every",
-    "trainer.val_before_train": "loop.eval_at_start",
-    "trainer.max_actor_ckpt_to_keep": "checkpoint.keep_last",
     "trainer.resume_mode": "checkpoint.resume",
     "trainer.default_local_dir": "output_dir",
     "trainer.logger": "tracking.loggers",
-    "trainer.project_name": "tracking.project",
-    "trainer.experiment_name": "tracking.run_name",
     "trainer.n_gpus_per_node": "cluster.trainer_ranks",
     "trainer.nnodes": "cluster.trainer_ranks",
 }
-"""Key of verl -> key of megarl; some keys occur only in blog posts."""
+"""Key of verl -> key of megarl, beside those that a translation takes as they are; some occur only in blog posts."""
 
 VERL_PREFIXES: Mapping[str, str] = {
     "actor_rollout_ref.actor.megatron.": "megatron.",
