@@ -11,7 +11,7 @@ from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.data.chat import encode, render
 from megarl.data.detokenizer import Detokenizer
 from megarl.models.context import known_context
-from megarl.models.policy import check_cut, read_model
+from megarl.models.policy import check_cut, check_ends, read_model
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.opening import open_processes
 from megarl.schema import MegarlConfig
@@ -96,6 +96,7 @@ def open_chat(config: MegarlConfig, system: str | None, temperature: float) -> I
     Raises UserError for a model that cannot be loaded, and for a system message without a chat template.
     """
     model = read_model(config.model, config.rollout.stop_token_ids)
+    check_ends(model)
     check_cut(model.without_prediction_layers, config.rollout)
     conversation = Conversation(model.tokenizer, system)
     sampling = SamplingParameters(

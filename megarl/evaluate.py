@@ -8,7 +8,7 @@ from converters.errors import UserError
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.data import Prompt, PromptGroup, Turn, load_prompts
 from megarl.models.context import check_context
-from megarl.models.policy import Model, check_cut, read_model
+from megarl.models.policy import Model, check_cut, check_ends, read_model
 from megarl.process.phase import phase
 from megarl.rewards import Scorer
 from megarl.run.opening import open_processes
@@ -53,6 +53,7 @@ def fresh_engines(config: MegarlConfig) -> Iterator[FreshEngines]:
     with ExitStack() as stack:
         with phase("checking model and data"):
             model = read_model(config.model, config.rollout.stop_token_ids)
+            check_ends(model)
             check_cut(model.without_prediction_layers, config.rollout)
             prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
             check_context(config, (prompt.token_ids for prompt in prompts))

@@ -216,6 +216,15 @@ def check_loadable(model: Model, machines: int) -> None:
         ) from error
 
 
+def check_ends(model: Model) -> None:
+    """Raise UserError if no token ends a response, so that each would have as many tokens as it may."""
+    if not model.stop_token_ids:
+        raise UserError(
+            f"no token would end a response: neither tokenizer_config.json of {model.folder} names an eos_token, nor"
+            " generation_config.json or config.json an eos_token_id; name it there, or set rollout.stop_token_ids"
+        )
+
+
 def _check_in_vocabulary(tokens: list[int], architecture: Architecture) -> None:
     vocabulary = architecture.gpt_model["vocab_size"]
     if beyond := [token for token in tokens if token >= vocabulary]:
@@ -226,14 +235,11 @@ def _check_in_vocabulary(tokens: list[int], architecture: Architecture) -> None:
 
 
 def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> tuple[int, ...]:
-    stop = {tokenizer.eos_token_id, *extra}
     generation = folder / "generation_config.json"
-    if generation.exists():
-        ends = read_json(generation).get("eos_token_id")
-        ends = ends if isinstance(ends, list) else [ends]
-        if wrong := [end for end in ends if end is not None and (type(end) is not int or end < 0)]:
-            raise UserError(
-                f"{generation} has eos_token_id {wrong[0]!r}, where the number of a token belongs; correct it"
-            )
-        stop |= set(ends)
-    return tuple(sorted(stop - {None}))
+    # Engines and transformers, too, read config.json where there is no other.
+    file = generation if generation.exists() else folder / CONFIG
+    ends = read_json(file).get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [ends]
+    if wrong := [end for end in ends if end is not None and (type(end) is not int or end < 0)]:
+        raise UserError(f"{file} has eos_token_id {wrong[0]!r}, where the number of a token belongs; correct it")
+    return tuple(sorted({tokenizer.eos_token_id, *extra, *ends} - {None}))

@@ -24,7 +24,7 @@ from megarl.config.megatron import megatron_options
 from megarl.config.validate import COMMANDS
 from megarl.data import PromptSampler
 from megarl.models.auxiliary import trained_auxiliary
-from megarl.models.policy import Model, check_held, check_name, check_trainable, read_model
+from megarl.models.policy import Model, check_ends, check_held, check_name, check_trainable, read_model
 from megarl.output.export import check_that_none_is_lost, step_of_export, write_export
 from megarl.output.places import ADAPTER, EXPORT, LOGS
 from megarl.process.file_system import lost_in_export
@@ -134,7 +134,8 @@ class RunSetup:
 
 
 def _check_refits(model: Model, options: MegatronOptions, config: MegarlConfig) -> None:
-    """Raise UserError where engines cannot hold the model or its adapter, or a bucket is too small for a tensor."""
+    """Raise UserError where engines cannot sample of the model or hold it, or a bucket is too small for a tensor."""
+    check_ends(model)
     check_held(model, config.rollout)
     if options.adapter is not None and not options.adapter.merge:
         with_adapter_slot(config.rollout, model.architecture, options.adapter.lora)
