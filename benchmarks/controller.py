@@ -115,7 +115,7 @@ def events(in_flight: int, groups: int, median_tokens: float, pace_s: float) -> 
         for step in range(groups // prompts):
             rollouts.take(clock)
             wait(rollouts._workers.engines.begin(ScriptedEngine.serve, step + 1))
-            rollouts.release()
+            rollouts.note_refit()
             if step == slots // prompts:
                 before = told()
                 began, cpu = time.monotonic(), time.process_time()

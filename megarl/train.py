@@ -84,11 +84,11 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
         metrics = _update(job, batches, len(batch), None if kl is None else float(kl.mean()))
 
     with clock.stage("rollout"):
-        job.rollouts.hold()
+        job.rollouts.drain()
     with clock.stage("refit"):
         state.step = version + 1
         metrics |= job.refit(state.step)
-    job.rollouts.release()
+    job.rollouts.note_refit()
 
     metrics |= job.rollouts.metrics() | gaps
     metrics |= step_metrics(taken.sampled, groups, batch, version, config)

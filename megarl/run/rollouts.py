@@ -122,11 +122,11 @@ class Rollouts:
             self._admit()
         while not self._batch_is_ready():
             with self._changed:
-                are_sampled = self._next_are(self._sampled)
+                are_sampled = self._next_batch_is_within(self._sampled)
             if not are_sampled:
                 self._workers.gpus.switch_to(self._workers.engines)
             with clock.stage("rollout"):
-                self._wait(lambda: self._batch_is_ready() or self._next_are(self._sampled))
+                self._wait(lambda: self._batch_is_ready() or self._next_batch_is_within(self._sampled))
             with clock.stage("reward"):
                 self._wait(lambda: self._batch_is_ready() or self._functions_are_done())
                 self._score_with_reward_model()
@@ -134,23 +134,23 @@ class Rollouts:
         if self._workers.gpus.are_shared:
             # While the trainer has the GPUs no response would end.
             with clock.stage("rollout"):
-                self._hold(self._is_quiet)
+                self._drain(self._nothing_in_flight)
         return batch
 
-    def hold(self) -> None:
-        """Wait, before new weights come, for what is in flight, unless it may go on with them.
+    def drain(self) -> None:
+        """Wait until no response of the old weights is in flight, if `schedule.in_flight=wait`.
 
-        Engines that take turns with trainers have had theirs by then, and end in `take` what has to end. Where none is
-        left that has the old weights, the rest is sampled with the new ones.
+        On shared GPUs `take` has already waited. If every engine with the old weights has died, the rest is sampled
+        with the new ones.
         """
-        self._hold(lambda: self._is_quiet() or not self._workers.engines.any_serving)
+        self._drain(lambda: self._nothing_in_flight() or not self._workers.engines.any_serving)
 
-    def _hold(self, reached: Callable[[], bool]) -> None:
-        if self._config.schedule.in_flight == "wait" and not self._is_quiet():
+    def _drain(self, reached: Callable[[], bool]) -> None:
+        if self._config.schedule.in_flight == "wait" and not self._nothing_in_flight():
             self._workers.gpus.switch_to(self._workers.engines)
             self._wait(reached)
 
-    def release(self) -> None:
+    def note_refit(self) -> None:
         """Note that the engines have new weights: the batch that was taken is trained on, and its slots are free."""
         with self._changed:
             self._schedule.release()
@@ -266,20 +266,20 @@ class Rollouts:
             kept = [self._finished[each] for each in batch if each in self._finished and each < dropped[-1].ordinal]
             check_refills(kept, dropped, self._config)
 
-    def _is_quiet(self) -> bool:
+    def _nothing_in_flight(self) -> bool:
         """Whether nothing is in flight, nor will be before new weights come."""
         # With dynamic sampling, each group that is not scored yet may be dropped and replaced by another draw.
         with self._changed:
             done = self._awaiting_reward_model if self._config.algorithm.dynamic_sampling else self._sampled
             return all(ordinal in done for ordinal in self._schedule.unfinished)
 
-    def _next_are(self, known: Collection[int]) -> bool:
-        """Whether each group of the next batch is finished or among the `known`."""
-        return self._schedule.takeable(known) is not None
+    def _next_batch_is_within(self, ordinals: Collection[int]) -> bool:
+        """Whether each group of the next batch is finished or among the `ordinals`."""
+        return self._schedule.takeable(ordinals) is not None
 
     def _functions_are_done(self) -> bool:
         """Whether the functions have scored all groups of the next batch, or one of it has to be sampled first."""
-        return self._next_are(self._awaiting_reward_model) or not self._next_are(self._sampled)
+        return self._next_batch_is_within(self._awaiting_reward_model) or not self._next_batch_is_within(self._sampled)
 
     def _admit(self) -> None:
         """Draw as many prompts as there are slots for, and no more than the rest of the run needs."""

@@ -149,6 +149,6 @@ def job_of(
 def sample(job, clock):
     """Batch of a step, which then is trained on."""
     taken = job.rollouts.take(clock)
-    job.rollouts.hold()
-    job.rollouts.release()
+    job.rollouts.drain()
+    job.rollouts.note_refit()
     return taken

@@ -52,17 +52,17 @@ DROPS_THE_FIFTH = [*["01"] * 4, "00", *["01"] * 5]
 def test_a_batch_tells_of_what_was_dropped_among_it_however_early_that_was(scorer, is_dropped_early) -> None:
     job = ahead_and_dropping(scorer, *DROPS_THE_FIFTH)
     job.rollouts.take(Clock())
-    job.rollouts.hold()
+    job.rollouts.drain()
     job.engines.answering.clear()
-    job.rollouts.release()
+    job.rollouts.note_refit()
     if is_dropped_early:
         job.engines.answering.set()
         assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 4)
     taken = job.rollouts.take(Clock())
     job.engines.answering.set()
     assert [group.ordinal for group in taken.sampled] == [2, 3]
-    job.rollouts.hold()
-    job.rollouts.release()
+    job.rollouts.drain()
+    job.rollouts.note_refit()
     ((taken, dropped),) = of_steps(job, 1)
     assert [group.ordinal for group in taken.sampled] == [4, 5, 6]
     assert [group.ordinal for group in taken.groups] == [5, 6]
@@ -84,8 +84,8 @@ def test_how_far_engines_are_ahead_changes_nothing_that_a_reward_model_scores_or
             engines.released.set()
         taking.join(60)
         engines.released.set()
-        job.rollouts.hold()
-        job.rollouts.release()
+        job.rollouts.drain()
+        job.rollouts.note_refit()
         return [*first, *(sample(job, Clock()) for _ in range(3))], model.together
 
     far, near = run([0, 1]), run([2, 3, 4, 5])

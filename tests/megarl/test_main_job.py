@@ -60,8 +60,8 @@ def test_engine_and_trainer_are_the_same_model_at_every_step(model, tmp_path):
         if model == CONVERTED:
             check_that_training_begins_with(source, job, tmp_path / "run" / EXPORT)
         job.refit(0)
-        clock, hold, outdated = Clock(), job.rollouts.hold, []
-        job.rollouts.hold = lambda: (outdated.append(job.refit._is_outdated), hold())
+        clock, hold, outdated = Clock(), job.rollouts.drain, []
+        job.rollouts.drain = lambda: (outdated.append(job.refit._is_outdated), hold())
         for step in range(STEPS):
             with job.timeline.record(step + 1):
                 metrics = train_step(job, clock)

@@ -16,8 +16,8 @@ def test_the_next_batch_is_sampled_while_this_one_is_trained_on_and_both_are_tho
     job.config.loop.steps = 3
     assert [group.ordinal for group in job.rollouts.take(Clock()).groups] == [0, 1]
     assert [len(call) for call in job.engines.calls] == [4]
-    job.rollouts.hold()
-    job.rollouts.release()
+    job.rollouts.drain()
+    job.rollouts.note_refit()
     assert [len(call) for call in job.engines.calls] == [4, 2]
     metrics = job.rollouts.metrics()
     assert metrics["schedule/groups_in_flight"] + metrics["schedule/groups_waiting"] == 4
@@ -32,9 +32,9 @@ def test_the_engines_turn_ends_with_the_batch_or_with_all_that_has_to_end(scorer
     ahead, gpus = ScheduleConfig(max_staleness=1, in_flight=in_flight), RecordedGpus()
     job = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ahead, gpus=gpus)
     assert [group.ordinal for group in job.rollouts.take(Clock()).groups] == [0, 1]
-    job.rollouts.hold()
+    job.rollouts.drain()
     job.engines.answering.clear()
-    job.rollouts.release()
+    job.rollouts.note_refit()
     assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 2)
     gpus.given.clear()
     taken = []
@@ -58,14 +58,14 @@ def test_what_no_engine_with_the_old_weights_is_left_for_is_not_waited_for(score
     assert [group.ordinal for group in sample(job, Clock()).groups] == [0, 1]
     job.engines.answering.clear()
     job.rollouts.take(Clock())
-    job.rollouts.release()
-    holding = Thread(target=job.rollouts.hold)
-    holding.start()
-    holding.join(0.5)
-    assert holding.is_alive()
+    job.rollouts.note_refit()
+    draining = Thread(target=job.rollouts.drain)
+    draining.start()
+    draining.join(0.5)
+    assert draining.is_alive()
     job.engines.any_serving = False
-    holding.join(60)
-    assert not holding.is_alive()
+    draining.join(60)
+    assert not draining.is_alive()
     assert job.rollouts.metrics()["schedule/groups_in_flight"] > 0
     job.engines.answering.set()
 
@@ -91,8 +91,8 @@ def test_a_window_leaves_behind_what_is_being_sampled_with_a_reward_model_too(sc
     taking.join(10)
     engines.released.set()
     assert [[group.ordinal for group in each.groups] for each in taken] == [[1, 2]]
-    job.rollouts.hold()
-    job.rollouts.release()
+    job.rollouts.drain()
+    job.rollouts.note_refit()
     assert sample(job, Clock()).groups[0].ordinal == 0, "two have overtaken it, and no third may"
 
 

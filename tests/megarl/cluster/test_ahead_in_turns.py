@@ -60,7 +60,7 @@ def test_engines_die_in_any_turn_and_no_token_is_lost_or_too_old(
             if version == 2:
                 script("commit_update")
             refit(version + 1)
-            rollouts.release()
+            rollouts.note_refit()
             gpus.switch_to(engines)
             if version == 2:
                 script("generate")

@@ -84,7 +84,7 @@ def steps_of_runs(config, engines, scorer, folder):
         trained += rollouts.take(Clock()).groups
         engines.begin_update(version + 1, [], timeout_s=60)
         engines.commit_update(version + 1, timeout_s=60)
-        rollouts.release()
+        rollouts.note_refit()
         first, begun, end = (min(version + ahead, STEPS) * PROMPTS for ahead in (1, 1 + STALENESS, 2 + STALENESS))
         told.update(dict.fromkeys(range(first, begun), TOLD))
         told.update(dict.fromkeys(range(begun, end), TOLD))

@@ -45,7 +45,7 @@ def test_an_evaluation_is_of_one_version_and_loses_nothing_that_is_in_flight(tmp
             trained += rollouts.take(Clock()).groups
             engines.begin_update(version, [], timeout_s=60)
             engines.commit_update(version, timeout_s=60)
-            rollouts.release()
+            rollouts.note_refit()
             in_flight = those_of(range((version + 1) * PROMPTS, min(version + 1 + STALENESS, STEPS) * PROMPTS))
             assert eventually(lambda due=in_flight: heard(rollouts) == due), heard(rollouts)
             asked = set(engines._queue._pending)
