@@ -23,7 +23,8 @@ def dpo(config: MegarlConfig) -> None:
     """
     settings = config.preference
     setup = RunSetup.read(config, "dpo")
-    if setup.is_finished():
+    if setup.is_finished:
+        setup.print_finished()
         return
     train, held_out = read_pairs(setup)
     if sentence := without_adapter(config.lora):

@@ -20,7 +20,8 @@ def train_reward_model(config: MegarlConfig) -> None:
     """
     settings = config.preference
     setup = RunSetup.read(config, "reward-model")
-    if setup.is_finished():
+    if setup.is_finished:
+        setup.print_finished()
         return
     train, held_out = read_pairs(setup)
     batches = draw_pairs(setup, setup.sampler(len(train), digest_of_pairs(train)), train)

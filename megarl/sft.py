@@ -18,7 +18,8 @@ def sft(config: MegarlConfig) -> None:
     """Fine-tune `config.model` on `config.sft`; the result is a HuggingFace folder below `config.output_dir`."""
     settings = config.sft
     setup = RunSetup.read(config, "sft")
-    if setup.is_finished():
+    if setup.is_finished:
+        setup.print_finished()
         return
     train = _read(setup, settings.train_files)
     held_out = _read(setup, settings.eval_files) if settings.eval_files else []

@@ -46,7 +46,8 @@ def spin(config: MegarlConfig) -> None:
     """
     settings = config.preference
     setup = RunSetup.read(config, "spin")
-    if setup.is_finished():
+    if setup.is_finished:
+        setup.print_finished()
         return
     exchanges = [last_exchange(conversation) for conversation in _read(setup, settings.train_files)]
     held_out = _read(setup, settings.eval_files) if settings.eval_files else []

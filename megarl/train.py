@@ -33,7 +33,8 @@ def train(config: MegarlConfig) -> None:
     Everything it writes lies below `config.output_dir`: metrics, checkpoints, and the trained model in `huggingface`.
     """
     setup = RunSetup.read(config, "train")
-    if setup.is_finished():
+    if setup.is_finished:
+        setup.print_finished()
         return
     with ExitStack() as at_end, open_job(setup) as job:
         with phase("first refit"):

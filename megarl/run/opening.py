@@ -103,17 +103,19 @@ class RunSetup:
         """Whether the run has ended before its last step."""
         return bool(self.checkpoint and self.checkpoint.state.get("is_enough"))
 
+    @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to do; then that is said."""
+        """Whether no step is left to take, and no model to export."""
         is_over = self.step >= self.steps or self.has_converged
-        if not is_over or any(step_of_export(export) != self.step for export in self.exports):
-            return False
+        return is_over and all(step_of_export(export) == self.step for export in self.exports)
+
+    def print_finished(self) -> None:
+        """Say why nothing is left to do."""
         if self.has_converged:
             print(f"converged after {self.step} steps; choose another output_dir to start a new run", flush=True)
         else:
             key = COMMANDS[self.command].steps_key
             print(f"all {self.step} steps are done; raise {key} to go on from the last one", flush=True)
-        return True
 
     def sampler(self, size: int, digest: str) -> PromptSampler:
         """Sampler of `size` examples, where the run stands. Raises UserError if the run drew from other examples.
