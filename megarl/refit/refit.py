@@ -57,10 +57,15 @@ class Refit:
 
         Returns metrics.
         """
-        path, (moved, repeated) = self._path, self._update(version)
-        metrics = {"refit/direct": float(path.is_direct), "refit/repeated": float(repeated)}
-        metrics["refit/bytes"] = moved.size_bytes
-        metrics["refit/tokens_recomputed"], self._recomputed = float(self._recomputed), 0
+        is_direct = self._path.is_direct  # `_update` may choose another path for later refits
+        moved, repeated = self._update(version)
+        recomputed, self._recomputed = self._recomputed, 0
+        metrics = {
+            "refit/direct": float(is_direct),
+            "refit/repeated": float(repeated),
+            "refit/bytes": moved.size_bytes,
+            "refit/tokens_recomputed": float(recomputed),
+        }
         if moved.compared:
             metrics["refit/changed"] = moved.changed / moved.compared
         self._version, self._is_outdated = version, False
