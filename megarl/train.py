@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from torch import Tensor
+
 from megarl.cluster.trainer.batch import Batch
 from megarl.process.phase import phase
 from megarl.run.job import Job, open_job
@@ -82,7 +84,9 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
 
     with clock.stage("update"):
         job.refit.mark_outdated()
-        metrics = _update(job, batches, len(batch), None if kl is None else float(kl.mean()))
+        metrics = _update_auxiliary(job, batches)
+        if _policy_learns(job):
+            metrics |= _update_policy(job, batches, len(batch), kl)
 
     with clock.stage("rollout"):
         job.rollouts.drain()
@@ -105,23 +109,33 @@ def _end_step(job: Job, clock: Clock, tokens: int) -> dict[str, MetricValue]:
     return {**of_processes, **job.throughput.end_step(clock.end_step(tokens=tokens))}
 
 
-def _update(job: Job, batches: Sequence[Batch], responses: int, kl: float | None) -> dict[str, MetricValue]:
-    """The optimizer steps of all models that learn; `kl` is the mean KL in the reward, if it goes there."""
-    config, state, auxiliary = job.config, job.state, job.auxiliary
+def _update_auxiliary(job: Job, batches: Sequence[Batch]) -> dict[str, MetricValue]:
+    """The optimizer steps of the critic and of the implicit reward model, if there are any."""
     metrics: dict[str, MetricValue] = {}
-    if auxiliary.critic:
-        metrics |= update_critic(auxiliary.critic, batches, config)
-    if auxiliary.implicit_reward_model:
-        metrics |= update_implicit_reward_model(auxiliary.implicit_reward_model, batches, config)
-    if auxiliary.critic and state.step < config.critic.warmup_steps:
-        return metrics
+    if job.auxiliary.critic:
+        metrics |= update_critic(job.auxiliary.critic, batches, job.config)
+    if job.auxiliary.implicit_reward_model:
+        metrics |= update_implicit_reward_model(job.auxiliary.implicit_reward_model, batches, job.config)
+    return metrics
+
+
+def _policy_learns(job: Job) -> bool:
+    """Whether the policy is trained in this step: not while the critic warms up alone."""
+    return not job.auxiliary.critic or job.state.step >= job.config.critic.warmup_steps
+
+
+def _update_policy(job: Job, batches: Sequence[Batch], responses: int, kl: Tensor | None) -> dict[str, MetricValue]:
+    """The optimizer steps of the policy, and what follows them: the coefficient of the KL, and a new reference.
+
+    `kl` is the KL in the reward, if it goes there.
+    """
+    config, state = job.config, job.state
     objective = job.objective.with_kl_coefficient(state.kl.coefficient)
     seed = (config.loop.seed, state.step)
-    updated, kl_in_loss = update_policy(
+    metrics, kl_in_loss = update_policy(
         job.trainer, batches, objective, temperature=config.rollout.temperature, seed=seed
     )
-    metrics |= updated
-    metrics |= _control_kl(job, kl_in_loss if kl is None else kl, responses)
+    metrics |= _control_kl(job, kl_in_loss if kl is None else float(kl.mean()), responses)
     refresh = config.algorithm.refresh_reference_every
     if refresh and (state.step + 1) % refresh == 0:
         job.trainer.refresh_reference()
