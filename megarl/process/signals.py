@@ -103,8 +103,8 @@ class StopRequest:
         """Note that a step is done."""
         self._job_time.end_step()
 
-    def precedes_another(self, save_s: float = 0.0, left_s: float = 0.0) -> bool:
-        """Whether the run ends before the step that begins here otherwise.
+    def stops_before_next_step(self, save_s: float = 0.0, left_s: float = 0.0) -> bool:
+        """Whether the run ends before the next step, which otherwise begins now.
 
         A checkpoint takes `save_s`; of one that is being written `left_s` is left.
         """

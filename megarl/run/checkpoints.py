@@ -123,7 +123,7 @@ class Checkpoints:
         self._command, self._models = command, models
         self._pending: dict[str, Any] | None = None
         self._waited_s = 0.0
-        self._begun_s = self._beginning_s = self._longest_s = 0.0
+        self._begun_at_s = self._begin_took_s = self._longest_s = 0.0
 
     def save(self, step: int, state_in: Callable[[Path], Mapping[str, Any]]) -> None:
         """Begin a checkpoint after `step`, once the one before is complete; without `async_save`, complete it, too.
@@ -134,14 +134,14 @@ class Checkpoints:
         started = time.perf_counter()
         self.complete()
         self._waited_s += time.perf_counter() - started
-        self._pending, self._begun_s = {"step": step}, time.monotonic()
+        self._pending, self._begun_at_s = {"step": step}, time.monotonic()
         with self._abandoned_on_error():
             folder = checkpoint_folder.begin(self._root, step)
             self._pending = copy.deepcopy({"command": self._command, "step": step, **state_in(folder)})
             for name, model in self._models.items():
                 (folder / name).mkdir(exist_ok=True)
                 model.begin_save(folder / name, in_background=self._config.async_save)
-            self._beginning_s = time.monotonic() - self._begun_s
+            self._begin_took_s = time.monotonic() - self._begun_at_s
         if not self._config.async_save:
             self.complete()
 
@@ -164,16 +164,16 @@ class Checkpoints:
             keep_last, keep_every = self._config.keep_last, self._config.keep_every
             checkpoint_folder.commit(self._root, self._pending["step"], self._pending, keep_last, keep_every)
         self._pending = None
-        own_s = self._beginning_s + time.monotonic() - written_s
+        own_s = self._begin_took_s + time.monotonic() - written_s
         self._longest_s = max(self._longest_s, own_s + writing_s)
         note_progress()
 
-    def seconds(self) -> tuple[float, float]:
-        """How long a checkpoint took, the longest so far, and how much of that is left for the last one.
+    def expected_seconds(self) -> tuple[float, float]:
+        """How long the next checkpoint may take, as the longest so far, and how much of that is left for the last one.
 
         Its disks are counted, not the steps beside which they write.
         """
-        gone_s = 0.0 if self._pending is None else time.monotonic() - self._begun_s
+        gone_s = 0.0 if self._pending is None else time.monotonic() - self._begun_at_s
         longest_s = max(self._longest_s, gone_s)
         return longest_s, 0.0 if self._pending is None else longest_s - gone_s
 

@@ -73,7 +73,8 @@ def run_steps(
                 if is_due:
                     save()
                 # Now that it is known what is still to be written beside another step.
-                is_last = run.is_over or stop.precedes_another(*run.checkpoints.seconds())
+                save_s, left_s = run.checkpoints.expected_seconds()
+                is_last = run.is_over or stop.stops_before_next_step(save_s, left_s)
                 if is_last and not is_due:
                     save()
         run.checkpoints.complete()

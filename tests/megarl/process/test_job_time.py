@@ -131,7 +131,7 @@ def test_a_run_ends_as_if_told_to_after_the_last_step_that_fits(passing, monkeyp
                 passing(400)
                 steps.append(step)
                 stop.end_step()
-                if stop.precedes_another():
+                if stop.stops_before_next_step():
                     break
 
     with interruption() as ending:
@@ -153,7 +153,7 @@ def test_a_run_in_another_thread_does_not_end_where_nothing_tells_its_program(pa
         with asked_to_stop(waits=True) as stop:
             passing(400)
             stop.end_step()
-            said.append(stop.precedes_another())
+            said.append(stop.stops_before_next_step())
 
     thread = Thread(target=run)
     thread.start()
