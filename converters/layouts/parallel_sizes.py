@@ -160,7 +160,7 @@ class ParallelSizes:
         return rank // (self.tensor_model_parallel_size * self.context_parallel_size) % self.data_parallel_size
 
     def holds_predictions(self, rank: int) -> bool:
-        """Whether `rank` is the one, of those that share its part of a batch, whose results are asked for."""
+        """Whether `rank` is the one, of those that share its part of a batch, that returns the results."""
         place = self.coordinates(rank)
         return place.tensor == place.context == 0 and place.pipeline == self.pipeline_model_parallel_size - 1
 

@@ -276,14 +276,15 @@ class TrainerGroup(WorkerGroup):
         tokens, squares = computed(cut, batch.lengths.tolist(), _prefixes(batch, self._options))
         self._flops += sum(each.of(tokens, squares) for each in work)
         shares = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
-        asked = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
+        returns_result = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
         of_ranks = [
-            (*shares[self._parallel.data_parallel_rank(rank)], asked[rank], *arguments) for rank in range(len(self))
+            (*shares[self._parallel.data_parallel_rank(rank)], returns_result[rank], *arguments)
+            for rank in range(len(self))
         ]
         results = []
-        for result, is_asked in zip(wait(self.begin_each(method, of_ranks)), asked, strict=True):
-            if is_asked:
-                assert result is not None, "a rank that is asked answers"
+        for result, is_returned in zip(wait(self.begin_each(method, of_ranks)), returns_result, strict=True):
+            if is_returned:
+                assert result is not None, "a rank that holds predictions returns them"
                 results.append(result)
         return results
 

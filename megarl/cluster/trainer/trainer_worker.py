@@ -103,13 +103,13 @@ class TrainerWorker:
         self,
         share: Batch,
         micro_batches: MicroBatches,
-        is_asked: bool,
+        returns_result: bool,
         names: list[str],
         temperature: float,
     ) -> dict[str, Packed] | None:
         """The fields of `MegatronModel.log_probs` that are named; see `TrainerGroup.predictions`.
 
-        None if the rank is not asked, as for all results: another rank of its share has the same.
+        None unless the rank `returns_result`, as for all results: another rank of its share has the same.
         """
         batch, found = share.load(), dict[str, Packed]()
         for is_reference in (False, True):
@@ -119,20 +119,20 @@ class TrainerWorker:
             with self.model.reference_weights() if is_reference else nullcontext():
                 read = replace(batch, routed_experts=None) if is_reference else batch
                 predictions = self.model.log_probs(read, micro_batches, temperature=temperature)
-            if is_asked:
-                assert predictions is not None, "a rank of the last stage is asked"
+            if returns_result:
+                assert predictions is not None, "a rank that returns predictions is of the last stage"
                 found |= {name: share.kept(getattr(predictions, name.removeprefix(REFERENCE))) for name in own}
-        return found if is_asked else None
+        return found if returns_result else None
 
-    def values(self, share: Batch, micro_batches: MicroBatches, is_asked: bool) -> Packed | None:
+    def values(self, share: Batch, micro_batches: MicroBatches, returns_result: bool) -> Packed | None:
         """See `MegatronModel.values`."""
         values = self.model.values(share.load(), micro_batches)
-        return share.kept(values) if is_asked and values is not None else None
+        return share.kept(values) if returns_result and values is not None else None
 
-    def scores(self, share: Batch, micro_batches: MicroBatches, is_asked: bool) -> Array | None:
+    def scores(self, share: Batch, micro_batches: MicroBatches, returns_result: bool) -> Array | None:
         """See `MegatronModel.scores`."""
         scores = self.model.scores(share.load(), micro_batches)
-        return scores.numpy() if is_asked and scores is not None else None
+        return scores.numpy() if returns_result and scores is not None else None
 
     def refresh_reference(self) -> None:
         """See `MegatronModel.refresh_reference`."""
@@ -142,13 +142,13 @@ class TrainerWorker:
         self,
         share: Batch,
         micro_batches: MicroBatches,
-        is_asked: bool,
+        returns_result: bool,
         objective: AnyObjective,
         temperature: float,
     ) -> StepResult[Metrics] | None:
         """See `MegatronModel.train_step`; all in memory of the host."""
         result = self.model.train_step(share.load(), micro_batches, objective, temperature=temperature)
-        if not is_asked:
+        if not returns_result:
             return None
         ahead = None if result.ahead is None else result.ahead.cpu()
         return replace(result, metrics=[each.cpu() for each in result.metrics], ahead=ahead)

@@ -87,7 +87,7 @@ def test_several_groups_work_at_the_same_time(model: Path, classifier: Path, tmp
         policy.build(model, None, 3, reference=True)
         critic.build(model, None, 2, reference=False, head="value")
         predictions_are_in_the_order_of_the_batch(critic, policy, classifier)
-        a_rank_answers_only_if_it_is_asked(policy)
+        a_rank_returns_a_result_only_if_it_is_to(policy)
         what_is_stored_is_computed_with_as_what_is_sent(policy)
         the_critic_learns(critic, model)
         the_reference_becomes_the_policy(policy)
@@ -116,12 +116,13 @@ def predictions_are_in_the_order_of_the_batch(critic: TrainerGroup, policy: Trai
     assert (squares[1:7] > 0).all()
 
 
-def a_rank_answers_only_if_it_is_asked(policy: TrainerGroup) -> None:
+def a_rank_returns_a_result_only_if_it_is_to(policy: TrainerGroup) -> None:
     share = share_of(batch(), [[4, 0], [2]])
-    asked, other = (
-        policy.call(TrainerWorker.predictions, *share, is_asked, ["greedy"], 1.0) for is_asked in (True, False)
+    returned, other = (
+        policy.call(TrainerWorker.predictions, *share, returns_result, ["greedy"], 1.0)
+        for returns_result in (True, False)
     )
-    assert [list(each) for each in asked] == [["greedy"]]
+    assert [list(each) for each in returned] == [["greedy"]]
     assert other == [None]
 
 
