@@ -38,12 +38,12 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
     names = {"response": np.arange(len(trajectories)), "prompt": np.array(prompts)}
     group = group_of_each(groups).numpy()
     mini_batch = group * config.updates_per_step // len(groups)
-    described = replace(whole(trajectories), names=names, mini_batch=mini_batch)
+    described = replace(whole(trajectories), names=names, mini_batch_of_sequence=mini_batch)
     return with_fields(described, **fields)
 
 
 def mini_batches(batch: Batch, groups: Sequence[PromptGroup], config: MegarlConfig) -> list[Batch]:
-    """One batch per optimizer step, those of `Batch.mini_batches`, with the field `weights`.
+    """One batch per optimizer step, those of `Batch.sequences_by_mini_batch`, with the field `weights`.
 
     One in which nothing is trained on, since all its responses were truncated, would be no optimizer step: it is left
     out.
@@ -52,7 +52,7 @@ def mini_batches(batch: Batch, groups: Sequence[PromptGroup], config: MegarlConf
     group, options = group_of_each(groups), _aggregation_options(config)
     return [
         weighted(batch.select(each.tolist()), config.algorithm.aggregation, group[each], options)
-        for each in batch.mini_batches()
+        for each in batch.sequences_by_mini_batch()
         if bool(lengths[each].any())
     ]
 

@@ -237,9 +237,9 @@ def test_what_the_ranks_say_of_their_shares_comes_back_at_the_tokens(lengths, ra
         kept = [share.kept(share.load().fields["value"]) for share, _ in shares]
         assert torch.equal(opened_values(in_order(cut, kept)), batch.fields["value"])
     # A rank reads in each mini-batch what it has seen before, in the same micro-batches.
-    whole = replace(Batch.of(batch), mini_batch=np.arange(len(lengths)) * steps // max(len(lengths), 1))
+    whole = replace(Batch.of(batch), mini_batch_of_sequence=np.arange(len(lengths)) * steps // max(len(lengths), 1))
     of_ranks: list[list[list[int]]] = [[] for _ in range(ranks)]
-    for sequences in whole.mini_batches():
+    for sequences in whole.sequences_by_mini_batch():
         for share, micro_batches in zip(of_ranks, cut_batch(whole.select(sequences), options, max_tokens), strict=True):
             share.extend([sequences[i] for i in each] for each in micro_batches)
     assert cut_batch(whole, options, max_tokens) == of_ranks

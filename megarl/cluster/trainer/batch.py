@@ -37,7 +37,7 @@ class Batch:
     names: Mapping[str, Array] = field(default_factory=dict)
     prefixes: Prefixes | None = None
     """Common beginnings of sequences, if it is known."""
-    mini_batch: Array | None = None
+    mini_batch_of_sequence: Array | None = None
     """int64[N]: the optimizer step that each sequence is for; None if it is the same one."""
 
     @classmethod
@@ -52,8 +52,8 @@ class Batch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = {name: packed(values) for name, values in self.fields.items()}
-        described = self.lengths, packed(self.tokens), fields, self.unit, self.names, self.prefixes, self.mini_batch
-        return _unpacked_batch, described
+        described = self.lengths, packed(self.tokens), fields, self.unit, self.names, self.prefixes
+        return _unpacked_batch, (*described, self.mini_batch_of_sequence)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -73,14 +73,16 @@ class Batch:
         fields = {name: take(values) for name, values in self.fields.items()}
         names = {name: each[chosen] for name, each in self.names.items()}
         prefixes = None if self.prefixes is None else self.prefixes.select(chosen)
-        mini_batch = None if self.mini_batch is None else self.mini_batch[chosen]
+        numbers = self.mini_batch_of_sequence
+        mini_batch = None if numbers is None else numbers[chosen]
         return Batch(self.lengths[chosen], take(self.tokens), fields, self.unit, names, prefixes, mini_batch)
 
-    def mini_batches(self) -> list[Array]:
+    def sequences_by_mini_batch(self) -> list[Array]:
         """The sequences of each optimizer step."""
-        if self.mini_batch is None:
+        numbers = self.mini_batch_of_sequence
+        if numbers is None:
             return [np.arange(len(self))]
-        return [np.flatnonzero(self.mini_batch == each) for each in np.unique(self.mini_batch)]
+        return [np.flatnonzero(numbers == each) for each in np.unique(numbers)]
 
     def only(self, names: Collection[str]) -> "Batch":
         """The same sequences with only the fields in `names`; names without a field are ignored."""

@@ -303,7 +303,7 @@ def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention
     ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
     cut: Cut = [[] for _ in range(ranks)]
     known = _prefixes(batch, options)
-    for sequences in batch.mini_batches():
+    for sequences in batch.sequences_by_mini_batch():
         lengths = torch.from_numpy(batch.lengths[sequences])
         prefixes = known and known.select(sequences)
         of_ranks = assign(lengths, ranks, max_tokens, batch.unit, multiple, attention_length, prefixes)
