@@ -5,7 +5,7 @@ from dataclasses import fields
 from functools import partial
 
 from megarl.algorithms import PreferenceObjective
-from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.config.lora import without_adapter
 from megarl.run.opening import RunSetup
@@ -46,13 +46,13 @@ def dpo(config: MegarlConfig) -> None:
 def _compared(training: Training, batch: RaggedBatch) -> RaggedBatch:
     with training.clock.stage("reference"):
         reference = training.trainer.log_probs(Batch.of(batch), temperature=1.0, reference=True)
-    return with_reference(batch, opened_values(reference))
+    return with_reference(batch, fetch_tensor(reference))
 
 
 def _measure(trainer: TrainerGroup, batch: RaggedBatch, objective: PreferenceObjective) -> dict[str, float]:
     names = [field.name for field in fields(LogProbs)]
     predictions = trainer.predictions(Batch.of(batch), names, temperature=1.0)
     # A micro-batch has the value of a token where it is predicted.
-    opened = {name: opened_values(values) for name, values in predictions.items()}
-    shifted = pack(batch.with_fields(**opened), range(len(batch))).fields
+    fetched = {name: fetch_tensor(values) for name, values in predictions.items()}
+    shifted = pack(batch.with_fields(**fetched), range(len(batch))).fields
     return held_out_metrics(objective, LogProbs(**{name: shifted[name] for name in names}), batch)

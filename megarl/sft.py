@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from converters.errors import UserError
 from megarl.algorithms import SftObjective, exact_matches
-from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import Conversation, PromptSampler, load_conversations
 from megarl.data.sampler import digest_of
@@ -43,7 +43,7 @@ def sft(config: MegarlConfig) -> None:
 def exact_match_share(trainer: TrainerGroup, conversations: Sequence[Conversation]) -> float:
     """The share of conversations whose assistant tokens greedy decoding would give, one after the other."""
     batch = conversation_batch(conversations, "token_mean")
-    greedy = opened_values(trainer.predictions(Batch.of(batch), ["greedy"], temperature=1.0)["greedy"])
+    greedy = fetch_tensor(trainer.predictions(Batch.of(batch), ["greedy"], temperature=1.0)["greedy"])
     return float(exact_matches(greedy, batch.fields["weights"] > 0, batch.lengths).float().mean())
 
 

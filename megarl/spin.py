@@ -13,7 +13,7 @@ from typing import NamedTuple
 from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective
 from megarl.cluster.engines.engine_group import EngineGroup
-from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
 from megarl.data.sampler import digest_of
 from megarl.data.stretches import fetch
@@ -146,7 +146,7 @@ def draw_iteration(
     # The policy still is the opponent, so its log-probs are the reference's, and no second model is held.
     with clock.stage("reference"):
         batches = [
-            with_reference(batch, opened_values(training.trainer.log_probs(Batch.of(batch), temperature=1.0)))
+            with_reference(batch, fetch_tensor(training.trainer.log_probs(Batch.of(batch), temperature=1.0)))
             for batch in map(pair_batch, _shares(pairs, settings.steps_per_generation))
         ]
     for number, batch in enumerate(batches):

@@ -83,7 +83,7 @@ class ValuesGone(RunFailed):
         super().__init__(details)
 
 
-def stored_together(values: Array, lengths: Array) -> list[Values]:
+def put_sequences(values: Array, lengths: Array) -> list[Values]:
     """Values [T] by sequence: one array in the object store holds all, or they stay here where they are few.
 
     Ray (2.60) takes 0.1 to 0.6 ms for each reference, so thousands of sequences have one. Equal values at the beginning
@@ -139,7 +139,7 @@ def is_copied(values: Array | memoryview) -> bool:
 
 def fetch(values: Stretch) -> Array:
     """The values as one array of this process. Raises ValuesGone."""
-    return values if isinstance(values, np.ndarray) else joined([(values,)])
+    return values if isinstance(values, np.ndarray) else fetch_concatenated([(values,)])
 
 
 def fetch_all(values: Sequence[Array | StoredArray]) -> list[Array]:
@@ -165,7 +165,7 @@ def fetch_each(sequences: Sequence[Values]) -> list[list[Array]]:
     return [list(islice(arrays, len(values))) for values in sequences]
 
 
-def joined(sequences: Iterable[Values]) -> Array:
+def fetch_concatenated(sequences: Iterable[Values]) -> Array:
     """Values of several sequences in one array."""
     return np.concatenate(_arrays(sequences))
 
@@ -177,7 +177,7 @@ def _arrays(sequences: Iterable[Values]) -> list[Array]:
     return fetch_all([next(expanded) if isinstance(each, RunLengthArray) else each for each in stretches])
 
 
-def shortened(values: Array) -> Array | RunLengthArray:
+def run_length_encoded(values: Array) -> Array | RunLengthArray:
     """The runs of equal `values` [T] where they are shorter than the values themselves."""
     bits = values.view(_BITS[values.itemsize])
     changes = bits[1:] != bits[:-1]
@@ -193,7 +193,7 @@ def constant(value: Any, length: int) -> RunLengthArray:
     return RunLengthArray(np.array([value]), np.array([length], dtype=np.int32))
 
 
-def nothing_of(sequences: Sequence[Values]) -> Values:
+def no_values_like(sequences: Sequence[Values]) -> Values:
     """No values, of the type of these."""
     first = next(stretch for values in sequences for stretch in values)
     return (np.empty(0, first.dtype),)

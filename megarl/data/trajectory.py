@@ -16,9 +16,9 @@ from megarl.data.stretches import (
     Values,
     constant,
     fetch,
+    fetch_concatenated,
     is_copied,
-    joined,
-    shortened,
+    run_length_encoded,
 )
 from megarl.rewards.scoring import Score
 
@@ -92,7 +92,7 @@ class Turn:
             np.asarray(prompt_ids, dtype=np.int32),
             np.asarray(token_ids, dtype=np.int32),
             np.asarray(log_probs, dtype=np.float32),
-            shortened(known) if len(known) >= _MANY else known,
+            run_length_encoded(known) if len(known) >= _MANY else known,
             finish_reason,
             routed_experts=routed_experts,
             cached_tokens=cached_tokens,
@@ -116,7 +116,7 @@ class Turn:
 
     def _arrays(self) -> tuple[Array, ...]:
         of_tokens = (self.prompt_ids, self.token_ids, self.log_probs, self.versions)
-        return *map(fetch, of_tokens), *([joined([self.routed_experts])] if self.routed_experts else [])
+        return *map(fetch, of_tokens), *([fetch_concatenated([self.routed_experts])] if self.routed_experts else [])
 
 
 def _sent(values: Stretch) -> Stretch | bytes:
@@ -184,7 +184,7 @@ class Trajectory:
     @property
     def response_ids(self) -> IntArray:
         """int32[R]: all but the first prompt."""
-        return joined([self.token_ids[1:]])
+        return fetch_concatenated([self.token_ids[1:]])
 
     @property
     def is_sampled(self) -> RunLengthArray:

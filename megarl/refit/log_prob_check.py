@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.cluster.colocation import GpuSharing
 from megarl.cluster.engines.engine_group import EngineGroup
-from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import Turn
 from megarl.data.stretches import fetch
@@ -69,7 +69,7 @@ def log_prob_differences(
     answers = [before + fetch(turn.token_ids).tolist() for before, turn in answered]
     lengths = [len(answer) for answer in answers]
     batch = Batch.of(RaggedBatch(torch.tensor(list(chain.from_iterable(answers))), torch.tensor(lengths)))
-    scored = opened_values(trainer.log_probs(batch, temperature=temperature)).split(lengths)
+    scored = fetch_tensor(trainer.log_probs(batch, temperature=temperature)).split(lengths)
     return [
         (own[len(before) :] - torch.tensor(fetch(turn.log_probs))).abs()
         for (before, turn), own in zip(answered, scored, strict=True)

@@ -92,7 +92,7 @@ def _inputs(
     """Everything that an estimator may ask for by name (`INPUTS`): by response, and at trained tokens."""
     algorithm = config.algorithm
     responses = trained_responses(batch)
-    known = {name: at_trained(name, batch) for name in _opened(algorithm) & batch.fields.keys()}
+    known = {name: at_trained(name, batch) for name in _fields_to_fetch(algorithm) & batch.fields.keys()}
     trajectories = [each for group in groups for each in group.trajectories]
     terms = _terms(trajectories)
     return {
@@ -117,13 +117,13 @@ _PREDICTIONS = {
 """Words for a value of a field that a model made."""
 
 
-def _opened(config: AlgorithmConfig) -> set[str]:
+def _fields_to_fetch(config: AlgorithmConfig) -> set[str]:
     """The fields that advantages are made from, token by token; all others stay where they are."""
     inputs = set(ADVANTAGES[config.advantage].needs)
     if config.distillation_coefficient:
         inputs |= {"old_log_probs", "teacher_log_probs"}
-    opened = {field for name in inputs if (field := INPUTS[name].batch_field)}
-    return opened | {"rollout_log_probs"} if config.corrections and "old_log_probs" in opened else opened
+    fields = {field for name in inputs if (field := INPUTS[name].batch_field)}
+    return fields | {"rollout_log_probs"} if config.corrections and "old_log_probs" in fields else fields
 
 
 def _check_predictions(batch: Batch, describe: Callable[[int], str]) -> None:

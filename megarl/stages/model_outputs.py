@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megarl.algorithms import ADVANTAGES, PolicyObjective, Source, implicit_process_rewards
-from megarl.cluster.trainer.batch import REFERENCE, Batch, opened_values, sequences_of
+from megarl.cluster.trainer.batch import REFERENCE, Batch, fetch_tensor, sequences_of
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import PromptGroup
 from megarl.data.stretches import Values
@@ -59,7 +59,7 @@ def with_model_outputs(
         model = auxiliary.implicit_reward_model
         now, before = model.predictions(batch, ["log_probs", "reference_log_probs"], temperature=1.0).values()
         beta = config.implicit_reward_model.beta
-        rewards = implicit_process_rewards(opened_values(now), opened_values(before), beta)
+        rewards = implicit_process_rewards(fetch_tensor(now), fetch_tensor(before), beta)
         fields["implicit_reference_log_probs"] = before
         fields["process_rewards"] = sequences_of(rewards, batch.lengths)
     return with_fields(batch, **fields)

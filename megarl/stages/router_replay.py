@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import PromptGroup
-from megarl.data.stretches import joined
+from megarl.data.stretches import fetch_concatenated
 from megarl.stages.staleness import has_tokens_of, is_of_version
 
 _RESPONSES = 32
@@ -32,12 +32,12 @@ def replay_gaps(
         return {}
     chosen = of_now[:: -(-len(of_now) // _RESPONSES)]
     some = batch.select(chosen)
-    is_own = torch.from_numpy(joined(is_of_version(version, trajectories[place].turns) for place in chosen))
+    is_own = torch.from_numpy(fetch_concatenated(is_of_version(version, trajectories[place].turns) for place in chosen))
     is_counted, sampled = some.values("trained") & is_own, some.values("rollout_log_probs")
     if not bool(is_counted.any()):
         return {}
     gaps = {}
     for name, replay in _PASSES.items():
-        own = opened_values(policy.log_probs(some, temperature=temperature, replay=replay))
+        own = fetch_tensor(policy.log_probs(some, temperature=temperature, replay=replay))
         gaps[name] = float((own - sampled)[is_counted].abs().mean())
     return gaps

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from megarl.algorithms import AnyObjective, ImplicitRewardObjective, Metrics, PolicyObjective, ValueObjective
-from megarl.cluster.trainer.batch import Batch, opened_values, sequences_of
+from megarl.cluster.trainer.batch import Batch, fetch_tensor, sequences_of
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.diagnostics import expert_metrics, replay_metrics
 from megarl.schema import MegarlConfig
@@ -53,7 +53,7 @@ def _selected(
 ) -> Iterator[Batch]:
     # A generator, so that each choice is made with the weights that the optimizer step before it left.
     for number, batch in enumerate(batches):
-        present = opened_values(trainer.log_probs(batch, temperature=temperature, replay=True))
+        present = fetch_tensor(trainer.log_probs(batch, temperature=temperature, replay=True))
         read = for_loss(batch, _POLICY)
         # Long, and the ranks' alone.
         read = read.only(read.fields.keys() - {"routed_experts"})

@@ -11,7 +11,7 @@ import torch
 from converters.layouts.megatron import ParallelSizes
 from megarl.cluster.colocation import OwnGpus
 from megarl.cluster.engines.pending_request import PartialTurns
-from megarl.cluster.trainer.batch import opened_values
+from megarl.cluster.trainer.batch import fetch_tensor
 from megarl.cluster.trainer.trainer_group import cut_batch, share_of
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
@@ -111,8 +111,8 @@ class TenTimesTheToken:
     def scores(self, batch):
         # The controller does this for every call: a batch that cannot be cut reaches no model.
         ((batch, _),) = [share_of(batch, each) for each in cut_batch(batch, ON_ONE_RANK, max_tokens=100)]
-        self.together.append(opened_values(batch.tokens).tolist())
-        last = opened_values(batch.tokens)[batch.lengths.cumsum() - 1].tolist()
+        self.together.append(fetch_tensor(batch.tokens).tolist())
+        last = fetch_tensor(batch.tokens)[batch.lengths.cumsum() - 1].tolist()
         return torch.tensor([10.0 * float(TOKENIZER.decode(token)) for token in last])
 
 

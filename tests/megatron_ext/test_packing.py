@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
-from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.cluster.trainer.trainer_group import cut_batch, in_order, share_of
 from megatron_ext.model.multi_token_prediction import look_ahead
 from megatron_ext.options.options import MegatronOptions
@@ -235,7 +235,7 @@ def test_what_the_ranks_say_of_their_shares_comes_back_at_the_tokens(lengths, ra
         assert packed == [[batch.tokens.split(lengths)[i].tolist() for i in each] for each in sequences]
     if lengths:
         kept = [share.kept(share.load().fields["value"]) for share, _ in shares]
-        assert torch.equal(opened_values(in_order(cut, kept)), batch.fields["value"])
+        assert torch.equal(fetch_tensor(in_order(cut, kept)), batch.fields["value"])
     # A rank reads in each mini-batch what it has seen before, in the same micro-batches.
     whole = replace(Batch.of(batch), mini_batch_of_sequence=np.arange(len(lengths)) * steps // max(len(lengths), 1))
     of_ranks: list[list[list[int]]] = [[] for _ in range(ranks)]

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from megarl.data.packed_stretches import Packed, packed, unpacked
-from megarl.data.stretches import Array, Values, fetch_each, joined, nothing_of, shortened, stored_together
+from megarl.data.stretches import (
+    Array,
+    Values,
+    fetch_concatenated,
+    fetch_each,
+    no_values_like,
+    put_sequences,
+    run_length_encoded,
+)
 from megatron_ext.packing.packing import RaggedBatch
 from megatron_ext.packing.prefix_tree import Prefixes
 
@@ -68,7 +76,7 @@ class Batch:
         chosen = np.asarray(sequences, dtype=np.int64)
 
         def take(values: Sequence[Values]) -> list[Values]:
-            return [values[sequence] for sequence in chosen.tolist()] or [nothing_of(values)]
+            return [values[sequence] for sequence in chosen.tolist()] or [no_values_like(values)]
 
         fields = {name: take(values) for name, values in self.fields.items()}
         names = {name: each[chosen] for name, each in self.names.items()}
@@ -94,7 +102,7 @@ class Batch:
 
     def values(self, name: str) -> Tensor:
         """[T]: a field in a tensor of this process; what is stored is fetched."""
-        return opened_values(self.fields[name])
+        return fetch_tensor(self.fields[name])
 
     def load(self) -> RaggedBatch:
         """The sequences in tensors of this process; what is stored is fetched."""
@@ -102,27 +110,27 @@ class Batch:
         fields = {name: self.values(name) for name in self.fields if name != ROUTED_EXPERTS}
         lengths, routed_experts = torch.tensor(self.lengths), None
         if ROUTED_EXPERTS in self.fields:
-            # Not joined: ranks of a machine that look into its object store share the only copy.
+            # Not concatenated: ranks of a machine that look into its object store share the only copy.
             routed_experts = fetch_each(self.fields[ROUTED_EXPERTS][: len(self)])
-        return RaggedBatch(opened_values(self.tokens), lengths, fields, self.unit, names, routed_experts)
+        return RaggedBatch(fetch_tensor(self.tokens), lengths, fields, self.unit, names, routed_experts)
 
     def kept(self, values: Tensor) -> Packed:
         """Values [T] that this process made, by sequence; many stay in the object store of its machine."""
-        return packed(stored_together(values.numpy(), self.lengths) if len(self) else [])
+        return packed(put_sequences(values.numpy(), self.lengths) if len(self) else [])
 
 
 def _unpacked_batch(lengths: Array, tokens: Packed, fields: Mapping[str, Packed], *rest: Any) -> Batch:
     return Batch(lengths, unpacked(tokens), {name: unpacked(values) for name, values in fields.items()}, *rest)
 
 
-def opened_values(sequences: Sequence[Values]) -> Tensor:
+def fetch_tensor(sequences: Sequence[Values]) -> Tensor:
     """[T]: values of all tokens in a tensor of this process; what is stored is fetched."""
-    return torch.from_numpy(joined(sequences))
+    return torch.from_numpy(fetch_concatenated(sequences))
 
 
 def sequences_of(values: Tensor, lengths: Array) -> list[Values]:
     """Values [T] that are here, by sequence."""
-    return [(shortened(each),) for each in _pieces(values, lengths)]
+    return [(run_length_encoded(each),) for each in _pieces(values, lengths)]
 
 
 def _pieces(values: Tensor, lengths: Array) -> list[Array]:

@@ -27,7 +27,7 @@ from megarl.cluster.trainer.weight_sender import WeightSender
 from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker_group import WorkerGroup
 from megarl.data.packed_stretches import Packed, unpacked
-from megarl.data.stretches import Values, is_remote, joined, stored_together
+from megarl.data.stretches import Values, fetch_concatenated, is_remote, put_sequences
 from megarl.process.file_system import lost_in_export
 from megarl.schema import ClusterConfig
 from megatron_ext.memory.device_memory import CountedMemory, StatePart
@@ -101,7 +101,7 @@ class TrainerGroup(WorkerGroup):
         for share in self._cut(batch):
             here = [each for each in chain.from_iterable(share) if not is_remote(batch.tokens[each])]
             if here:
-                placed = stored_together(joined([batch.tokens[each] for each in here]), batch.lengths[here])
+                placed = put_sequences(fetch_concatenated([batch.tokens[each] for each in here]), batch.lengths[here])
                 for sequence, values in zip(here, placed, strict=True):
                     tokens[sequence] = values
         return replace(batch, tokens=tokens)

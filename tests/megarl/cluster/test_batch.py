@@ -8,7 +8,7 @@ import pytest
 import ray
 import torch
 
-from megarl.cluster.trainer.batch import Batch, opened_values, sequences_of
+from megarl.cluster.trainer.batch import Batch, fetch_tensor, sequences_of
 from megarl.cluster.workers.long_arrays import put_back, taken_out
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.data.stretches import (
@@ -16,10 +16,10 @@ from megarl.data.stretches import (
     StoredArray,
     Values,
     ValuesGone,
+    fetch_concatenated,
     is_finite,
-    joined,
-    shortened,
-    stored_together,
+    put_sequences,
+    run_length_encoded,
 )
 from megarl.schema import AlgorithmConfig
 from megarl.stages.batch import to_batch
@@ -43,10 +43,10 @@ NAN, OTHER_NAN = np.array([0x7FC00000, 0x7FC00001], dtype=np.uint32).view(np.flo
     ],
 )
 def test_values_that_repeat_are_said_once_and_no_bit_changes(values: np.ndarray, runs: list[int] | None) -> None:
-    short = shortened(values)
+    short = run_length_encoded(values)
     assert (short.lengths.tolist() if isinstance(short, RunLengthArray) else None) == runs
-    assert joined([(short,)]).dtype == values.dtype
-    assert joined([(short,)]).tobytes() == values.tobytes()
+    assert fetch_concatenated([(short,)]).dtype == values.dtype
+    assert fetch_concatenated([(short,)]).tobytes() == values.tobytes()
 
 
 @pytest.mark.usefixtures("shared_cluster")
@@ -54,7 +54,7 @@ def test_many_values_stay_together_in_the_object_store_until_they_are_read() -> 
     values, lengths = -np.arange(30_000, dtype=np.float32), np.array([1, 9_999, 12_000, 7_998, 2])
     values[[0, 10_001]] = np.nan, np.inf
     values[22_000:22_064], values[29_998:] = 0.0, -0.0
-    kept = stored_together(values, lengths)
+    kept = put_sequences(values, lengths)
     assert [(each[-1].length, each[-1].start, each[-1].is_finite) for each in kept[:-1]] == [
         (1, 0, False),
         (9_999, 1, True),
@@ -69,9 +69,12 @@ def test_many_values_stay_together_in_the_object_store_until_they_are_read() -> 
         [RunLengthArray],
     ]
     assert len({each[-1].reference for each in kept[:-1]}) == 1
-    assert joined(kept[::-1]).tobytes() == np.concatenate(np.split(values, lengths.cumsum()[:-1])[::-1]).tobytes()
-    assert all(map(is_finite, stored_together(np.abs(values[20_000:]), np.array([10_000]))))
-    here = stored_together(values[:5], np.array([2, 3]))
+    assert (
+        fetch_concatenated(kept[::-1]).tobytes()
+        == np.concatenate(np.split(values, lengths.cumsum()[:-1])[::-1]).tobytes()
+    )
+    assert all(map(is_finite, put_sequences(np.abs(values[20_000:]), np.array([10_000]))))
+    here = put_sequences(values[:5], np.array([2, 3]))
     assert [each.tobytes() for (each,) in here] == [values[:2].tobytes(), values[2:5].tobytes()]
 
 
@@ -113,7 +116,7 @@ def test_what_is_gone_from_the_object_store_says_so(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(ValuesGone, match="00ff"):
-        joined([(StoredArray("00ff", "<f4", 5000, is_finite=True),)])
+        fetch_concatenated([(StoredArray("00ff", "<f4", 5000, is_finite=True),)])
 
 
 def whole() -> RaggedBatch:
@@ -158,5 +161,5 @@ def test_a_token_is_as_many_bytes_as_its_values_differ() -> None:
 def test_values_by_sequence_are_those_of_all_tokens() -> None:
     values, lengths = torch.tensor([1.0, 2, 2, 2, 2, 2, 3]), np.array([1, 5, 1])
     found: list[Values] = sequences_of(values, lengths)
-    assert [joined([each]).tolist() for each in found] == [[1.0], [2.0] * 5, [3.0]]
-    assert torch.equal(opened_values(found), values)
+    assert [fetch_concatenated([each]).tolist() for each in found] == [[1.0], [2.0] * 5, [3.0]]
+    assert torch.equal(fetch_tensor(found), values)

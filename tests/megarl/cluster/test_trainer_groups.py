@@ -27,13 +27,13 @@ from megarl.cluster.placement.reservation import reserve
 from megarl.cluster.placement.roles import trainer_role
 from megarl.cluster.ray.runtime import ray_cluster
 from megarl.cluster.trainer import trainer_group
-from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.cluster.trainer.rank_methods import TrainerWorker
 from megarl.cluster.trainer.trainer_group import TrainerGroup, share_of
 from megarl.cluster.workers import calls
 from megarl.cluster.workers.worker import WorkerGone
 from megarl.data import stretches
-from megarl.data.stretches import StoredArray, joined
+from megarl.data.stretches import StoredArray, fetch_concatenated
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.run.throughput import Throughput
 from megarl.schema import ClusterConfig
@@ -104,14 +104,14 @@ def predictions_are_in_the_order_of_the_batch(critic: TrainerGroup, policy: Trai
     sequences = whole.load().tokens.split(whole.lengths.tolist())
     with torch.no_grad():
         of_tokens = [reference.score(reference.model(each[None]).last_hidden_state)[0, :, 0] for each in sequences]
-    scores, values = critic.scores(whole), opened_values(critic.values(whole))
+    scores, values = critic.scores(whole), fetch_tensor(critic.values(whole))
     torch.testing.assert_close(scores, torch.stack([each[-1] for each in of_tokens]), atol=1e-5, rtol=0)
     shifted = torch.cat([torch.cat([torch.zeros(1), each[:-1]]) for each in of_tokens])
     torch.testing.assert_close(values, shifted, atol=1e-5, rtol=0)
     # One sequence for two ranks: the other has none.
-    alone = opened_values(critic.values(Batch.of(whole.load().select([2]))))
+    alone = fetch_tensor(critic.values(Batch.of(whole.load().select([2]))))
     torch.testing.assert_close(alone, shifted.split(whole.lengths.tolist())[2], atol=1e-5, rtol=0)
-    squares = opened_values(policy.predictions(whole, ["probability_squares"], temperature=1.0)["probability_squares"])
+    squares = fetch_tensor(policy.predictions(whole, ["probability_squares"], temperature=1.0)["probability_squares"])
     assert squares.shape == (whole.total_tokens,)
     assert (squares[1:7] > 0).all()
 
@@ -128,7 +128,7 @@ def a_rank_returns_a_result_only_if_it_is_to(policy: TrainerGroup) -> None:
 
 def what_is_stored_is_computed_with_as_what_is_sent(policy: TrainerGroup) -> None:
     sent = batch()
-    parts = [joined([values]) for values in sent.tokens]
+    parts = [fetch_concatenated([values]) for values in sent.tokens]
     away = replace(
         sent, tokens=[(StoredArray(ray.put(part), part.dtype.str, len(part), is_finite=True),) for part in parts]
     )
@@ -136,8 +136,8 @@ def what_is_stored_is_computed_with_as_what_is_sent(policy: TrainerGroup) -> Non
         placed = policy.place(sent)
     assert {type(stretch) for values in placed.tokens for stretch in values} == {StoredArray}
     assert len({stretch.reference for values in placed.tokens for stretch in values}) == 1
-    assert torch.equal(opened_values(placed.tokens), opened_values(sent.tokens))
-    expected, *found = (opened_values(policy.log_probs(each, temperature=1.0)) for each in (sent, away, placed))
+    assert torch.equal(fetch_tensor(placed.tokens), fetch_tensor(sent.tokens))
+    expected, *found = (fetch_tensor(policy.log_probs(each, temperature=1.0)) for each in (sent, away, placed))
     assert all(torch.equal(each, expected) for each in found)
     assert expected.count_nonzero() == sent.total_tokens - len(sent)
 
@@ -165,24 +165,24 @@ def work_is_counted(policy: TrainerGroup, model: Path) -> None:
 
 def the_critic_learns(critic: TrainerGroup, model: Path) -> None:
     critic.build(model, None, 2, reference=False, head="value")
-    assert not opened_values(critic.values(batch())).any()
+    assert not fetch_tensor(critic.values(batch())).any()
     steps = [critic.train_step(batch(), ValueObjective(value_clip=None)) for _ in range(2)]
     first, second = (sum(float(each.sums["value/loss"]) for each in step.metrics) for step in steps)
     assert second < first
-    assert opened_values(critic.values(batch())).any()
+    assert fetch_tensor(critic.values(batch())).any()
 
 
 def the_reference_becomes_the_policy(policy: TrainerGroup) -> None:
     def log_probs(*, reference: bool) -> Tensor:
-        return opened_values(policy.log_probs(batch(), temperature=1.0, reference=reference))
+        return fetch_tensor(policy.log_probs(batch(), temperature=1.0, reference=reference))
 
     before = log_probs(reference=True)
     policy.train_step(batch(), SftObjective())
     present = log_probs(reference=False)
     assert not torch.equal(present, before)
     both = policy.predictions(batch(), ["reference_log_probs", "log_probs"], temperature=1.0)
-    assert torch.equal(opened_values(both["reference_log_probs"]), before)
-    assert torch.equal(opened_values(both["log_probs"]), present)
+    assert torch.equal(fetch_tensor(both["reference_log_probs"]), before)
+    assert torch.equal(fetch_tensor(both["log_probs"]), present)
     policy.refresh_reference()
     assert torch.equal(log_probs(reference=True), present)
 

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megarl.data.packed_stretches import packed, unpacked
-from megarl.data.stretches import RunLengthArray, StoredArray, Stretch, Values, joined, not_finite
+from megarl.data.stretches import RunLengthArray, StoredArray, Stretch, Values, fetch_concatenated, not_finite
 
 FLOATS = st.floats(width=32, allow_nan=True)
 PLAIN = st.lists(FLOATS, max_size=5).map(np.float32)
@@ -65,8 +65,8 @@ def test_thousands_of_short_sequences_are_a_few_arrays_of_their_type(dtype: type
     ]
     sent = pickle.dumps(packed(values), protocol=5)
     assert len(sent) < 1000 * (20 * np.dtype(dtype).itemsize + 40)
-    assert joined(unpacked(pickle.loads(sent))).dtype == dtype
-    assert joined(unpacked(pickle.loads(sent))).tobytes() == joined(values).tobytes()
+    assert fetch_concatenated(unpacked(pickle.loads(sent))).dtype == dtype
+    assert fetch_concatenated(unpacked(pickle.loads(sent))).tobytes() == fetch_concatenated(values).tobytes()
 
 
 @given(st.lists(st.one_of(PLAIN, RUNS), min_size=1).map(lambda stretches: [tuple(stretches)]))
@@ -76,4 +76,4 @@ def test_runs_are_opened_in_their_places(sequences: list[Values]) -> None:
         for values in sequences
         for each in values
     ]
-    assert joined(sequences).tobytes() == np.concatenate(one_by_one).tobytes()
+    assert fetch_concatenated(sequences).tobytes() == np.concatenate(one_by_one).tobytes()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
-from megarl.data.stretches import RunLengthArray, joined
+from megarl.data.stretches import RunLengthArray, fetch_concatenated
 from megarl.rewards import Score
 
 ASKED = Turn.of([9, 8], [1, 2], [-0.5, -0.25], [3, 4], "stop")
@@ -17,11 +17,11 @@ TALK = Trajectory((ASKED, TOOL, ANSWERED), "length", Score(1.0))
 
 
 def test_a_conversation_is_its_turns_end_to_end() -> None:
-    assert joined([TALK.token_ids]).tolist() == [9, 8, 1, 2, 5, 6, 6, 7]
+    assert fetch_concatenated([TALK.token_ids]).tolist() == [9, 8, 1, 2, 5, 6, 6, 7]
     assert TALK.response_ids.tolist() == [1, 2, 5, 6, 6, 7]
-    assert joined([(TALK.is_sampled,)]).astype(int).tolist() == [0, 0, 1, 1, 0, 0, 0, 1]
-    assert joined([TALK.log_probs]).tolist() == [0, 0, -0.5, -0.25, 0, 0, 0, -1]
-    assert joined([TALK.versions]).tolist() == [3, 4, 4]
+    assert fetch_concatenated([(TALK.is_sampled,)]).astype(int).tolist() == [0, 0, 1, 1, 0, 0, 0, 1]
+    assert fetch_concatenated([TALK.log_probs]).tolist() == [0, 0, -0.5, -0.25, 0, 0, 0, -1]
+    assert fetch_concatenated([TALK.versions]).tolist() == [3, 4, 4]
     assert (TALK.sampled_tokens, TALK.is_truncated, TALK.reward) == (3, True, 1.0)
 
 
@@ -48,8 +48,8 @@ def test_many_versions_are_said_once() -> None:
     assert isinstance(turn.versions, RunLengthArray)
     talk = Trajectory((turn, ANSWERED), "stop")
     assert (talk.length, talk.sampled_tokens) == (30_005, 30_001)
-    assert joined([talk.versions]).tolist() == [3] * 29_000 + [4] * 1001
-    assert turn == replace(turn, versions=joined([(turn.versions,)]))
+    assert fetch_concatenated([talk.versions]).tolist() == [3] * 29_000 + [4] * 1001
+    assert turn == replace(turn, versions=fetch_concatenated([(turn.versions,)]))
 
 
 def test_turns_are_compared_by_what_is_in_them() -> None:

@@ -13,7 +13,7 @@ from trainer_ranks import Trainer
 from transformers import AutoModelForCausalLM
 from vllm_ranks import VOCABULARY, running_ranks, write_config
 
-from megarl.data.stretches import joined
+from megarl.data.stretches import fetch_concatenated
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import EngineDiedError, Request, SamplingParameters
 from megarl.rollout.sglang import installation
@@ -186,7 +186,7 @@ def check_experts():
         chosen.clear()
         token_ids = [*turn.prompt_ids.tolist(), *turn.token_ids.tolist()]
         model(torch.tensor([token_ids[:-1]]))
-        records = Records([joined([turn.routed_experts])], torch.arange(len(token_ids)))
+        records = Records([fetch_concatenated([turn.routed_experts])], torch.arange(len(token_ids)))
         found = routing.experts_of(records, range(routing.layers)).long()
         assert torch.equal(found[:-1].sort(-1).values, torch.stack(chosen, 1).sort(-1).values)
         # Nobody fed the last token.

@@ -20,7 +20,7 @@ from told_events import progress_behind_ends
 
 from converters.errors import UserError
 from megarl.cluster.engines.progress_log import ProgressLog
-from megarl.data.stretches import fetch, joined
+from megarl.data.stretches import fetch, fetch_concatenated
 from megarl.rollout.protocol import (
     EngineDiedError,
     Progress,
@@ -143,7 +143,7 @@ def test_the_experts_that_the_server_tells_of_are_those_of_the_tokens(start, fol
     for turn in turns:
         fed = np.concatenate([turn.prompt_ids, turn.token_ids])[:-1]
         rows = np.stack([fed[:, None] + layer + np.arange(2) for layer in returned.layers], 1) % 4
-        assert np.array_equal(joined([turn.routed_experts]), returned.routing.records(rows, len(fed) + 1))
+        assert np.array_equal(fetch_concatenated([turn.routed_experts]), returned.routing.records(rows, len(fed) + 1))
     # Whoever goes on with what was cut has the experts of all its tokens.
     engine.pause("keep")
     waiting = asked(engine).ask(Request(PROMPTS[0], sampling))
