@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ class SamplerState(TypedDict):
     seed: int
     epoch: int
     position: int
-    digest: NotRequired[str]
+    digest: str
     """Digest of the prompts (`digest_of`); empty where none was given."""
 
 
@@ -97,9 +97,7 @@ class PromptSampler:
                     f"the checkpoint's prompt sampler has {key}={state[key]} and this run {key}={own[key]}, so the "
                     f"order of prompts cannot be continued; resume with the same data, data.shuffle and loop.seed"
                 )
-        # Older checkpoints have no digest.
-        saved = state.get("digest", "")
-        if saved and self._digest and saved != self._digest:
+        if state["digest"] != self._digest:
             raise UserError(
                 "the checkpoint's examples are not those of this run, although there are as many, so that their order "
                 "cannot be continued; resume with the same data files, chat template and, of prompts, "

@@ -55,7 +55,7 @@ def schedule_settings(config: MegarlConfig) -> dict[str, Any]:
 def changed_settings(saved: Mapping[str, Any], config: MegarlConfig) -> str:
     """How the schedule differs from that of an earlier run, as `schedule_settings` gave it; empty if it does not."""
     found = schedule_settings(config).items()
-    different = [f"{_KEYS[name]}={now}, was {saved[name]}" for name, now in found if saved.get(name, now) != now]
+    different = [f"{_KEYS[name]}={now}, was {saved[name]}" for name, now in found if saved[name] != now]
     return "; ".join(different)
 
 

@@ -180,8 +180,6 @@ class Rollouts:
 
         Raises UserError if that has too few slots, or would train on tokens that are older than it allows.
         """
-        if "schedule" not in state:  # of a run that had none
-            return
         saved = read_rollouts(folder, state, self._config, self._schedule, self._prompt_of)
         self._lengths |= saved.lengths
         self._finished, self._awaiting_reward_model = dict(saved.finished), dict(saved.awaiting_reward_model)

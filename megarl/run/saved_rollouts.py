@@ -88,18 +88,17 @@ def read_rollouts(
     Says so where the schedule's settings have changed. Raises UserError if the schedule has too few slots, or would
     train on tokens that are older than it allows.
     """
-    # Older checkpoints do not tell of the settings.
-    changed = changed_settings(state["schedule"].get("settings", {}), config)
+    changed = changed_settings(state["schedule"]["settings"], config)
     check_room(len(state["schedule"]["draws"]), schedule.slots, config)
     schedule.load_state_dict(state["schedule"])
     groups = read_groups(folder, state["groups"], prompt_of)
-    finished, dropped = set(schedule.waiting), set(state.get("dropped", ()))
+    finished, dropped = set(schedule.waiting), set(state["dropped"])
     rollouts = SavedRollouts(
         finished={group.ordinal: group for group in groups if group.ordinal in finished},
         awaiting_reward_model={group.ordinal: group for group in groups if group.ordinal not in finished | dropped},
         dropped=[group for group in groups if group.ordinal in dropped],
-        partials=read_partials(folder, state.get("partials", [])),
-        lengths={name: Lengths(**each) for name, each in state.get("lengths", {}).items()},
+        partials=read_partials(folder, state["partials"]),
+        lengths={name: Lengths(**each) for name, each in state["lengths"].items()},
     )
     scored = {**rollouts.finished, **rollouts.awaiting_reward_model}
     oldest = {ordinal: oldest_of_group(group) for ordinal, group in scored.items()} | {

@@ -85,13 +85,6 @@ def test_a_run_goes_on_with_the_same_prompts_alone():
         PromptSampler(2, True, 0, digest_of([[1, 2], [4]])).load_state_dict(sampler.state_dict())
 
 
-def test_a_checkpoint_without_a_digest_is_taken():
-    state = PromptSampler(2, True, 0).state_dict()
-    PromptSampler(2, True, 0, digest_of([[1], [2]])).load_state_dict(state)
-    del state["digest"]
-    PromptSampler(2, True, 0, digest_of([[1], [2]])).load_state_dict(state)
-
-
 def test_draws_of_the_epoch_before_are_found_without_ordering_it_anew_for_each(monkeypatch):
     sampler = PromptSampler(100, True, 1)
     expected = [*sampler.next(100), *sampler.next(50)]
