@@ -80,7 +80,7 @@ class Refit:
     def catch_up(self) -> None:
         """Give the present version to engines that do not have it, if the ranks have it still.
 
-        Where turns are taken that would cut what the others sample: while there are others it waits for the next refit.
+        On shared GPUs this would interrupt the other engines, so while there are any it waits for the next refit.
         """
         if self._is_outdated:
             return

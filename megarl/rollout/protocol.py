@@ -154,7 +154,7 @@ class Load:
 
 
 class Sampler(Protocol):
-    """An inference engine as one who samples.
+    """Methods by which an engine samples.
 
     Every method but `close` raises EngineDiedError once the engine has failed.
     """
@@ -214,7 +214,7 @@ class Sampler(Protocol):
 
 
 class LayoutSource(Protocol):
-    """An inference engine as one who says where its weights are."""
+    """Methods by which an engine says where it keeps its weights."""
 
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:
         """Where each worker keeps the tensors of a HuggingFace checkpoint, and why it cannot say so of some.
@@ -227,7 +227,7 @@ class LayoutSource(Protocol):
 
 
 class WeightTarget(Protocol):
-    """An inference engine as one whose weights are replaced.
+    """Methods by which the weights of an engine are replaced.
 
     An update is a transaction: `begin_update`, the weights, `commit_update`. From its begin to its commit the engine
     serves nothing; requests wait. If an update fails it stays so, until another one is committed. The weights come
@@ -272,7 +272,7 @@ class WeightTarget(Protocol):
 
 
 class Sleeper(Protocol):
-    """An inference engine as one that takes turns with others on its GPUs.
+    """Methods by which an engine takes turns with others on its GPUs.
 
     It was made with `EngineKind.able_to_sleep`. Nothing may be asked of it that needs what is away: it raises
     RuntimeError.
@@ -292,7 +292,7 @@ class Sleeper(Protocol):
 
 
 class Profiled(Protocol):
-    """An inference engine as one whose work is in a timeline: as far as other processes do it than its own."""
+    """Methods by which the work of the processes that an engine has started gets into a timeline."""
 
     def start_profiler(self) -> None:
         """Begin to record what each process does that it has started."""

@@ -26,7 +26,7 @@ class InFlightGroups:
         requests: Sequence[Request],
         on_answered: Callable[[PromptGroup, Sequence[Future]], None],
     ) -> None:
-        """Let the engines sample groups, each behind what there is of it; `on_answered` gets the answers of one.
+        """Sample groups, each continuing its saved tokens; `on_answered` gets a group's answers.
 
         There is one request for each group, or, after all of these, as many more.
         """

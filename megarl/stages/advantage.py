@@ -30,7 +30,7 @@ from megarl.stages.reward import REWARD_MODEL
 
 
 def kl_in_reward(batch: Batch, objective: PolicyObjective) -> Tensor | None:
-    """The KL of the old policy to the reference at each trained token; None where it goes not into the reward."""
+    """The KL of the old policy to the reference at each trained token; None unless it is part of the reward."""
     if not objective.has_kl_in("reward"):
         return None
     old, reference = (at_trained(f"{name}_log_probs", batch) for name in ("old", "reference"))

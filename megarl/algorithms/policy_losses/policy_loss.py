@@ -35,7 +35,7 @@ class TokenLoss:
 class PolicyLoss:
     """A ratio and a surrogate; the aggregation follows, as weights on the tokens.
 
-    Raises TypeError for a function with an input that there is not.
+    Raises TypeError for a function with an unknown input.
     """
 
     ratio: Callable[..., Tensor]

@@ -88,7 +88,7 @@ class EngineHandle:
 
     @property
     def state(self) -> EngineState:
-        """Whether it can be asked for samples."""
+        """The present state; "down" as soon as a death is known."""
         return self._state if self.death is None else "down"
 
     @property
