@@ -8,7 +8,7 @@ from megarl.cluster.workers import heartbeats as module
 from megarl.cluster.workers.heartbeats import Heartbeats
 
 
-class PendingRequest:
+class FakeWorker:
     """A worker that answers when it is told to."""
 
     silence_s = 10.0
@@ -44,7 +44,7 @@ def looks(heartbeats, world, times_s, workers):
 
 
 def test_one_that_does_not_answer_is_told_when_its_time_is_over_and_asked_once(world):
-    heartbeats, lively, silent = Heartbeats(1.0), PendingRequest(), PendingRequest()
+    heartbeats, lively, silent = Heartbeats(1.0), FakeWorker(), FakeWorker()
     for now_s in range(1, 11):
         world.now_s = now_s
         looked = heartbeats.look({lively: lively.begin, silent: silent.begin})
@@ -56,13 +56,13 @@ def test_one_that_does_not_answer_is_told_when_its_time_is_over_and_asked_once(w
 
 
 def test_time_in_which_nobody_listened_is_no_silence(world):
-    heartbeats, worker = Heartbeats(1.0), PendingRequest()
+    heartbeats, worker = Heartbeats(1.0), FakeWorker()
     assert looks(heartbeats, world, [1, 500, 1000, 1500, 2000], [worker]) == [[]] * 5
     assert looks(heartbeats, world, [3000], [worker]) == [[worker]]
 
 
 def test_the_silence_of_one_that_need_not_answer_is_forgotten(world):
-    heartbeats, worker = Heartbeats(1.0), PendingRequest()
+    heartbeats, worker = Heartbeats(1.0), FakeWorker()
     looks(heartbeats, world, range(1, 9), [worker])
     looks(heartbeats, world, [9], [])
     assert looks(heartbeats, world, range(10, 20), [worker]) == [[]] * 10
