@@ -30,7 +30,7 @@ FloatArray = npt.NDArray[np.float32]
 # Characters of a text that travels as bytes.
 _LONG_TEXT = 8192
 # Tokens of a turn, of which it pays to find out whether all have the same version.
-_MANY = 64
+_RUN_LENGTH_FROM_TOKENS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class Turn:
             np.asarray(prompt_ids, dtype=np.int32),
             np.asarray(token_ids, dtype=np.int32),
             np.asarray(log_probs, dtype=np.float32),
-            run_length_encoded(known) if len(known) >= _MANY else known,
+            run_length_encoded(known) if len(known) >= _RUN_LENGTH_FROM_TOKENS else known,
             finish_reason,
             routed_experts=routed_experts,
             cached_tokens=cached_tokens,

@@ -10,7 +10,7 @@ from pathlib import Path
 _LEAVE_S = 5.0
 """Time in which processes that end by themselves may put away what they hold."""
 _END_S = 60.0
-_LOOK_AGAIN_S = 0.05
+_POLL_S = 0.05
 
 
 def end_other_writers(log: Path) -> None:
@@ -27,7 +27,7 @@ def end_other_writers(log: Path) -> None:
             for pid in others:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_POLL_S)
 
 
 def other_writers(log: Path) -> Iterator[int]:

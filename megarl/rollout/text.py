@@ -16,7 +16,7 @@ from megarl.rollout.protocol import Request, TokenIds
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MANY = 64
+_TEXT_FROM_TOKENS = 64
 """Tokens; text of fewer is made by whoever reads it, without a tokenizer here."""
 
 
@@ -33,7 +33,7 @@ class Texts:
         ]
 
     def _with_text(self, turn: Turn, begun: TokenIds) -> Turn:
-        if turn.finish_reason == "abort" or len(begun) + len(turn.token_ids) < _MANY:
+        if turn.finish_reason == "abort" or len(begun) + len(turn.token_ids) < _TEXT_FROM_TOKENS:
             return turn
         # An array: transformers (5.19) looks at each number of a list by itself, which takes longer than all else.
         tokens = np.concatenate([np.asarray(begun, np.int32), fetch(turn.token_ids)])

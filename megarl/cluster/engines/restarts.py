@@ -11,14 +11,14 @@ import ray
 
 from converters.errors import UserError
 from megarl.cluster.engines.engine_handle import EngineHandle
-from megarl.cluster.workers.calls import LOOK_S, end_silent, wait
+from megarl.cluster.workers.calls import HEARTBEAT_INTERVAL_S, end_silent, wait
 from megarl.cluster.workers.heartbeats import Heartbeats
 from megarl.cluster.workers.worker import GOES_ON, Call, Worker, WorkerFailed, WorkerGone
 from megarl.process.logs import say
 
 Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
 """Goes on with an engine step by step: yields the calls, at least one, that have to end before the next step."""
-_LOOK_AGAIN_S = 1.0
+_POLL_S = 1.0
 
 
 class StartStages(NamedTuple):
@@ -50,7 +50,7 @@ class _Restart:
     is_up: bool = False
     """Whether the first step has ended: its processes are up, and of the dead ones nothing is left."""
     stage: Literal["prepare", "prepared", "load", "loaded"] = "prepare"
-    heartbeats: Heartbeats[Worker, Call[Any]] = field(default_factory=lambda: Heartbeats(LOOK_S))
+    heartbeats: Heartbeats[Worker, Call[Any]] = field(default_factory=lambda: Heartbeats(HEARTBEAT_INTERVAL_S))
 
 
 class Restarts:
@@ -119,7 +119,7 @@ class Restarts:
     def wait(self) -> None:
         """Wait until there may be a step to take, and take it. Raises as `begin`."""
         if calls := self.calls:
-            ray.wait([call.reference for call in calls], num_returns=1, timeout=_LOOK_AGAIN_S)
+            ray.wait([call.reference for call in calls], num_returns=1, timeout=_POLL_S)
         self.advance()
 
     def pause(self) -> None:

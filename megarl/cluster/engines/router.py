@@ -14,9 +14,9 @@ from megarl.rollout.protocol import Request
 
 _TICK_S = 0.2
 """How long the first answer of an engine may wait while the thread waits for those of others."""
-_MANY = 64
+_BATCHED_ABOVE_REQUESTS = 64
 """With more requests unanswered, answers are received in batches: nobody waits for a single one of them."""
-_TOGETHER_S = 0.02
+_BATCH_WINDOW_S = 0.02
 
 
 class Router:
@@ -93,9 +93,9 @@ class Router:
                     self.queue.receive(stream, result)
                 elif self.queue.end_stream(stream, result.failure):
                     self.check_engines()
-            if self.queue.unanswered > _MANY:
+            if self.queue.unanswered > _BATCHED_ABOVE_REQUESTS:
                 # Waiting for a result and waking its reader cost as much as reading it, so several are read at once.
-                time.sleep(_TOGETHER_S)
+                time.sleep(_BATCH_WINDOW_S)
             if not found or time.monotonic() > next_look_s:
                 self.queue.check_submitted()
                 self.check_engines()

@@ -20,7 +20,7 @@ from megarl.schema import ClusterConfig
 _NODE = "ray.io/node-id"
 """Label that every machine has."""
 _ATTEMPT_S = 10.0
-_LOOK_AGAIN_S = 0.5
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[NodesByRole, P
     deadline = time.monotonic() + cluster.start_timeout_s
     with phase("waiting for what others of the cluster have"):
         while time.monotonic() < deadline:
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
             if (taken := _try(roles, cluster)) is not None:
                 return taken
     # A machine may have been lost since.

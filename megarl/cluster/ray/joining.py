@@ -16,7 +16,7 @@ from megarl.schema import ClusterConfig
 
 AUTO = "auto"
 _CONNECT_S = 5.0
-_LOOK_AGAIN_S = 0.5
+_POLL_S = 0.5
 
 
 def join(address: str) -> None:
@@ -49,7 +49,7 @@ def wait_for_machines(config: ClusterConfig) -> None:
                     f"{config.nodes} machines, {', '.join(there)}: start Ray on the others (ray start --address=...),"
                     " lower cluster.nodes, or raise cluster.start_timeout_s"
                 )
-            time.sleep(_LOOK_AGAIN_S)
+            time.sleep(_POLL_S)
 
 
 def listens(host: str, port: int, timeout_s: float = _CONNECT_S) -> bool:

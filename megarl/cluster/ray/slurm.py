@@ -66,7 +66,7 @@ _CACHES = {
 """Variable -> folder of compiled kernels, at home by default: nodes that share that over NFS disturb each other, and in
 a container it may be read-only."""
 _RAY_ENDS_S = 15.0
-_LOOK_AGAIN_S = 0.5
+_POLL_S = 0.5
 _CONNECT_S = 2.0
 
 
@@ -110,7 +110,7 @@ class Supervised:
         told_s: float | None = None
         while self._process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LOOK_AGAIN_S)
+                self._process.wait(_POLL_S)
             if self._told and told_s is None:
                 told_s = time.monotonic()
             if end_s is not None and told_s is not None and time.monotonic() > told_s + end_s:
@@ -250,7 +250,7 @@ def _check_time(deadline: float, timeout_s: float, absent: Sequence[str], addres
             f" is a way to that port from there, leave the machine out (sbatch --exclude={','.join(absent)}), or give"
             " more time (START_TIMEOUT_S)"
         )
-    time.sleep(_LOOK_AGAIN_S)
+    time.sleep(_POLL_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,7 +23,7 @@ _LONGEST_S = 24 * 3600.0
 """No call takes so long, not even one that writes files, which may take half of it."""
 _IN_VAIN = re.compile(r"Timed out waiting \d+ms for|[Ww]ait timeout after \d+ms")
 """In the error of a collective that waited for somebody in vain, or of its store."""
-LOOK_S = 5.0
+HEARTBEAT_INTERVAL_S = 5.0
 """How often workers that are waited for are asked for a heartbeat: there may be thousands."""
 
 
@@ -36,12 +36,13 @@ def wait(calls: Sequence[Call[R]], timeout_s: float = _LONGEST_S, key: str = "")
     WorkerFailed with the reason and the end of its log.
     """
     deadline = time.monotonic() + timeout_s
-    pending, results, heartbeats = list(calls), dict[ray.ObjectRef, R](), Heartbeats[Worker, Call[Any]](LOOK_S)
+    pending, results = list(calls), dict[ray.ObjectRef, R]()
+    heartbeats = Heartbeats[Worker, Call[Any]](HEARTBEAT_INTERVAL_S)
     while pending:
         left = max(0.0, deadline - time.monotonic())
-        all_done = _done(pending, min(left, LOOK_S))
+        all_done = _done(pending, min(left, HEARTBEAT_INTERVAL_S))
         if not all_done:
-            if left > LOOK_S:
+            if left > HEARTBEAT_INTERVAL_S:
                 end_silent([call.worker for call in pending], heartbeats)
                 continue
             raise _unanswering(pending[0].worker, timeout_s, key)
@@ -70,7 +71,7 @@ def wait_together(
     of a process, then any error but a consequence. When only calls of `last` remain, which need nobody any more, these
     have `timeout_s`.
     """
-    pending, heartbeats = list(calls), Heartbeats[Worker, Call[Any]](LOOK_S)
+    pending, heartbeats = list(calls), Heartbeats[Worker, Call[Any]](HEARTBEAT_INTERVAL_S)
     failures: list[Exception] = []
     need_others = {call.reference for call in calls} - {call.reference for call in last}
     deadline = inf
@@ -78,11 +79,11 @@ def wait_together(
         if deadline == inf and not need_others:
             deadline = time.monotonic() + timeout_s
         left = max(0.0, deadline - time.monotonic())
-        done = _first_done(pending, _CONSEQUENCES_S if failures else min(left, LOOK_S))
+        done = _first_done(pending, _CONSEQUENCES_S if failures else min(left, HEARTBEAT_INTERVAL_S))
         if done is None:
             if failures:
                 break
-            if left <= LOOK_S:
+            if left <= HEARTBEAT_INTERVAL_S:
                 raise _unanswering(pending[0].worker, timeout_s, key)
             end_silent([call.worker for call in pending], heartbeats)
             continue

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.cluster.workers.calls import LOOK_S, wait
+from megarl.cluster.workers.calls import HEARTBEAT_INTERVAL_S, wait
 from megarl.cluster.workers.heartbeats import Heartbeats
 from megarl.cluster.workers.worker import Call, Worker
 from megarl.cluster.workers.worker_group import WorkerGroup
@@ -14,7 +14,7 @@ class IdleRanks:
 
     def __init__(self, groups: Sequence[WorkerGroup] = ()) -> None:
         self._workers = [worker for group in groups for worker in group.workers]
-        self._heartbeats = Heartbeats[Worker, Call[Any]](LOOK_S)
+        self._heartbeats = Heartbeats[Worker, Call[Any]](HEARTBEAT_INTERVAL_S)
 
     def raise_if_dead(self) -> None:
         """Raise WorkerGone for one that was found dead, or was silent for as long as it may be."""

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import ray
 
-from megarl.cluster.workers.calls import LOOK_S, answer_of, end_silent
+from megarl.cluster.workers.calls import HEARTBEAT_INTERVAL_S, answer_of, end_silent
 from megarl.cluster.workers.heartbeats import Heartbeats
 from megarl.cluster.workers.long_arrays import put_back
 from megarl.cluster.workers.worker import Call, Failed, Worker
@@ -49,9 +49,9 @@ def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
 
     Long arrays of a result are `StoredArray`: they stay with the worker until somebody opens them.
     """
-    left, heartbeats = list(streams), Heartbeats[Worker, Call[Any]](LOOK_S)
+    left, heartbeats = list(streams), Heartbeats[Worker, Call[Any]](HEARTBEAT_INTERVAL_S)
     while left:
-        if not (ready := _ready(left, 1, LOOK_S)):
+        if not (ready := _ready(left, 1, HEARTBEAT_INTERVAL_S)):
             end_silent([stream.worker for stream in left], heartbeats)
         for stream in ready:
             result = next_part(stream)

@@ -99,7 +99,7 @@ def test_an_engine_that_is_gone_with_its_machine_is_not_started_where_it_was_and
 
 
 def test_a_start_ends_when_it_is_heard_that_the_machine_is_gone(log, monkeypatch) -> None:
-    monkeypatch.setattr(module, "LOOK_S", 0.0)
+    monkeypatch.setattr(module, "HEARTBEAT_INTERVAL_S", 0.0)
     # New processes wait for their place for ever.
     monkeypatch.setattr(module.ray, "wait", lambda references, **_: ([], references))
     call = SimpleNamespace(reference="a new process is up")

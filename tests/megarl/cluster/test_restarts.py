@@ -155,8 +155,8 @@ def test_engines_that_die_in_the_start_of_a_run_are_started_again(open_group, sc
 
 @pytest.mark.long
 def test_engines_that_stand_still_are_ended_and_their_requests_go_on(open_group, script, capsys, monkeypatch):
-    monkeypatch.setattr("megarl.cluster.engines.restarts.LOOK_S", 0.5)
-    monkeypatch.setattr("megarl.cluster.workers.calls.LOOK_S", 0.5)
+    monkeypatch.setattr("megarl.cluster.engines.restarts.HEARTBEAT_INTERVAL_S", 0.5)
+    monkeypatch.setattr("megarl.cluster.workers.calls.HEARTBEAT_INTERVAL_S", 0.5)
     with open_group(2, restarts=4, silence_timeout_s=5) as (engines, refit):
         refit(0)
         # A process that is stopped while it is asked, and the one in its place while it starts.

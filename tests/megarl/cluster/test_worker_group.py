@@ -286,7 +286,7 @@ def test_a_death_is_told_and_not_its_consequence_which_comes_first(make_group, t
 
 
 def test_a_death_is_heard_of_while_nothing_is_asked(make_group, monkeypatch):
-    monkeypatch.setattr(idle_ranks, "LOOK_S", 0.1)
+    monkeypatch.setattr(idle_ranks, "HEARTBEAT_INTERVAL_S", 0.1)
     with pytest.raises(WorkerGone, match="the process of worker_1 died"), make_group() as group:
         check_and_kill(IdleRanks([group]), group.call(Program.pid)[1])
 
@@ -306,8 +306,8 @@ WAITS = {
     "meanwhile", ["all work", *(pytest.param(name, marks=pytest.mark.long) for name in WAITS if name != "all work")]
 )
 def test_one_that_stands_still_is_told_and_ended(make_group, monkeypatch, meanwhile):
-    monkeypatch.setattr(idle_ranks, "LOOK_S", 0.2)
-    monkeypatch.setattr(calls, "LOOK_S", 0.2)
+    monkeypatch.setattr(idle_ranks, "HEARTBEAT_INTERVAL_S", 0.2)
+    monkeypatch.setattr(calls, "HEARTBEAT_INTERVAL_S", 0.2)
     says = r"^worker_1 gave no sign of life for 3 s and was ended: see to its machine .* continues from the last"
     with pytest.raises(WorkerGone, match=says), make_group(silence_s=3) as group:
         stop_the_second_and(WAITS[meanwhile], group, stopped := [])
