@@ -41,9 +41,9 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     does not exist, a value of the wrong type, or a mandatory key without a value.
     """
     merged = _merge(config_name, overrides, config_dir)
-    if missing := _open(merged):
-        raise UserError(f"recipe {config_name} leaves {missing[0]} open: give it as {missing[0]}=...")
-    with _named():
+    if left_open := _open_keys(merged):
+        raise UserError(f"recipe {config_name} leaves {left_open[0]} open: give it as {left_open[0]}=...")
+    with _naming_the_key():
         OmegaConf.resolve(merged)
         config = OmegaConf.to_object(merged)
     assert isinstance(config, MegarlConfig)
@@ -62,7 +62,7 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
 
 def open_keys(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> list[str]:
     """The mandatory keys that a recipe with overrides leaves without a value. Raises UserError as `compose` does."""
-    return _open(_merge(config_name, overrides, config_dir))
+    return _open_keys(_merge(config_name, overrides, config_dir))
 
 
 def files_of(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> list[tuple[Path, str]]:
@@ -72,7 +72,7 @@ def files_of(config_name: str, overrides: Sequence[str] = (), config_dir: str | 
         found = (
             GlobalHydra.instance()
             .config_loader()
-            .compute_defaults_list(config_name, [*searchpath, *map(_forced, overrides)], RunMode.RUN)
+            .compute_defaults_list(config_name, [*searchpath, *map(_checked_override, overrides)], RunMode.RUN)
         )
     named = [(each.config_path, each.package or "") for each in found.defaults if each.config_path]
     # Settings of Hydra itself come out of its own package.
@@ -87,12 +87,12 @@ def _merge(config_name: str, overrides: Sequence[str], config_dir: str | None) -
     """The recipe in the schema: every key is known and every value of its type; mandatory ones may be open."""
     folders = _folders(config_dir)
     with _hydra(config_name, folders) as searchpath:
-        recipe = hydra_compose(config_name, [*searchpath, *map(_forced, overrides)])
+        recipe = hydra_compose(config_name, [*searchpath, *map(_checked_override, overrides)])
     _check_not_empty(config_name, folders)
     values = OmegaConf.to_container(recipe, resolve=False)
     assert isinstance(values, dict)
     check_keys(values)
-    with _named():
+    with _naming_the_key():
         merged = OmegaConf.merge(OmegaConf.structured(MegarlConfig), recipe)
     assert isinstance(merged, DictConfig)
     return merged
@@ -107,13 +107,13 @@ def _check_not_empty(config_name: str, folders: Sequence[Path]) -> None:
         )
 
 
-def _open(merged: DictConfig) -> list[str]:
-    with _named():
+def _open_keys(merged: DictConfig) -> list[str]:
+    with _naming_the_key():
         return sorted(OmegaConf.missing_keys(merged))
 
 
 @contextmanager
-def _named() -> Iterator[None]:
+def _naming_the_key() -> Iterator[None]:
     """Turn an error of OmegaConf into a UserError that names the key."""
     try:
         yield
@@ -184,7 +184,7 @@ def _names_like(name: str, folders: Sequence[Path]) -> str:
     return did_you_mean(name, names) or f"; there are {', '.join(names)}"
 
 
-def _quotes(text: str) -> str:
+def _quoting_hint(text: str) -> str:
     """How to give a value with letters that Hydra does not know outside of quotes; the shell has quotes of its own."""
     key, equals, value = text.partition("=")
     if not equals or not key.replace(".", "").replace("_", "").isalnum() or any(quote in value for quote in "'\""):
@@ -192,13 +192,16 @@ def _quotes(text: str) -> str:
     return f"; give the value in quotes of its own, \"{key}='{value}'\""
 
 
-def _forced(text: str) -> str:
-    """An override that Hydra accepts for a key the recipe does not mention; the schema decides what may be set."""
+def _checked_override(text: str) -> str:
+    """An override in the form that Hydra accepts for a key that the recipe does not mention: the schema decides.
+
+    Raises UserError for text that is no override of one value.
+    """
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         reason = str(error).splitlines()[0]
-        raise UserError(f"override {text!r} is not of the form key=value: {reason}{_quotes(text)}") from error
+        raise UserError(f"override {text!r} is not of the form key=value: {reason}{_quoting_hint(text)}") from error
     if not override.key_or_group:
         raise UserError(f"override {text!r} is not of the form key=value: it has no key")
     if re.split("[./]", override.key_or_group)[0] == "hydra":

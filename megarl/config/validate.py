@@ -44,7 +44,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
     "data.overlong_prompts": ("refuse", "drop"),
     "checkpoint.resume": ("auto", "never"),
 }
-_MEANT: Mapping[str, Mapping[str, str]] = {
+_ALIASES: Mapping[str, Mapping[str, str]] = {
     "rollout.weights": {"fp8": "fp8_block", "int8": "int8_channel", "bf16": AS_TRAINED, "auto": AS_TRAINED},
 }
 """Key -> values of other programs and ours for the same, where the nearest by its letters is another."""
@@ -233,7 +233,7 @@ def _check_finite(key: str, value: Any) -> None:
 
 def _check_choice(key: str, value: str, names: Collection[str]) -> None:
     if value not in names:
-        meant = _MEANT.get(key, {}).get(value, value)
+        meant = _ALIASES.get(key, {}).get(value, value)
         raise UserError(f"{key}={value} is none of {', '.join(sorted(names))}{did_you_mean(meant, names)}")
 
 

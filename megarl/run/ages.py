@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
+from operator import attrgetter
 from typing import Any
 
 from converters.errors import UserError
@@ -43,13 +44,7 @@ def check_ages(groups: Iterable[PromptGroup], version: int, bound: int) -> None:
 
 def schedule_settings(config: MegarlConfig) -> dict[str, Any]:
     """The schedule as a checkpoint tells of it."""
-    schedule = config.schedule
-    return {
-        "max_staleness": schedule.max_staleness,
-        "window": schedule.window,
-        "prompts_per_step": config.loop.prompts_per_step,
-        "in_flight": schedule.in_flight,
-    }
+    return {name: attrgetter(key)(config) for name, key in _KEYS.items()}
 
 
 def changed_settings(saved: Mapping[str, Any], config: MegarlConfig) -> str:
