@@ -86,9 +86,9 @@ class DirectPath:
         except CutBlocksError as error:
             raise NoDirectPathError(str(error)) from error
 
-    def lead_to(self, engines: Engines) -> None:
-        """See `WeightPath.lead_to`. New engines are asked where they keep their weights, as the first ones were."""
-        if self._receivers.are(engines):
+    def set_engines(self, engines: Engines) -> None:
+        """See `WeightPath.set_engines`. New engines are asked where they keep their weights, as the first ones were."""
+        if self._receivers.matches(engines):
             return
         new = engines.excluding(self._receivers.workers)
         if len(new) and self._trace(new) != self._spec.traces:
@@ -168,7 +168,7 @@ class DirectPath:
     def _disconnect(self) -> None:
         """Let all engines let go of memory that they map before anybody frees it, as CUDA asks for.
 
-        This path may lead to a part of the engines: the others serve, and map what earlier transfers gave them.
+        This path may end at a part of the engines: the others serve, and map what earlier transfers gave them.
         """
         self._all_engines.disconnect_transfer(self._config.timeout_s)
 

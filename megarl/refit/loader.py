@@ -60,12 +60,12 @@ class LoaderPath:
             return "loader (refit.path=loader)"
         return f"loader ({self._refusal or 'this is the first refit'})"
 
-    def lead_to(self, engines: Engines) -> None:
-        """See `WeightPath.lead_to`."""
-        if self._receivers.are(engines):
+    def set_engines(self, engines: Engines) -> None:
+        """See `WeightPath.set_engines`."""
+        if self._receivers.matches(engines):
             return
         if self._candidate is not None:
-            self._candidate.lead_to(engines)
+            self._candidate.set_engines(engines)
         self._receivers = Receivers.of(engines)
 
     def _refuse_direct(self, reason: str) -> None:

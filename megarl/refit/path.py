@@ -11,11 +11,11 @@ from megarl.resharding.transfer_stats import TransferStats
 
 @dataclass(frozen=True)
 class Receivers:
-    """The engines that a path leads to, and whether they are ready for what is sent."""
+    """The engines that a path ends at, and whether they are ready for what is sent."""
 
     engines: Engines
     workers: Sequence[Worker]
-    """The process that answered for each engine when the path came to lead to it: a restart gives it another one."""
+    """The process that answered for each engine when it was set: a restart gives it another one."""
     are_connected: bool = False
 
     @classmethod
@@ -23,7 +23,7 @@ class Receivers:
         """Engines that are not connected yet."""
         return cls(engines, engines.workers())
 
-    def are(self, engines: Engines) -> bool:
+    def matches(self, engines: Engines) -> bool:
         """Whether these are the same engines, and none was restarted."""
         return engines.workers() == self.workers
 
@@ -37,8 +37,8 @@ class WeightPath(Protocol):
     def description(self) -> str:
         """The path of the next weights, in a few words."""
 
-    def lead_to(self, engines: Engines) -> None:
-        """Lead to other engines of the same kind: a subset, or with replacements for engines that died."""
+    def set_engines(self, engines: Engines) -> None:
+        """End at these engines from now on, of the same kind: a subset, or with replacements for engines that died."""
 
     def send(self, version: int) -> TransferStats:
         """Give all weights to engines that have begun the update to `version`. How much was moved."""

@@ -99,7 +99,7 @@ class Refit:
         while True:
             try:
                 moved = self._send(version)
-                self._path.lead_to(self._engines.with_version(version))
+                self._path.set_engines(self._engines.with_version(version))
                 self._path = self._path.next_path(version)
             except WorkerFailed as failure:
                 repeated = True
@@ -119,7 +119,7 @@ class Refit:
         while True:
             self._gpus.begin_refit()
             if len(engines := self._engines.without_version(version)):
-                self._path.lead_to(engines)
+                self._path.set_engines(engines)
                 engines.begin_update(version, self._names, self._timeout_s)
                 moved += self._path.send(version)
                 self._recomputed += engines.commit_update(version, self._timeout_s, self._kv)

@@ -123,19 +123,20 @@ class EngineGroup(Engines):
     def count_memory(self, memory: CountedMemory) -> None:
         """Count what the engines hold, from now on, where there is no GPU to do it."""
         self._starter.memory = memory
-        self._tell(Engine.count_memory, memory)
+        self._call(self.up, Engine.count_memory, memory)
 
     def start_profiler(self) -> None:
         """Begin to record what all processes of the engines do."""
-        self._results([(each, process.begin_start_profiler()) for each in self.up for process in each.processes])
-        self._tell(Engine.start_profiler)
+        calls = [(each, process.begin_start_profiler()) for each in self.up for process in each.processes]
+        self._wait_for_survivors(calls)
+        self._call(self.up, Engine.start_profiler)
 
     def stop_profiler(self) -> dict[str, list[TimelineEvent]]:
         """End that: the events of each process, by its name; an engine that has died has none."""
         calls = [(each, process.begin_stop_profiler()) for each in self.up for process in each.processes]
-        found = {process.log.stem: events for process, events in self._results(calls)}
+        found = {process.log.stem: events for process, events in self._wait_for_survivors(calls)}
         stopping = [(each, each.begin(Engine.stop_profiler)) for each in self.up]
-        for process, started in self._results(stopping):
+        for process, started in self._wait_for_survivors(stopping):
             found |= {f"{process.log.stem} {name}": events for name, events in started.items()}
         return found
 

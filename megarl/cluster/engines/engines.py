@@ -175,7 +175,7 @@ class Engines:
         One that dies meanwhile is left out and restarted.
         """
         serving = [handle for handle in self.handles if handle.state == "serving"]
-        return self._answers(serving, Engine.generate, requests)
+        return self._call(serving, Engine.generate, requests)
 
     def partial_turns(self, pending: Sequence[PendingRequest]) -> list[PartialTurns]:
         """The turns sampled so far for each request, answered or not."""
@@ -193,11 +193,11 @@ class Engines:
 
     def pause(self, mode: PauseMode) -> None:
         """Stop sampling; requests in flight are kept or come back as they are."""
-        self._tell(Engine.pause, mode)
+        self._call(self.up, Engine.pause, mode)
 
     def resume(self) -> None:
         """Sample on after `pause`."""
-        self._tell(Engine.resume)
+        self._call(self.up, Engine.resume)
 
     def sleep(self) -> None:
         """Let the engines give the memory of weights and KV cache back; requests go on when they are awake.
@@ -206,13 +206,13 @@ class Engines:
         """
         self._restarts.pause()
         self._queue.sleep(self.handles)
-        self._tell(Engine.sleep)
+        self._call(self.up, Engine.sleep)
         self.restart_dead()
         self._restarts.pause()
 
     def wake_up(self, parts: Collection[EngineMemory]) -> None:
         """Let the engines have these parts back. When all is awake, those that died may start."""
-        self._tell(Engine.wake_up, sorted(parts))
+        self._call(self.up, Engine.wake_up, sorted(parts))
         if "kv_cache" in parts:
             self._queue.wake_up(self.handles)
             self._restarts.resume()
@@ -290,15 +290,12 @@ class Engines:
     def _those(self, handles: Iterable[EngineHandle]) -> "Engines":
         return Engines(list(handles), self._shared)
 
-    def _tell(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
-        """Call a method of the engines that are up."""
-        return self._answers(self.up, method, *arguments)
-
-    def _answers(self, handles: Sequence[EngineHandle], method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
+    def _call(self, handles: Sequence[EngineHandle], method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
         """Call a method of these; the results of those that do not die."""
-        return [result for _, result in self._results([(each, each.begin(method, *arguments)) for each in handles])]
+        calls = [(each, each.begin(method, *arguments)) for each in handles]
+        return [result for _, result in self._wait_for_survivors(calls)]
 
-    def _results(self, calls: Sequence[tuple[EngineHandle, Call[R]]]) -> list[tuple[Worker, R]]:
+    def _wait_for_survivors(self, calls: Sequence[tuple[EngineHandle, Call[R]]]) -> list[tuple[Worker, R]]:
         """Wait for calls of processes of engines; the results of those that do not die."""
         results = list[tuple[Worker, R]]()
         for handle, call in calls:

@@ -24,7 +24,7 @@ class OnThePath:
     is_direct = True
     description = "nothing moves"
 
-    def lead_to(self, engines):
+    def set_engines(self, engines):
         pass
 
     def send(self, version):

@@ -42,7 +42,7 @@ class Noting:
     def __init__(self, ranks):
         self.ranks, self.sent = ranks, []
 
-    def lead_to(self, engines):
+    def set_engines(self, engines):
         pass
 
     def next_path(self, version):
