@@ -1,24 +1,15 @@
 """Files and folders that a configuration names, looked for before anything that takes seconds to import."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 
 from converters.errors import UserError
+from megarl.config.commands import COMMAND_FACTS
 from megarl.config.purpose import commands_of, say_commands
 from megarl.output.places import check_name
 from megarl.schema import MegarlConfig
-
-_PREFERENCES = ("preference.train_files", "preference.eval_files")
-_FILES: Mapping[str, Sequence[str]] = {
-    "train": ("data.train_files", "data.eval_files"),
-    "sft": ("sft.train_files", "sft.eval_files"),
-    **dict.fromkeys(("dpo", "reward-model", "spin"), _PREFERENCES),
-    "eval": ("data.eval_files",),
-    "chat": (),
-}
-"""Command -> lists of files that it reads; the first one may not be empty."""
 
 
 def check_input_paths(config: MegarlConfig, command: str) -> None:
@@ -29,7 +20,7 @@ def check_input_paths(config: MegarlConfig, command: str) -> None:
     check_name("output_dir", config.output_dir)
     if not Path(config.model.path, "config.json").is_file():
         raise UserError(f"model.path={config.model.path} is not a HuggingFace folder: it has no config.json")
-    for place, key in enumerate(_FILES[command]):
+    for place, key in enumerate(COMMAND_FACTS[command].files):
         files: list[str] = attrgetter(key)(config)
         if not files and place == 0:
             raise UserError(_why_not_empty(key, config, command))

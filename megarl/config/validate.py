@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import reduce
 from typing import Any, get_args
 
@@ -131,28 +131,12 @@ _MEGATRON_BETWEEN: Mapping[str, tuple[float, float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command's use of the configuration."""
-
-    checks: Sequence[Callable[[MegarlConfig], None]]
-    """All that is checked after the range of every single value."""
-    steps: Callable[[MegarlConfig], int] = lambda _config: 0
-    """How many optimizer steps it takes."""
-    steps_key: str = ""
-    """The key of that number."""
-    refits_engines: bool = False
-    """Whether the policy that it trains is brought into engines."""
-    trains_auxiliary: bool = False
-    """Whether it trains models beside the policy, too."""
-
-
 def validate(config: MegarlConfig, command: str) -> None:
     """Raise UserError for the first value with which `megarl COMMAND` could not work."""
     check_single_values(config)
     _check_job(config)
     check_input_paths(config, command)
-    for check in COMMANDS[command].checks:
+    for check in CHECKS[command]:
         check(config)
 
 
@@ -295,22 +279,14 @@ def _value(config: MegarlConfig, key: str) -> Any:
 
 
 _TRAINING = (check_output, _check_megatron, check_lora)
-_PREFERENCES = Command(
-    (*_TRAINING, _check_preferences), steps=lambda config: config.preference.steps, steps_key="preference.steps"
-)
-COMMANDS: Mapping[str, Command] = {
-    "train": Command(
-        (*_TRAINING, check_composition, check_schedule, check_abilities, _check_step),
-        steps=lambda config: config.loop.steps,
-        steps_key="loop.steps",
-        refits_engines=True,
-        trains_auxiliary=True,
-    ),
-    "sft": Command(_TRAINING, steps=lambda config: config.sft.steps, steps_key="sft.steps"),
+_PREFERENCES = (*_TRAINING, _check_preferences)
+CHECKS: Mapping[str, Sequence[Callable[[MegarlConfig], None]]] = {
+    "train": (*_TRAINING, check_composition, check_schedule, check_abilities, _check_step),
+    "sft": _TRAINING,
     "dpo": _PREFERENCES,
-    "reward-model": replace(_PREFERENCES, checks=(*_PREFERENCES.checks, refuse_lora, _refuse_options_of_policies)),
-    "spin": replace(_PREFERENCES, checks=(*_PREFERENCES.checks, refuse_turns), refits_engines=True),
-    "eval": Command((_check_logs,)),
-    "chat": Command((_check_logs,)),
+    "reward-model": (*_PREFERENCES, refuse_lora, _refuse_options_of_policies),
+    "spin": (*_PREFERENCES, refuse_turns),
+    "eval": (_check_logs,),
+    "chat": (_check_logs,),
 }
-"""The commands that take a configuration."""
+"""Command -> all that is checked after the range of every single value."""

@@ -19,9 +19,9 @@ from megarl.cluster.placement.reservation import Seats, reserve
 from megarl.cluster.placement.roles import ENGINE, POLICY, engine_role, trainer_role
 from megarl.cluster.ray.runtime import ray_cluster
 from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.config.commands import COMMAND_FACTS
 from megarl.config.lora import without_dropout
 from megarl.config.megatron import megatron_options
-from megarl.config.validate import COMMANDS
 from megarl.data import PromptSampler
 from megarl.models.auxiliary import trained_auxiliary
 from megarl.models.policy import Model, check_ends, check_held, check_name, check_trainable, read_model
@@ -65,7 +65,7 @@ class RunSetup:
             model = read_model(config.model, config.rollout.stop_token_ids)
             options = megatron_options(config)
             check_trainable(model, options, config.algorithm)
-            if COMMANDS[command].refits_engines:
+            if COMMAND_FACTS[command].refits_engines:
                 _check_refits(model, options, config)
             setup = cls(config, command, model, options, latest_checkpoint(config, command))
             if setup.checkpoint is not None:
@@ -78,7 +78,7 @@ class RunSetup:
     def exports(self) -> list[Path]:
         """Where the trained models go, the policy first."""
         adapter = [ADAPTER] if self.options.adapter else []
-        beside = trained_auxiliary(self.config) if COMMANDS[self.command].trains_auxiliary else []
+        beside = trained_auxiliary(self.config) if COMMAND_FACTS[self.command].trains_auxiliary else []
         return [Path(self.config.output_dir) / name for name in (EXPORT, *adapter, *beside)]
 
     def export_policy(self, trainer: TrainerGroup, step: int) -> None:
@@ -96,7 +96,7 @@ class RunSetup:
     @property
     def steps(self) -> int:
         """How many steps there are to be."""
-        return COMMANDS[self.command].steps(self.config)
+        return COMMAND_FACTS[self.command].steps(self.config)
 
     @property
     def has_converged(self) -> bool:
@@ -114,7 +114,7 @@ class RunSetup:
         if self.has_converged:
             print(f"converged after {self.step} steps; choose another output_dir to start a new run", flush=True)
         else:
-            key = COMMANDS[self.command].steps_key
+            key = COMMAND_FACTS[self.command].steps_key
             print(f"all {self.step} steps are done; raise {key} to go on from the last one", flush=True)
 
     def sampler(self, size: int, digest: str) -> PromptSampler:

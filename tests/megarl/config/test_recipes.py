@@ -13,7 +13,7 @@ from megarl.cli.main import main
 from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
 from megarl.config.megatron import megatron_options
-from megarl.config.validate import COMMANDS, validate
+from megarl.config.validate import CHECKS, validate
 from megarl.models.policy import check_layout, check_name
 from megarl.output.places import check_output
 from megarl.planning.refit import read_model
@@ -95,7 +95,7 @@ def test_the_recipe_of_fine_tuning_passes_every_check_and_its_model_can_be_cut_s
 
 @LARGE
 def test_a_recipe_passes_every_check_and_its_model_can_be_cut_so(config: MegarlConfig, model: Path) -> None:
-    assert check_output in COMMANDS["train"].checks
+    assert check_output in CHECKS["train"]
     validate(config, "train")
     architecture = read_architecture(json.loads((model / "config.json").read_text()))
     check_layout(architecture, megatron_options(config))
