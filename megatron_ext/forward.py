@@ -17,7 +17,7 @@ from megatron_ext.attention.prefix_attention import SharedSequences
 from megatron_ext.attention.rotary import PackedSequences, table_rows
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.model.backbone import LanguageModel, ValueModel
-from megatron_ext.model.multi_token_prediction import WithPredictionLayers, look_ahead
+from megatron_ext.model.multi_token_prediction import WithPredictionLayers, with_mtp_tokens
 from megatron_ext.objective import Objective
 from megatron_ext.optimizer.fully_sharded import free_gathered
 from megatron_ext.optimizer.optimizer import Wrapped
@@ -46,15 +46,15 @@ def predict_labels(temperature: float) -> Predict[LogProbs]:
     return predict
 
 
-def predict_ahead(temperature: float) -> Predict[tuple[LogProbs, list[LogProbs]]]:
-    """The predictions of `predict_labels`, and those of each prediction layer: of parts that look ahead."""
+def predict_mtp(temperature: float) -> Predict[tuple[LogProbs, list[LogProbs]]]:
+    """The predictions of `predict_labels`, and those of each prediction layer: of parts that have its tokens."""
     predict_own = predict_labels(temperature)
 
     def predict(model: LanguageModel, hidden: list[Tensor], own: Part) -> tuple[LogProbs, list[LogProbs]]:
-        assert own.ahead is not None
+        assert own.mtp is not None
         policy, *layers = hidden
-        ahead = model.predict_ahead(layers, own.ahead, temperature=temperature)
-        return predict_own(model, policy, own), [each.mapped(own.whole) for each in ahead]
+        of_layers = model.predict_mtp(layers, own.mtp, temperature=temperature)
+        return predict_own(model, policy, own), [each.mapped(own.whole) for each in of_layers]
 
     return predict
 
@@ -118,7 +118,7 @@ def forward_backward(
         return _run_schedule(chunks, micro_batches, step, forward_only=False)
 
 
-def forward_backward_ahead(
+def forward_backward_mtp(
     chunks: Sequence[Wrapped],
     micro_batches: Sequence[MicroBatch],
     batch: RaggedBatch,
@@ -129,13 +129,13 @@ def forward_backward_ahead(
 ) -> tuple[list[M], Tensor | None]:
     """As `forward_backward` for a language model, with the loss of its prediction layers.
 
-    Returns the metrics of each micro-batch, and `StepResult.ahead`. `batch` has the sequences of all of them.
+    Returns the metrics of each micro-batch, and `StepResult.mtp`. `batch` has the sequences of all of them.
     """
     both = WithPredictionLayers(objective, batch, layers, chunks[0].config.mtp_loss_scaling_factor)
-    looking = [look_ahead(each, layers) for each in micro_batches]
-    found = forward_backward(chunks, looking, both, predict_ahead(temperature))
-    ahead = torch.stack([each for _, each in found]).sum(0) if found else None
-    return [metrics for metrics, _ in found], ahead
+    with_tokens = [with_mtp_tokens(each, layers) for each in micro_batches]
+    found = forward_backward(chunks, with_tokens, both, predict_mtp(temperature))
+    mtp = torch.stack([each for _, each in found]).sum(0) if found else None
+    return [metrics for metrics, _ in found], mtp
 
 
 def _finalize_without_scaling(model: list[torch.nn.Module], _num_tokens: Tensor | None, **groups: Any) -> None:
@@ -173,7 +173,7 @@ def _forward_step(
     set_replayed_experts(model, own)
     expect_routed_tokens(model, micro_batch)
     with record_function(f"forward pass of {own.tokens.shape[1]} tokens"):
-        taken = None if own.ahead is None else own.ahead.taken
+        taken = None if own.mtp is None else own.mtp.taken
         output = model(own.tokens, own.position_ids, None, labels=taken, packed_seq_params=packed_sequences(own))
 
     def on_last_stage(hidden: Any, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature

@@ -23,7 +23,7 @@ from megatron_ext.delayed_scales import DelayedScales
 from megatron_ext.forward import (
     forward,
     forward_backward,
-    forward_backward_ahead,
+    forward_backward_mtp,
     predict_labels,
     predict_nothing,
     predict_values,
@@ -283,7 +283,7 @@ class MegatronModel:
         counting = self._balance.step(batch.lengths, lambda: forward(self.bare_chunks, packed, predict_nothing))
         with counting, self._expert_load.step():
             if self.trained_mtp_layers:
-                metrics, ahead = forward_backward_ahead(
+                metrics, mtp = forward_backward_mtp(
                     self.chunks,
                     packed,
                     batch,
@@ -292,16 +292,24 @@ class MegatronModel:
                     temperature=temperature,
                 )
             elif self.architecture.head == "value":
-                metrics, ahead = forward_backward(self.chunks, packed, objective, predict_values), None
+                metrics, mtp = forward_backward(self.chunks, packed, objective, predict_values), None
             else:
-                metrics, ahead = forward_backward(self.chunks, packed, objective, predict_labels(temperature)), None
+                metrics, mtp = forward_backward(self.chunks, packed, objective, predict_labels(temperature)), None
         gradient_norm = self._step_optimizer()
         experts = self.chunks[0].config.num_moe_experts
         load = self._expert_load.take(experts, device.device()) if experts else None
         replayed = None if batch.routed_experts is None else self._replayed()
         self.residence.count()
         losses = self._balance.take()
-        return StepResult(metrics, gradient_norm, learning_rate, load, replayed, ahead, losses)
+        return StepResult(
+            metrics=metrics,
+            gradient_norm=gradient_norm,
+            learning_rate=learning_rate,
+            expert_load=load,
+            replayed=replayed,
+            mtp=mtp,
+            router_losses=losses,
+        )
 
     def _step_optimizer(self) -> float:
         """Change the weights. Returns the norm of the gradients before they were clipped; raises as `train_step`."""

@@ -47,7 +47,7 @@ class StepResult(Generic[StepMetrics]):
     """int64[4]: how many choices of a token in a layer were an engine's, and how many of them were not the router's;
     how many tokens had such choices, and how many had one that was not the router's. They are those of all ranks; None
     where none was replayed."""
-    ahead: Tensor | None = None
+    mtp: Tensor | None = None
     """float64[D, 2]: for each of D prediction layers the mean of -log p of the tokens that it predicts, and the share
     that were its first choice; of one rank its part of them. None where none trains, and before the last stage."""
     router_losses: Mapping[str, float] = field(default_factory=dict)

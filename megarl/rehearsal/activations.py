@@ -14,9 +14,9 @@ from torch import Tensor
 from converters.architectures import Head
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.rehearsal.alive import Alive
-from megatron_ext.forward import packed_sequences, predict_ahead, predict_labels, predict_values
+from megatron_ext.forward import packed_sequences, predict_labels, predict_mtp, predict_values
 from megatron_ext.megatron_model import MegatronModel
-from megatron_ext.model.multi_token_prediction import look_ahead
+from megatron_ext.model.multi_token_prediction import with_mtp_tokens
 from megatron_ext.packing.packing import MicroBatch, Part, RaggedBatch
 from megatron_ext.routing.router_balance import expect_routed_tokens
 from megatron_ext.routing.router_replay import set_replayed_experts
@@ -78,7 +78,7 @@ def rehearse_micro_batch(
     (micro_batch,) = model.micro_batches_of(batch, [range(len(lengths))])
     layers = model.trained_mtp_layers
     if backward and layers:
-        micro_batch = look_ahead(micro_batch, layers)
+        micro_batch = with_mtp_tokens(micro_batch, layers)
     chunks = model.chunks if backward else model.bare_chunks
     passes = _Passes(model, micro_batch, chunks, alive)
     alive.peak = alive.nbytes
@@ -141,7 +141,7 @@ def _forward(chunk: torch.nn.Module, micro_batch: MicroBatch, model: MegatronMod
     expect_routed_tokens(chunk, micro_batch)
     if not bare.pre_process:
         bare.set_input_tensor(_received(own, model))
-    taken = None if own.ahead is None else own.ahead.taken
+    taken = None if own.mtp is None else own.mtp.taken
     output = chunk(own.tokens, own.position_ids, None, labels=taken, packed_seq_params=packed_sequences(own))
     if not bare.post_process:
         return output
@@ -160,10 +160,10 @@ def _numbers(bare: Any, output: Any, own: Part, head: Head) -> Iterator[Tensor]:
         yield predict_values(bare, output, own).sum()
         return
     predicted: Sequence[Any]
-    if own.ahead is None:
+    if own.mtp is None:
         predicted = [predict_labels(1.0)(bare, output, own)]
     else:
-        policy, ahead = predict_ahead(1.0)(bare, output, own)
-        predicted = [policy, *ahead]
+        policy, of_layers = predict_mtp(1.0)(bare, output, own)
+        predicted = [policy, *of_layers]
     for each in predicted:
         yield each.log_probs.sum()

@@ -122,7 +122,7 @@ def _metrics(steps: Sequence[StepResult[Metrics]], model: LearnedModel) -> dict[
         f"{prefix}/learning_rate": steps[-1].learning_rate,
         **(expert_metrics(torch.stack(loads).sum(0)) if loads and model == _POLICY else {}),
         **(_router_losses(steps) if model == _POLICY else {}),
-        **(_prediction_layers(steps) if model == _POLICY else {}),
+        **(_mtp_metrics(steps) if model == _POLICY else {}),
         **(replay_metrics(torch.stack(replayed).sum(0)) if replayed else {}),
     }
 
@@ -132,8 +132,8 @@ def _router_losses(steps: Sequence[StepResult[Metrics]]) -> dict[str, float]:
     return {f"experts/{name}": sum(step.router_losses[name] for step in steps) / len(steps) for name in names}
 
 
-def _prediction_layers(steps: Sequence[StepResult[Metrics]]) -> dict[str, float]:
-    of_steps = [step.ahead for step in steps if step.ahead is not None]
+def _mtp_metrics(steps: Sequence[StepResult[Metrics]]) -> dict[str, float]:
+    of_steps = [step.mtp for step in steps if step.mtp is not None]
     if not of_steps:
         return {}
     layers = enumerate(torch.stack(of_steps).mean(0).tolist(), start=1)

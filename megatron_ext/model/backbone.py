@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.model.heads import LanguageModelHead, ValueHead
 from megatron_ext.model.multi_token_prediction import WithoutGradient
-from megatron_ext.packing.packing import Ahead
+from megatron_ext.packing.packing import MtpTokens
 
 _OF_LAYERS = (
     *("position_ids", "attention_mask", "inference_params", "packed_seq_params", "sequence_len_offset"),
@@ -63,14 +63,14 @@ class LanguageModel(Backbone):
         """
         return self.output_layer(hidden, labels, self._tied_weight, asked, predicting, temperature=temperature)
 
-    def predict_ahead(self, hidden: Sequence[Tensor], ahead: Ahead, *, temperature: float) -> list[LogProbs]:
+    def predict_mtp(self, hidden: Sequence[Tensor], mtp: MtpTokens, *, temperature: float) -> list[LogProbs]:
         """Log-probs of the labels [L] of each prediction layer by its hidden states; on the last stage only."""
         weight = self._tied_weight
         if self._mtp_is_detached:
             weight = (self.output_layer.weight if weight is None else weight).detach()
         return [
             self.output_layer(of_layer, labels, weight, asked, temperature=temperature)
-            for of_layer, labels, asked in zip(hidden, ahead.labels, ahead.asked, strict=True)
+            for of_layer, labels, asked in zip(hidden, mtp.labels, mtp.asked, strict=True)
         ]
 
     @property

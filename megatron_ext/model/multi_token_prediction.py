@@ -22,7 +22,7 @@ from megatron_ext import device, versions
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.options.options import MtpTraining
-from megatron_ext.packing.packing import Ahead, MicroBatch, RaggedBatch, asked, positions_within
+from megatron_ext.packing.packing import MicroBatch, MtpTokens, RaggedBatch, asked, positions_within
 
 M = TypeVar("M")
 
@@ -89,7 +89,7 @@ def prepare_layers(chunks: Sequence[torch.nn.Module], training: MtpTraining) -> 
             parameter.shared = True
 
 
-def look_ahead(micro_batch: MicroBatch, layers: int) -> MicroBatch:
+def with_mtp_tokens(micro_batch: MicroBatch, layers: int) -> MicroBatch:
     """`micro_batch` with what `layers` prediction layers take in and are asked for."""
     own = micro_batch.own
     rows, tokens = own.rows()
@@ -104,14 +104,14 @@ def look_ahead(micro_batch: MicroBatch, layers: int) -> MicroBatch:
     for _ in range(layers):
         taken.append(next_of(taken[-1]))
         are_asked.append(next_of(are_asked[-1]))
-    ahead = Ahead(
+    mtp = MtpTokens(
         taken=torch.stack([placed(each) for each in taken[:-1]]),
         labels=torch.stack([placed(each) for each in taken[1:]]),
         asked=torch.stack([placed(each) for each in are_asked[1:]]),
     )
     if micro_batch.part is None:
-        return replace(micro_batch, ahead=ahead)
-    return replace(micro_batch, part=replace(own, ahead=ahead))
+        return replace(micro_batch, mtp=mtp)
+    return replace(micro_batch, part=replace(own, mtp=mtp))
 
 
 class WithPredictionLayers(Generic[M]):

@@ -91,7 +91,7 @@ def asked(fields: Mapping[str, Tensor], labels: Tensor) -> Tensor:
     return labels if name is None else fields[name] != 0
 
 
-class Ahead(NamedTuple):
+class MtpTokens(NamedTuple):
     """Tokens of the prediction layers of a model, a row for each of D layers; 0 where a sequence has no such token."""
 
     taken: Tensor
@@ -101,9 +101,9 @@ class Ahead(NamedTuple):
     asked: Tensor
     """bool[D, L]: the labels that count."""
 
-    def to(self, device: torch.device) -> "Ahead":
+    def to(self, device: torch.device) -> "MtpTokens":
         """The same on `device`."""
-        return Ahead(*(each.to(device, non_blocking=True) for each in self))
+        return MtpTokens(*(each.to(device, non_blocking=True) for each in self))
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Part:
     """bool[L]: the labels about which the model is asked something."""
     routed_experts: Records | None
     """They stay in memory of the host."""
-    ahead: Ahead | None = field(default=None, kw_only=True)
-    """For prediction layers that train; see `multi_token_prediction.look_ahead`."""
+    mtp: MtpTokens | None = field(default=None, kw_only=True)
+    """For prediction layers that train; see `multi_token_prediction.with_mtp_tokens`."""
 
     @property
     def predicting(self) -> Tensor | None:

@@ -29,8 +29,8 @@ class ExpertLoad:
         all that it was to count.
         """
         of_layers = [router for chunk in self._chunks for router in routers(chunk)]
-        ahead = [router for chunk in self._chunks for router in prediction_routers(chunk)]
-        counted = {router: ExpertCount() for router in (*of_layers, *ahead)}
+        of_mtp = [router for chunk in self._chunks for router in prediction_routers(chunk)]
+        counted = {router: ExpertCount() for router in (*of_layers, *of_mtp)}
         self._counted = {router.layer_number - 1: counted[router] for router in of_layers}
         for router, count in counted.items():
             router.load = count

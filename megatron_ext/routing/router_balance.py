@@ -87,8 +87,8 @@ class RouterBalance:
 
 def expect_routed_tokens(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
     """Tell whoever observes and counts at the chunk's routers which tokens its next forward pass brings them."""
-    ahead = [] if micro_batch.own.ahead is None else prediction_routers(chunk)
-    for router in (*routers(chunk), *ahead):
+    of_mtp = [] if micro_batch.own.mtp is None else prediction_routers(chunk)
+    for router in (*routers(chunk), *of_mtp):
         router.expect(micro_batch.routed)
 
 

@@ -20,7 +20,7 @@ from converters.architectures import Architecture, read_architecture
 from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.quickstart.tiny_models import add_prediction_layers
-from megatron_ext.model.multi_token_prediction import look_ahead
+from megatron_ext.model.multi_token_prediction import with_mtp_tokens
 from megatron_ext.packing.packing import RaggedBatch, pack
 from megatron_ext.weights import export_huggingface
 
@@ -152,12 +152,12 @@ def predictions(rank: int, sizes: ParallelSizes, folder: Path, tokens: Tensor) -
     """This rank's tokens of what each prediction layer gives to the output layer: [layers, tokens, hidden]."""
     model = loaded_model(rank, sizes, folder)[0].eval()
     packed_tokens = pack(RaggedBatch(tokens, torch.tensor([len(tokens)])), [0], sizes.tensor_model_parallel_size)
-    batch = look_ahead(packed_tokens, 2).own
-    assert batch.ahead is not None
+    batch = with_mtp_tokens(packed_tokens, 2).own
+    assert batch.mtp is not None
     ends, longest = batch.cu_seqlens, batch.max_seqlen
     packed = PackedSeqParams("thd", ends, ends, max_seqlen_q=longest, max_seqlen_kv=longest)
     with torch.no_grad():
-        taken = batch.ahead.taken
+        taken = batch.mtp.taken
         _, *outputs = model(batch.tokens, batch.position_ids, None, labels=taken, packed_seq_params=packed)
     return torch.stack(outputs)[:, :, 0]
 

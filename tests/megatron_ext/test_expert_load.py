@@ -98,11 +98,11 @@ def test_every_token_is_counted_once_and_the_bias_follows_the_load(folder: Path,
     one, biases, then = of_one_rank
     # The first layer is dense.
     assert one.sum(1).tolist() == [0, *[TOPK * sum(LENGTHS)] * 3]
-    assert [layer for is_ahead, layer in biases if not is_ahead] == [1, 2, 3]
-    assert any(is_ahead for is_ahead, _ in biases)
+    assert [layer for is_mtp, layer in biases if not is_mtp] == [1, 2, 3]
+    assert any(is_mtp for is_mtp, _ in biases)
     before = HuggingFaceCheckpoint(folder)
-    for (is_ahead, layer), bias in biases.items():
-        if not is_ahead:
+    for (is_mtp, layer), bias in biases.items():
+        if not is_mtp:
             name = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
             begun_with = before.read(name, Box.whole(before.shapes[name]))
             change = RATE * torch.sign(one[layer].float().mean() - one[layer])

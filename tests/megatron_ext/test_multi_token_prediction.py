@@ -88,7 +88,7 @@ def weighted(predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, No
 
 class Found(NamedTuple):
     data_rank: int
-    ahead: Tensor | None
+    mtp: Tensor | None
     norm: float
     share: dict[str, Tensor]
 
@@ -116,11 +116,11 @@ def _result(rank: int, sizes: ParallelSizes, folder: Path, cut: Cut) -> Found:
     batch = RaggedBatch(torch.cat(tokens), lengths, {"weights": torch.cat(of_loss)})
     step = model.train_step(batch, places, weighted, temperature=TEMPERATURE)
     share = in_huggingface_names(rank, sizes, folder, model.bare_chunks)
-    return Found(parallel_rank().data, step.ahead, step.gradient_norm, share)
+    return Found(parallel_rank().data, step.mtp, step.gradient_norm, share)
 
 
 class Expected(NamedTuple):
-    ahead: Tensor
+    mtp: Tensor
     policy: dict[str, Tensor]
     """Gradients without any prediction layer."""
     joint: dict[str, Tensor]
@@ -165,12 +165,12 @@ def expected(folder: Path) -> Expected:
     # Its embedding and output layer are the model's.
     own = {name: each for name, each in mtp.named_parameters() if name.startswith("layers.")}
     both = {**dict(model.named_parameters()), **own}
-    ahead = losses / counts
+    means = losses / counts
     alone = torch.autograd.grad(policy, list(both.values()), retain_graph=True, allow_unused=True)
-    joint = torch.autograd.grad(policy + FACTOR / LAYERS * ahead.sum(), list(both.values()), allow_unused=True)
+    joint = torch.autograd.grad(policy + FACTOR / LAYERS * means.sum(), list(both.values()), allow_unused=True)
     of_policy, of_both = (dict(_by_name(both, gradients)) for gradients in (alone, joint))
     layers = {name: each for name, each in of_both.items() if name.startswith(("model.layers.4.", "model.layers.5."))}
-    return Expected(torch.stack([ahead.detach(), hits / counts], dim=1), of_policy, of_both, layers)
+    return Expected(torch.stack([means.detach(), hits / counts], dim=1), of_policy, of_both, layers)
 
 
 def _log_probs(model: Any, hidden: Tensor) -> Tensor:
@@ -193,14 +193,14 @@ def test_losses_and_gradients_are_those_of_transformers(name: str, folder: Path,
     of_ranks = run_ranks(results, sizes, folder, cuts)
     for index, cut in enumerate(cuts):
         found = [cuts_of_rank[index] for cuts_of_rank in of_ranks]
-        ahead = {each.data_rank: each.ahead for each in found if each.ahead is not None}
+        mtp = {each.data_rank: each.mtp for each in found if each.mtp is not None}
         wanted = expected.policy if cut.training == "none" else {**expected.policy, **expected.layers}
         if cut.training == "joint":
             wanted = expected.joint
         if cut.training == "none":
-            assert not ahead
+            assert not mtp
         else:
-            torch.testing.assert_close(sum(ahead.values()), expected.ahead, atol=1e-5, rtol=0)
+            torch.testing.assert_close(sum(mtp.values()), expected.mtp, atol=1e-5, rtol=0)
         largest = max(float(each.abs().max()) for each in wanted.values())
         assert found[0].share.keys() >= wanted.keys()
         for tensor, own in found[0].share.items():
@@ -216,7 +216,7 @@ def test_losses_and_gradients_are_those_of_transformers(name: str, folder: Path,
 
 def test_the_layers_have_a_part_of_their_own_in_the_loss(expected: Expected) -> None:
     """Otherwise the test above would be of little."""
-    assert float(expected.ahead[:, 0].min()) > 0.5
+    assert float(expected.mtp[:, 0].min()) > 0.5
     assert max(float(each.abs().max()) for each in expected.layers.values()) > 0.01
     assert not expected.policy.keys() & expected.layers.keys()
     difference = expected.joint["lm_head.weight"] - expected.policy["lm_head.weight"]

@@ -12,7 +12,7 @@ from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
 from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.cluster.trainer.trainer_group import cut_batch, in_order, share_of
-from megatron_ext.model.multi_token_prediction import look_ahead
+from megatron_ext.model.multi_token_prediction import with_mtp_tokens
 from megatron_ext.options.options import MegatronOptions
 from megatron_ext.packing import shared_prefixes
 from megatron_ext.packing.balance import assign
@@ -53,11 +53,11 @@ def test_all_tensors_of_a_micro_batch_move_with_it(is_shared: bool) -> None:
     micro_batch = pack(ragged([4, 3]), [0, 1], align=4)
     if is_shared:
         micro_batch = replace(micro_batch, part=shared_prefixes.share(micro_batch, align=4))
-    moved = look_ahead(micro_batch, 2).to(torch.device("meta"))
-    ahead = moved.own.ahead
-    assert ahead is not None
+    moved = with_mtp_tokens(micro_batch, 2).to(torch.device("meta"))
+    mtp = moved.own.mtp
+    assert mtp is not None
     tensors = [each for part in (moved, moved.own) for each in vars(part).values() if isinstance(each, torch.Tensor)]
-    assert {each.device.type for each in (*tensors, *ahead, *moved.fields.values())} == {"meta"}
+    assert {each.device.type for each in (*tensors, *mtp, *moved.fields.values())} == {"meta"}
 
 
 @deterministic

@@ -154,11 +154,11 @@ class TrainerGroup(WorkerGroup):
         results = self._call_shares(
             TrainerWorker.train_step, batch, self._cut(batch), objective, temperature, work=[self._work.update]
         )
-        ahead = [result.ahead for result in results if result.ahead is not None]
+        mtp = [result.mtp for result in results if result.mtp is not None]
         return replace(
             results[0],
             metrics=[part for result in results for part in result.metrics],
-            ahead=torch.stack(ahead).sum(0) if ahead else None,
+            mtp=torch.stack(mtp).sum(0) if mtp else None,
         )
 
     @property

@@ -150,8 +150,8 @@ class TrainerWorker:
         result = self.model.train_step(share.load(), micro_batches, objective, temperature=temperature)
         if not returns_result:
             return None
-        ahead = None if result.ahead is None else result.ahead.cpu()
-        return replace(result, metrics=[each.cpu() for each in result.metrics], ahead=ahead)
+        mtp = None if result.mtp is None else result.mtp.cpu()
+        return replace(result, metrics=[each.cpu() for each in result.metrics], mtp=mtp)
 
     def device_name(self) -> str:
         """See `device.name`."""
