@@ -176,7 +176,7 @@ def _forward_step(
         taken = None if own.mtp is None else own.mtp.taken
         output = model(own.tokens, own.position_ids, None, labels=taken, packed_seq_params=packed_sequences(own))
 
-    def on_last_stage(hidden: Any, non_loss_data: bool = False) -> Any:  # noqa: ARG001 - Megatron's signature
+    def on_last_stage(hidden: Tensor | list[Tensor], non_loss_data: bool = False) -> object:  # noqa: ARG001 - Megatron's signature
         with record_function("predictions and loss"):
             return consume(predict(unwrap_model(model), hidden, own), micro_batch)
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
 from operator import attrgetter
-from typing import Any
 
 from converters.errors import UserError
 from megarl.data import PromptGroup, Turn
@@ -42,12 +41,12 @@ def check_ages(groups: Iterable[PromptGroup], version: int, bound: int) -> None:
             )
 
 
-def schedule_settings(config: MegarlConfig) -> dict[str, Any]:
+def schedule_settings(config: MegarlConfig) -> dict[str, int | str]:
     """The schedule as a checkpoint tells of it."""
     return {name: attrgetter(key)(config) for name, key in _KEYS.items()}
 
 
-def changed_settings(saved: Mapping[str, Any], config: MegarlConfig) -> str:
+def changed_settings(saved: Mapping[str, int | str], config: MegarlConfig) -> str:
     """How the schedule differs from that of an earlier run, as `schedule_settings` gave it; empty if it does not."""
     found = schedule_settings(config).items()
     different = [f"{_KEYS[name]}={now}, was {saved[name]}" for name, now in found if saved[name] != now]

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from megarl.data import PromptSampler
 from megatron_ext.packing.packing import RaggedBatch
@@ -67,6 +68,6 @@ def read_waiting(folder: Path, state: Mapping[str, Any]) -> list[StepBatch]:
     return waiting
 
 
-def _tensors(batch: RaggedBatch) -> list[tuple[str, Any]]:
+def _tensors(batch: RaggedBatch) -> list[tuple[str, Tensor]]:
     fields = [(f"{_FIELD}{name}", tensor.contiguous()) for name, tensor in batch.fields.items()]
     return [("tokens", batch.tokens), ("lengths", batch.lengths), *fields]

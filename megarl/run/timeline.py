@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from converters.durable import complete
 from megarl.cluster.engines.engine_group import EngineGroup
@@ -65,7 +64,7 @@ class Timeline:
         print(f"the timeline of step {self._step} is in {path}: open it at ui.perfetto.dev", flush=True)
 
 
-def _of_processes(found: Mapping[str, Sequence[TimelineEvent]]) -> Iterator[dict[str, Any]]:
+def _of_processes(found: Mapping[str, Sequence[TimelineEvent]]) -> Iterator[TimelineEvent]:
     """The events of each process, by its name, beginning at 0."""
     begin = min((event["ts"] for events in found.values() for event in events), default=0.0)
     for number, (name, events) in enumerate(found.items()):

@@ -129,11 +129,11 @@ class EngineHandle:
         """Begin to start it in all its processes: those of an engine over machines wait for each other."""
         return [process.begin(Engine.start.__name__) for process in self.processes]
 
-    def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> Call[R]:
+    def begin(self, method: Callable[[Engine, *Ts], R], *arguments: *Ts) -> Call[R]:
         """Begin a call of a method of `Engine`, such as `Engine.write`."""
         return self.worker.begin(method.__name__, *arguments)
 
-    def stream(self, method: Callable[[Any, *Ts], Any], *arguments: *Ts) -> Stream:
+    def stream(self, method: Callable[[Engine, *Ts], object], *arguments: *Ts) -> Stream:
         """Begin a call of a generator method of `Engine`."""
         return Stream.begin(self.worker, method.__name__, *arguments)
 

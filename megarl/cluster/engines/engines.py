@@ -290,7 +290,7 @@ class Engines:
     def _those(self, handles: Iterable[EngineHandle]) -> "Engines":
         return Engines(list(handles), self._shared)
 
-    def _call(self, handles: Sequence[EngineHandle], method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[R]:
+    def _call(self, handles: Sequence[EngineHandle], method: Callable[[Engine, *Ts], R], *arguments: *Ts) -> list[R]:
         """Call a method of these; the results of those that do not die."""
         calls = [(each, each.begin(method, *arguments)) for each in handles]
         return [result for _, result in self._wait_for_survivors(calls)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import chain, count
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 import ray
@@ -262,7 +262,7 @@ class TrainerGroup(WorkerGroup):
 
     def _call_shares(
         self,
-        method: Callable[[Any, Batch, list[list[int]], bool, *Ts], R | None],
+        method: Callable[[TrainerWorker, Batch, list[list[int]], bool, *Ts], R | None],
         batch: Batch,
         cut: Cut,
         *arguments: *Ts,
