@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the same Megatron ranks: packed conversations, loss on what the assistant says."""
+"""Supervised fine-tuning on the ranks of `megarl train`: packed conversations, loss on what the assistant says."""
 
 from collections.abc import Sequence
 

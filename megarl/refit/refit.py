@@ -18,7 +18,7 @@ class Refit:
     `path` moves the weights of the first refit; it may choose another path for later ones. `names` are the names of all
     HF tensors. Engines that already have a version, from the folder that they started with, do not get it again. An
     engine that dies is left out, and gets the weights after its restart. Where trainer and engines share `gpus`, a
-    refit has one of its own.
+    refit is a phase of its own, in which both hold their weights there and nothing else.
     """
 
     def __init__(

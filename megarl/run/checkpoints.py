@@ -113,8 +113,8 @@ class CheckpointFailed(RunFailed):
 class Checkpoints:
     """Writes the checkpoints of a run, one at a time; with `checkpoint.async_save` the run goes on meanwhile.
 
-    A checkpoint has the state of the moment when it was begun. It is there for the next run when the parts of all ranks
-    are on disk and somebody has asked for it to be completed. `models` are those that learn, the policy's name is "".
+    A checkpoint has the state of the moment when it was begun. The next run can continue from it once every rank has
+    written its part and `complete` has run. `models` are those that learn, the policy's name is "".
     A context manager: at its end the last checkpoint is completed, or taken away if the run failed.
     """
 
