@@ -64,8 +64,8 @@ def without_ports(of_ranks: Sequence[bool], of_workers: Sequence[bool]) -> str:
         return ""
     return (
         f", but by way of sockets: no active port of InfiniBand, RoCE or EFA is seen by {named} (ibstat,"
-        " /dev/infiniband). If the machines have ports, bring them up and show them to the containers; else"
-        " refit.delta=true lets changes alone travel"
+        " /dev/infiniband). If the machines have ports, bring them up and show them to the containers; if they have"
+        " none, and a network slower than a few Gbit/s, refit.delta=true lets changes alone travel"
     )
 
 
