@@ -43,13 +43,15 @@ class Ranks:
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.replays: list[bool] = []
 
-    def predictions(self, batch, names, *, temperature, replay):
+    def predictions(self, batch, names, *, temperature, replay=False):
         self.asked += names
+        self.replays.append(replay)
         return {name: [(np.zeros(length, np.float32),) for length in batch.lengths] for name in names}
 
     def log_probs(self, batch, *, temperature):
-        return self.predictions(batch, ["log_probs"], temperature=temperature, replay=False)["log_probs"]
+        return self.predictions(batch, ["log_probs"], temperature=temperature)["log_probs"]
 
 
 def planned_passes(words: list[str]) -> int:
@@ -78,6 +80,9 @@ def asked_of_the_policy(config: MegarlConfig) -> list[str]:
     with_model_outputs(
         batch, [group(0, [1], ([2], 1.0))], policy, AuxiliaryModels(teachers=teachers), objective, config
     )
+    # By the experts of the rollout, if the batch has them; teachers are other models.
+    assert all(policy.replays)
+    assert not any(ranks.replays)
     return policy.asked
 
 
