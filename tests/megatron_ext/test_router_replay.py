@@ -1,5 +1,6 @@
 """Routing that is replayed: the same experts, the trainer's own weights of them, however the model is cut."""
 
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import run_ranks
+from launch import run_in_turn, run_ranks
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,8 +30,12 @@ from megatron_ext.routing.router_replay import RecordedChoice, replaying, set_re
 
 LENGTHS = (8, 4, 12, 6)
 ROUTING = Routing(layers=3, topk=2, experts=8)
-FIELDS = {"num_hidden_layers": 1 + ROUTING.layers, "n_routed_experts": ROUTING.experts}
-"""The first layer has no experts, and the routers score groups of them in a way of their own."""
+DEEPSEEK, QWEN = "deepseek_v3", "qwen3_moe"
+FIELDS = {
+    DEEPSEEK: {"num_hidden_layers": 1 + ROUTING.layers, "n_routed_experts": ROUTING.experts},
+    QWEN: {"num_hidden_layers": ROUTING.layers, "num_experts": ROUTING.experts},
+}
+"""Sigmoids of DeepSeek-V3, whose first layer has no experts and whose routers choose in groups; a softmax of Qwen3."""
 RECOMPUTED = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
@@ -38,8 +43,10 @@ RECOMPUTED = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model("deepseek_v3", tmp_path_factory.mktemp("model"), fields=FIELDS)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    return {
+        name: write_tiny_model(name, tmp_path_factory.mktemp(name), fields=fields) for name, fields in FIELDS.items()
+    }
 
 
 def whole_batch(experts: Tensor | None) -> RaggedBatch:
@@ -115,10 +122,17 @@ def in_one_process(rank: int, sizes: ParallelSizes, folder: Path) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, Any]:
-    return run_ranks(in_one_process, ParallelSizes(), folder)[0]
+def of_models(folders: Mapping[str, Path]) -> Mapping[str, dict[str, Any]]:
+    cases = [(in_one_process, ParallelSizes(), folder) for folder in folders.values()]
+    return {name: result for name, (result,) in zip(folders, run_in_turn(cases), strict=True)}
 
 
+@pytest.fixture
+def expected(of_models: Mapping[str, dict[str, Any]], model: str) -> dict[str, Any]:
+    return of_models[model]
+
+
+@pytest.mark.parametrize("model", FIELDS)
 def test_a_router_that_replays_its_own_choice_changes_no_bit(expected: dict[str, Any]) -> None:
     own = expected["own"]
     assert own["replayed"] is None
@@ -131,13 +145,14 @@ def test_a_router_that_replays_its_own_choice_changes_no_bit(expected: dict[str,
     assert expected["own replayed"]["replayed"].tolist() == [tokens * ROUTING.layers, 0, tokens, 0]
 
 
+@pytest.mark.parametrize("model", FIELDS)
 def test_tokens_go_to_the_experts_of_their_records_and_the_last_ones_where_they_would(expected: dict[str, Any]) -> None:
     others, experts = expected["others"], other_experts()
     recorded = torch.ones(len(experts), dtype=torch.bool)
     recorded[torch.tensor(LENGTHS).cumsum(0) - 1] = False
     for layer in range(ROUTING.layers):
         of_records = torch.bincount(experts[recorded, layer].flatten(), minlength=ROUTING.experts)
-        by_the_router = others["load"][1 + layer] - of_records
+        by_the_router = others["load"][-ROUTING.layers :][layer] - of_records
         assert int(by_the_router.min()) >= 0
         assert int(by_the_router.sum()) == ROUTING.topk * len(LENGTHS)
     replayed, changed, tokens, changed_tokens = others["replayed"].tolist()
@@ -151,30 +166,44 @@ def test_tokens_go_to_the_experts_of_their_records_and_the_last_ones_where_they_
     )
 
 
+def ranks(tensor: int = 1, pipeline: int = 1, **others: int) -> ParallelSizes:
+    """As few ranks as these sizes allow, or two."""
+    least = tensor * pipeline * others.get("context_parallel_size", 1)
+    return ParallelSizes(max(2, least), tensor, pipeline, **others)
+
+
+WHOLE_EXPERTS = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+IN_TWO_STAGES = {"num_layers_in_first_pipeline_stage": 1}
+CUTS = {
+    "one": (DEEPSEEK, ParallelSizes(), "moe"),
+    "TP": (DEEPSEEK, ranks(tensor=2), "full"),
+    "TP and EP": (DEEPSEEK, ranks(tensor=2, **WHOLE_EXPERTS), None),
+    "VPP": (DEEPSEEK, ranks(pipeline=2, virtual_pipeline_model_parallel_size=2), "full"),
+    "PP": (DEEPSEEK, ranks(pipeline=2), "moe"),
+    "DP and EP": (DEEPSEEK, ranks(expert_model_parallel_size=2), "full"),
+    "CP and EP": (DEEPSEEK, ranks(context_parallel_size=2, expert_model_parallel_size=2), "full"),
+    "TP, EP and PP": (DEEPSEEK, ranks(tensor=2, pipeline=2, **WHOLE_EXPERTS), None),
+    "TP, ETP, EP, PP and DP": (DEEPSEEK, ParallelSizes(8, 2, 2, expert_model_parallel_size=2), "moe"),
+    "softmax, TP": (QWEN, ranks(tensor=2), None),
+    "softmax, DP and EP": (QWEN, ranks(expert_model_parallel_size=2), "moe"),
+    "softmax, TP, EP and PP": (QWEN, ranks(tensor=2, pipeline=2, **WHOLE_EXPERTS, **IN_TWO_STAGES), "full"),
+}
+
+
 @pytest.mark.parametrize(
-    ("cut", "recomputed"),
-    [
-        ({}, "moe"),
-        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}, None),
-        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, "full"),
-        ({"pipeline_model_parallel_size": 2}, "moe"),
-        ({"expert_model_parallel_size": 2}, "full"),
-        ({"context_parallel_size": 2, "expert_model_parallel_size": 2}, "full"),
-    ],
-    ids=["one", "TP and EP", "VPP", "PP", "DP and EP", "CP and EP"],
+    ("model", "sizes", "recomputed"), [pytest.param(*case, id=name) for name, case in CUTS.items()]
 )
 def test_no_cut_and_no_recomputation_changes_what_is_replayed(
-    expected: dict[str, Any], folder: Path, cut: dict[str, int], recomputed: str | None
+    expected: dict[str, Any], folders: Mapping[str, Path], model: str, sizes: ParallelSizes, recomputed: str | None
 ) -> None:
-    sizes = ParallelSizes(world_size=2 if cut else 1, **cut)
     transformer = RECOMPUTED[recomputed] if recomputed else {}
-    ranks = run_ranks(outcome, sizes, folder, transformer, other_experts())
+    outcomes = run_ranks(outcome, sizes, folders[model], transformer, other_experts())
     others = expected["others"]
-    log_probs = {i: each for rank in ranks for i, each in rank["log_probs"].items()}
+    log_probs = {i: each for rank in outcomes for i, each in rank["log_probs"].items()}
     assert sorted(log_probs) == list(range(len(LENGTHS)))
     for i, each in log_probs.items():
         torch.testing.assert_close(each, others["log_probs"][i], atol=1e-5, rtol=0)
-    for rank in ranks:
+    for rank in outcomes:
         assert rank["norm"] == pytest.approx(others["norm"], rel=1e-5)
         assert torch.equal(rank["replayed"], others["replayed"])
         assert torch.equal(rank["load"], others["load"])
