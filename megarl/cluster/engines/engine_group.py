@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from converters.architectures import Lora
-from converters.errors import UserError
 from converters.number_formats import number_format
 from megarl.cluster.engines.engine_handle import EngineHandle, wait_for_living
 from megarl.cluster.engines.engine_load import load_metrics
@@ -19,6 +18,7 @@ from megarl.cluster.placement.reservation import Seats
 from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
 from megarl.cluster.workers.worker_group import WorkerGroup
+from megarl.process.errors import MachinesUnfit
 from megarl.process.profiler import TimelineEvent
 from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Engine
@@ -90,15 +90,17 @@ class EngineGroup(Engines):
     def wait_started(self, calls: Sequence[Call[None]]) -> None:
         """Wait for what `begin_start` began. One whose process dies is restarted: raises as `Restarts.begin`.
 
-        Raises UserError with the end of the log if an engine does not start.
+        Raises MachinesUnfit with the end of the log if an engine does not start.
         """
         try:
             self._wait_beginning(calls)
         except WorkerGone:
             raise  # whoever ended it, it was not the configuration
         except WorkerFailed as error:
-            raise UserError(
-                f"an engine did not start, check rollout.engine_args and model.path: {error.reason}", error.details
+            # It may have started with the same arguments before, and have met the memory of others, or a bad disk, now.
+            raise MachinesUnfit(
+                f"an engine did not start, check rollout.engine_args, model.path and its machine: {error.reason}",
+                error.details,
             ) from error
         self.wait_for_all()
         versions, parts = wait(self.begin(Engine.version)), wait(self.begin(Engine.worker_parts))

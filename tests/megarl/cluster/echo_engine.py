@@ -24,7 +24,7 @@ TELLING = 888
 SCRIPT = "MEGARL_TEST_DEATHS"
 """The environment variable that names a folder. A file in it, called as one of the moments below, is an engine's death
 there: the first engine that comes by takes it away and ends, at once or late; or stands still as a process, or in what
-it does. One called as below is the trainer's memory, beside which no engine may start."""
+it does, or fails there and lives. One called as below is the trainer's memory, beside which no engine may start."""
 TAKEN = "taken"
 
 
@@ -49,6 +49,8 @@ def pass_by(moment):
             from megarl.rollout.protocol import EngineDiedError
 
             raise EngineDiedError("the echo died away")
+        if death.suffix == ".fault":
+            raise ValueError("too little memory is free")
         if death.suffix == ".late":
             # Time for the news to be heard.
             time.sleep(0.5)

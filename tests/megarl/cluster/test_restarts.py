@@ -11,8 +11,13 @@ from eventually import eventually, has_ended
 
 from megarl.cluster.workers.worker import WorkerGone
 from megarl.data import Turn
+from megarl.process.errors import MachinesUnfit, exit_code_of
 from megarl.process.writers import end_other_writers
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.run.checkpoints import checkpoints_folder
+from megarl.run.resumption import machines_were_fit_with_a_checkpoint
+from megarl.schema import MegarlConfig
+from megatron_ext.checkpoint import checkpoint_folder
 
 pytestmark = pytest.mark.usefixtures("shared_cluster")
 
@@ -193,6 +198,30 @@ def test_the_only_engine_that_hangs_in_its_start_is_ended_and_started_again(open
     assert "engine_0 gave no answer for 15 s; engine_0 is started again (restart 1 of 4)" in said
     for restart in (3, 4):
         assert f"engine_0 did not start within 15 s; engine_0 is started again (restart {restart} of 4)" in said
+
+
+def test_an_engine_that_does_not_start_is_bad_input_only_where_none_has_started_before(
+    open_group, script, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    config = MegarlConfig()
+    config.output_dir = str(tmp_path / "run")
+
+    def exit_code():
+        script("start", suffix=".fault")
+        says = r"^an engine did not start, check .* and its machine: .*too little memory is free"
+        with (
+            pytest.raises(MachinesUnfit, match=says) as caught,
+            machines_were_fit_with_a_checkpoint(config),
+            open_group(1, restarts=4),
+        ):
+            pass
+        return exit_code_of(caught.value)
+
+    assert exit_code() == 2
+    checkpoint_folder.begin(checkpoints_folder(config), 20)
+    checkpoint_folder.commit(checkpoints_folder(config), 20, {"step": 20}, keep=1)
+    assert exit_code() == 1
 
 
 def test_processes_that_a_dead_one_left_are_ended(tmp_path, monkeypatch):
