@@ -1,10 +1,13 @@
 """Environment variables of NCCL, gloo and UCX that a node's own network asks for: one table, and what it looks at."""
 
+import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
+from pwd import getpwuid
 
 import psutil
 
@@ -51,13 +54,43 @@ DEFAULTS = (
 )
 
 
-def network_environment(address: str) -> dict[str, str]:
-    """Variables for the processes of the node with this address; none on loopback, where there is no network."""
-    network = None if ip_address(address).is_loopback else look_at(address)
+def network_environment(address: str, root: Path = _ROOT) -> dict[str, str]:
+    """Variables for the processes of the node with this address; none on loopback, where there is no network.
+
+    None either that the site has set in a file of NCCL's or UCX's: for both the environment wins over their files.
+    """
+    network = None if ip_address(address).is_loopback else look_at(address, root)
     if network is None:
         return {}
-    values = {default.name: default.value(network) for default in DEFAULTS}
+    left = names_in_files(root)
+    values = {default.name: default.value(network) for default in DEFAULTS if default.name not in left}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def names_in_files(root: Path = _ROOT) -> set[str]:
+    """The variables in the files that NCCL and UCX read by themselves in this process."""
+    names = set()
+    for prefix, files in (("NCCL_", _nccl_files()), ("UCX_", _ucx_files())):
+        for file in files:
+            with suppress(OSError):
+                lines = (root / file.relative_to("/")).read_text(errors="replace").splitlines()
+                names |= {line.partition("=")[0].strip() for line in lines if line.lstrip().startswith(prefix)}
+    return names
+
+
+def _nccl_files() -> Iterator[Path]:
+    yield Path("/etc/nccl.conf")
+    if named := os.environ.get("NCCL_CONF_FILE"):
+        yield Path(named).absolute()
+    else:
+        with suppress(KeyError):  # a user of a container may be no user of its system
+            yield Path(getpwuid(os.getuid()).pw_dir, ".nccl.conf")
+
+
+def _ucx_files() -> Iterator[Path]:
+    for folder in ("/etc/ucx", os.environ.get("HOME"), os.environ.get("UCX_CONFIG_DIR"), "."):
+        if folder is not None:
+            yield Path(folder).absolute() / "ucx.conf"
 
 
 def address_of(interface: str) -> str:

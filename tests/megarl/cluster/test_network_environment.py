@@ -53,8 +53,8 @@ def address(monkeypatch):
     return "10.1.2.3"
 
 
-def test_ports_are_read_as_the_kernel_shows_them(address, tmp_path):
-    (tmp_path / "dev/infiniband").mkdir(parents=True)
+def make_ports(root):
+    (root / "dev/infiniband").mkdir(parents=True)
     for number, (state, rate) in enumerate(
         (
             ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
@@ -63,16 +63,20 @@ def test_ports_are_read_as_the_kernel_shows_them(address, tmp_path):
             ("4: ACTIVE", "400 Gb/sec (4X NDR)"),
         )
     ):
-        port = tmp_path / f"sys/class/infiniband/mlx5_{number}/ports/1"
+        port = root / f"sys/class/infiniband/mlx5_{number}/ports/1"
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text(f"{rate}\n")
-        verbs = tmp_path / f"sys/class/infiniband_verbs/uverbs{number}"
+        verbs = root / f"sys/class/infiniband_verbs/uverbs{number}"
         verbs.mkdir(parents=True)
         (verbs / "ibdev").write_text(f"mlx5_{number}\n")
         # The last one is the host's alone.
         if number < 3:
-            (tmp_path / f"dev/infiniband/uverbs{number}").touch()
+            (root / f"dev/infiniband/uverbs{number}").touch()
+
+
+def test_ports_are_read_as_the_kernel_shows_them(address, tmp_path):
+    make_ports(tmp_path)
     assert look_at(address, tmp_path) == Network("eth7", (RdmaPort("mlx5_0:1", 400), RdmaPort("mlx5_2:1", 2.5)))
 
 
@@ -80,6 +84,42 @@ def test_loopback_and_addresses_of_others_ask_for_nothing(address):
     assert network_environment("127.0.0.1") == {}
     assert network_environment("10.9.9.9") == {}
     assert network_environment(address)["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+@pytest.mark.parametrize(
+    ("file", "variables"),
+    [
+        ("etc/nccl.conf", {}),
+        ("site/nccl", {"NCCL_CONF_FILE": "/site/nccl"}),
+        ("home/user/.nccl.conf", {}),
+        ("etc/ucx/ucx.conf", {}),
+        ("home/other/ucx.conf", {"HOME": "/home/other"}),
+        ("site/ucx.conf", {"UCX_CONFIG_DIR": "/site"}),
+    ],
+)
+def test_what_a_site_has_set_in_a_file_of_the_library_is_left_to_it(file, variables, address, tmp_path, monkeypatch):
+    for name in ("NCCL_CONF_FILE", "HOME", "UCX_CONFIG_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        "megarl.cluster.ray.network_environment.getpwuid", lambda _user: SimpleNamespace(pw_dir="/home/user")
+    )
+    make_ports(tmp_path)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("# NCCL_SOCKET_IFNAME=ib1\n# UCX_NET_DEVICES=all\nNCCL_DEBUG=WARN\n")
+    others = network_environment(address, tmp_path)
+    assert others.keys() == {default.name for default in DEFAULTS}
+    (tmp_path / file).write_text("NCCL_IB_HCA=mlx5_0\nNCCL_SOCKET_IFNAME=ib0\nUCX_NET_DEVICES = mlx5_0:1\n")
+    for name in ["UCX_NET_DEVICES"] if file.endswith("ucx.conf") else ["NCCL_IB_HCA", "NCCL_SOCKET_IFNAME"]:
+        del others[name]
+    assert network_environment(address, tmp_path) == others
+
+
+def test_a_user_that_the_system_does_not_know_has_no_file_of_nccl(monkeypatch, address, tmp_path):
+    monkeypatch.delenv("NCCL_CONF_FILE", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
+    assert network_environment(address, tmp_path)["NCCL_SOCKET_IFNAME"] == "=eth7"
 
 
 def test_an_interface_is_known_by_its_first_address(address):
