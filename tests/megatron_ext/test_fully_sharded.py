@@ -3,15 +3,18 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from launch import run_ranks
+from megatron.core import optimizer as core_optimizer
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from parallel_rank import parallel_rank
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from converters.architectures import Lora, read_architecture
 from converters.copying import copy_transfers
@@ -25,12 +28,12 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.resharding.loader.buckets import cut_into_buckets, views
 from megarl.resharding.loader.source import WeightSource
 from megarl.resharding.shared_memory import Segment
-from megatron_ext import device
+from megatron_ext import compat, device
 from megatron_ext.checkpoint import checkpoint
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.memory.offload import optimizer_tensors
 from megatron_ext.memory.storages import nbytes_of, storages_of
-from megatron_ext.optimizer.fully_sharded import own_rows
+from megatron_ext.optimizer.fully_sharded import is_cut, own_rows
 from megatron_ext.options.options import AdapterOptions, MegatronOptions
 from megatron_ext.options.supported_options import check_supported
 from megatron_ext.packing.packing import RaggedBatch
@@ -181,6 +184,82 @@ def optimizer_bytes(model: MegatronModel) -> list[int]:
     return [each.nbytes() for each in storages_of(optimizer_tensors(model.optimizer))]
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """Transformer Engine's Adam, to 2.11: moments that it makes itself have the shape of the whole parameter.
+
+    Its kernel takes as many of their elements as the rank has of the parameter.
+    """
+
+    def __init__(self, params: list[dict[str, Any]], *, adam_w_mode: bool, **defaults: Any) -> None:
+        assert adam_w_mode
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for whole in group["params"]:
+                state = self.state[whole]
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if name not in state:
+                        state[name] = torch.zeros(whole.shape, dtype=torch.float32)
+                own, gradient = own_rows(whole).view(-1), own_rows(whole.grad).view(-1)
+                mean, square = (own_rows(state[name]).view(-1)[: own.numel()] for name in ("exp_avg", "exp_avg_sq"))
+                adamw(
+                    [own],
+                    [gradient],
+                    [mean],
+                    [square],
+                    [],
+                    [torch.tensor(group["step"] - 1.0)],
+                    amsgrad=False,
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    maximize=False,
+                )
+
+
+def test_moments_are_rows_in_the_optimizer_that_a_gpu_has(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    for found in run_ranks(train_with_fused_adam, LAYOUTS["DP2"], folders["qwen3"], tmp_path):
+        for kind in ("fused", "from its checkpoint"):
+            assert found[kind].keys() == found["plain"].keys()
+            for name, tensor in found["plain"].items():
+                torch.testing.assert_close(found[kind][name], tensor, rtol=0, atol=1e-6)
+
+
+def train_with_fused_adam(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> dict[str, Any]:
+    """Weights after two steps, by the optimizer that took them."""
+
+    def made() -> MegatronModel:
+        return make_model(rank, sizes, folder, optimizer={"lr": 1e-3, "adam_eps": 1e-2})
+
+    def step(model: MegatronModel) -> None:
+        batch, places = own_batch(sizes)
+        model.train_step(batch, micro_batches(len(places)), SftObjective())
+
+    plain = made()
+    with (
+        mock.patch.object(core_optimizer, "USING_PYTORCH_OPTIMIZER", new=False),
+        mock.patch.object(core_optimizer, "Adam", FusedAdam),
+    ):
+        fused, continued = made(), made()
+    step(fused)
+    (part,) = compat.parts(fused.optimizer)
+    assert isinstance(part.optimizer, FusedAdam)
+    moments = [each for state in part.optimizer.state.values() for each in state.values()]
+    assert moments
+    assert all(map(is_cut, moments))
+    torch.distributed.barrier()
+    checkpoint.save(fused, target)
+    checkpoint.load(continued, target)
+    for model in (fused, continued, plain, plain):
+        step(model)
+    return {"fused": copies(fused), "from its checkpoint": copies(continued), "plain": copies(plain)}
+
+
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
@@ -247,7 +326,7 @@ def make_model(
     rank: int, sizes: ParallelSizes, folder: Path, transformer: Mapping[str, Any] | None = None, **options: Any
 ) -> MegatronModel:
     # SGD: where a gradient is next to nothing, Adam would make a whole step of its rounding.
-    optimizer = {"lr": 1e-2, "optimizer": "sgd", "sgd_momentum": 0.0, "clip_grad": 1.0}
+    optimizer = options.pop("optimizer", {"lr": 1e-2, "optimizer": "sgd", "sgd_momentum": 0.0, "clip_grad": 1.0})
     distributed = {} if sizes.use_torch_fsdp2 else {"use_distributed_optimizer": False}
     released = HuggingFaceCheckpoint(folder)
     model = MegatronModel(
