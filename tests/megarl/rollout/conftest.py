@@ -35,27 +35,47 @@ def transformers_engines():
     engines.close()
 
 
+_OF_SGLANG = {"context_length": 512, "max_total_tokens": 16384}
+
+
 @pytest.fixture(scope="session")
 def sglang_engines():
-    engines = Engines(SglangEngine, context_length=512, max_total_tokens=16384)
+    engines = Engines(SglangEngine, **_OF_SGLANG)
     yield engines
     engines.close()
 
 
 @pytest.fixture(scope="session")
-def start_stand_in(tmp_path_factory):
-    """Starts SGLang's engine over a server that has the rules of SGLang's, of a folder with the arguments given."""
+def over_stand_in(tmp_path_factory):
+    """SGLang's engine over a server that has the rules of SGLang's: a class."""
     program = tmp_path_factory.mktemp("stand_in") / "python"
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).with_name("sglang_stand_in.py")} "$3"\n')
     program.chmod(0o755)
+
+    class OverStandIn(SglangEngine):
+        def start(self):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv(installation.PYTHON_VARIABLE, str(program))
+                super().start()
+
+    return OverStandIn
+
+
+@pytest.fixture(scope="session")
+def stand_in_engines(over_stand_in):
+    engines = Engines(over_stand_in, **_OF_SGLANG)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="session")
+def start_stand_in(over_stand_in):
+    """Starts such an engine of a folder with the arguments given, beside all others."""
     engines = []
 
     def begin(folder, **arguments):
-        engine = SglangEngine(folder, {"context_length": 512, "max_total_tokens": 16384, **arguments})
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(installation.PYTHON_VARIABLE, str(program))
-            engine.start()
-        engines.append(engine)
+        engines.append(engine := over_stand_in(folder, {**_OF_SGLANG, **arguments}))
+        engine.start()
         return engine
 
     yield begin
@@ -108,21 +128,25 @@ def _without_leftovers(served):
 _SMALL_BATCHES = {
     "vllm": {"max_num_batched_tokens": 512},
     "sglang": {"max_running_requests": 30},
+    "stand-in": {"max_running_requests": 30},
     "transformers": {"max_num_seqs": 30},
 }
 
 
 @pytest.fixture
 def kind():
-    """The kind of engine that `host`, `fresh` and `served` have; tests of the protocol ask for others, too."""
+    """The kind of engine that `host`, `fresh` and `served` have; tests of the protocol ask for others, too.
+
+    "stand-in" is SGLang's over a server that has the rules of SGLang's.
+    """
     return "vllm"
 
 
 @pytest.fixture
 def host(kind, request):
     """Starts engines of this kind, one at a time."""
-    engines = {"vllm": "engines", "sglang": "sglang_engines", "transformers": "transformers_engines"}
-    return request.getfixturevalue(engines[kind])
+    engines = {"vllm": "engines", "stand-in": "stand_in_engines"}
+    return request.getfixturevalue(engines.get(kind, f"{kind}_engines"))
 
 
 @pytest.fixture

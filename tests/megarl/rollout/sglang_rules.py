@@ -38,7 +38,7 @@ def rule_of_workers(check):
     return check
 
 
-def ask(client, tokens=12, seeds=(1,), prompt=PROMPT, adapter=None, **sampling):
+def ask(client, tokens=12, seeds=(1,), prompt=PROMPT, adapter=None, priority=0, **sampling):
     """A call of /generate that has begun."""
     shared = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": tokens, "stop_token_ids": [], **sampling}
     body = {
@@ -50,6 +50,7 @@ def ask(client, tokens=12, seeds=(1,), prompt=PROMPT, adapter=None, **sampling):
         "return_sampling_mask": shared["top_k"] > 0,
         "return_routed_experts": True,
         "lora_path": adapter,
+        "priority": priority,
     }
     return client.begin(client.ask("/generate", body))
 
@@ -292,7 +293,19 @@ def an_aborted_sample_gives_what_it_told_of_while_nothing_is_computed(client):
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"]) == len(versions_of(answer))
 
 
-def stream(client, tokens, interval, seeds=(1, 2), heard=None):
+@rule
+def a_sample_that_is_aborted_in_its_place_ends_with_its_next_step(client):
+    asked = running(client)
+    with paused(client, "in_place"):
+        client.post("/abort_request", abort_all=True)
+        time.sleep(0.4)
+        assert not asked.done()
+    (answer,) = asked.result(60)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert 0 < len(answer["output_ids"]) < 400
+
+
+def stream(client, tokens, interval, seeds=(1, 2), heard=None, priority=0):
     """A call of /generate that has begun, whose answers go to `heard`, too, as they come."""
     shared = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": tokens, "stop_token_ids": []}
     body = {
@@ -305,6 +318,7 @@ def stream(client, tokens, interval, seeds=(1, 2), heard=None):
         "stream": True,
         "return_sampling_mask": False,
         "return_routed_experts": True,
+        "priority": priority,
     }
     heard = [] if heard is None else heard
 
@@ -347,6 +361,43 @@ def a_stream_that_is_aborted_as_it_waits_repeats_its_last_token(client):
     assert last["meta_info"]["completion_tokens"] == len(versions_of(last)) == told
     assert last["output_ids"] == heard[-2]["output_ids"][-1:]
     assert len(last["meta_info"]["output_token_logprobs"]) == told
+
+
+def without_room(client):
+    """A call that takes all the room for samples, all of which have begun; and how many there are."""
+    heard, most = [], client.get("/server_info")["max_running_requests"]
+    asked = stream(client, tokens=200, interval=64, seeds=range(most), heard=heard, priority=50)
+    assert eventually(lambda: len({answer["index"] for answer in heard}) == most)
+    return asked, most
+
+
+@rule
+def the_lowest_priority_begins_first_and_behind_what_has_begun(client):
+    begun, most = without_room(client)
+    ended = []
+    with paused(client, "in_place"):
+        # Each needs all the room, and so they end one after the other.
+        asked = {each: ask(client, tokens=2, seeds=range(most), priority=each) for each in (90, 10, 40, 11)}
+        for priority, answer in {50: begun, **asked}.items():
+            answer.add_done_callback(lambda _, priority=priority: ended.append(priority))
+    assert eventually(lambda: len(ended) == 5, 60)
+    assert ended == [50, 10, 11, 40, 90]
+
+
+@rule
+def a_sample_without_room_that_is_aborted_ends_at_once(client):
+    begun, _ = without_room(client)
+    waiting = []
+    without = stream(client, tokens=12, interval=1, seeds=(1,), heard=waiting)
+    time.sleep(0.2)
+    with paused(client, "in_place"):
+        client.post("/abort_request", abort_all=True)
+        (answer,) = without.result(60)
+        assert not begun.done()
+    assert (answer["output_ids"], answer["meta_info"]["completion_tokens"]) == ([], 0)
+    assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert versions_of(answer) == answer["meta_info"]["output_token_logprobs"] == []
+    begun.result(60)
 
 
 @rule

@@ -1,7 +1,9 @@
 """A server with the rules of SGLang's that costs a second to start; a program: `sglang_stand_in.py FOLDER`.
 
 It samples from a model that sees the last token alone: the logits are its row of `model.embed_tokens.weight` times
-`lm_head.weight`. Each of its rules is checked against SGLang's own server, too (`sglang_rules.py`).
+`lm_head.weight`. Each of its rules is checked against SGLang's own server, too (`sglang_rules.py`), but one that holds
+on GPUs alone and was read: memory that is released ends the server when it is to be released again. SGLang calls
+`TorchMemorySaver::pause`, which ends its process: torch_memory_saver 0.0.9.post1, csrc/core.cpp, lines 115 to 121.
 """
 
 import asyncio
@@ -13,19 +15,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import torch
 from aiohttp import web
-from safetensors.torch import load_file
 from sglang_adapters import Adapters, reference_to
+from stand_in_samples import Model, Sample
 
-from megarl.rollout.protocol import SamplingParameters
 from megarl.rollout.returned_experts import ReturnedExperts
 from megarl.rollout.sglang import hooks, worker
 from megarl.rollout.sglang.calls import ARGUMENTS, LOAD_FORMAT
 from megarl.rollout.sglang.parent import end_with_parent
 from megarl.rollout.sglang.samples import NEUTRAL
-from megarl.rollout.transformers.sampling import kept_log_probs
 
 STEP_S = 0.002
 SAMPLED = {
@@ -39,131 +37,10 @@ SAMPLED = {
     "stream_interval",
 }
 """Sampling parameters that it heeds."""
-_TOLD_OF_TOKENS = {"output_token_logprobs", "output_token_sampling_logprobs", "output_token_sampling_mask"}
 REFUSED_ONCE = "refused_once.txt"
 """A file in the model's folder with the path of a call that is refused, once."""
 SCHEDULER = "sglang::scheduler"
 """The name of the process that steps, in SGLang; here one that is asked for the state of the server alone."""
-
-
-class Model:
-    """All tensors of a folder, by their names in it."""
-
-    def __init__(self, folder):
-        self._tensors = load_file(folder / "model.safetensors")
-        self.config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
-
-    def named_parameters(self):
-        return self._tensors.items()
-
-    def parameters(self):
-        return self._tensors.values()
-
-    def buffers(self):
-        return []
-
-    def modules(self):
-        return []
-
-    def named_modules(self):
-        return []
-
-    def load_weights(self, tensors):
-        for name, tensor in tensors:
-            # As SGLang's models: what is not known is skipped, without an error.
-            if name in self._tensors:
-                self._tensors[name].copy_(tensor)
-
-    def hidden(self, token):
-        return self._tensors["model.embed_tokens.weight"][token]
-
-    def logits(self, hidden):
-        return hidden @ self._tensors["lm_head.weight"].T
-
-
-class Sample:
-    def __init__(self, prompt, sampling, limit, asked, sizes=()):
-        self.prompt, self.sampling, self.asked, self.sizes = prompt, sampling, asked, sizes
-        self.most = max(0, min(sampling["max_new_tokens"], limit - len(prompt) - 1))
-        self.token_ids, self.log_probs, self.kept_log_probs, self.versions = [], [], [], []
-        self.reason = None
-        self.told = 0
-
-    def step(self, model, adapters, version, ends):
-        hidden = model.hidden((self.prompt + self.token_ids)[-1])
-        if (adapter := self.asked.get("lora_path")) is not None:
-            hidden = adapters.adapted(adapter, hidden)
-        logits = model.logits(hidden).double()
-        greedy = self.sampling["temperature"] == 0
-        log_probs = (logits if greedy else logits / self.sampling["temperature"]).log_softmax(-1)
-        kept = log_probs
-        if self.asked["return_sampling_mask"]:
-            kept = kept_log_probs(log_probs[None], SamplingParameters(**self._cut()))[0]
-        noise = np.random.default_rng((self.sampling["sampling_seed"], len(self.prompt) + len(self.token_ids)))
-        gumbel = 0 if greedy else torch.from_numpy(noise.gumbel(size=len(kept)))
-        token = int((kept + gumbel).argmax())
-        self.token_ids.append(token)
-        self.log_probs.append(float(log_probs[token]))
-        self.kept_log_probs.append(float(kept[token]))
-        self.versions.append(version)
-        if (token in ends and not self.sampling.get("ignore_eos")) or token in self.sampling["stop_token_ids"]:
-            self.reason = "stop"
-        elif len(self.token_ids) >= self.most:
-            self.reason = "length"
-
-    def _cut(self):
-        return {name: self.sampling[name] for name in ("top_k", "top_p")}
-
-    def experts(self):
-        """[all tokens but the last, layers, top-k]: those that follow the token."""
-        layers, topk, experts = self.sizes
-        fed = np.array((self.prompt + self.token_ids)[:-1], dtype=np.int32)
-        return (fed[:, None, None] + np.arange(layers)[:, None] + np.arange(topk)).astype(np.int32) % experts
-
-    def news(self):
-        """An answer with what was not told of yet; None if it is not time to tell, by the rules of such a stream."""
-        new = len(self.token_ids) - self.told
-        if not self.reason and new < self.sampling["stream_interval"] and (self.told or not new):
-            return None
-        answer = self.answer()
-        about = answer["meta_info"]
-        for key in about.keys() & _TOLD_OF_TOKENS:
-            about[key] = about[key][self.told :]
-        answer["output_ids"] = self.token_ids[self.told :]
-        self.told = len(self.token_ids)
-        return answer
-
-    def waiting_aborted(self):
-        """The last answer of a sample that ends as it waits: the last token told again, and all log-probs."""
-        for values in (self.token_ids, self.log_probs, self.kept_log_probs, self.versions):
-            del values[self.told :]
-        answer = self.answer()
-        answer["output_ids"] = self.token_ids[-1:]
-        return answer
-
-    def answer(self):
-        spans = []
-        for place, version in enumerate(self.versions):
-            if spans and spans[-1]["version"] == version:
-                spans[-1]["end"] = place + 1
-            else:
-                spans.append({"version": version, "start": place, "end": place + 1})
-        about = {
-            "completion_tokens": len(self.token_ids),
-            "finish_reason": {"type": self.reason} if self.reason else None,
-            "weight_versions": spans,
-            # JSON has no NaN.
-            "output_token_logprobs": [
-                [log_prob if np.isfinite(log_prob) else None, token, None]
-                for log_prob, token in zip(self.log_probs, self.token_ids, strict=True)
-            ],
-        }
-        if self.asked["return_sampling_mask"]:
-            about["output_token_sampling_logprobs"] = self.kept_log_probs
-            about["output_token_sampling_mask"] = [[token] for token in self.token_ids]
-        if self.asked.get("return_routed_experts") and self.sizes and self.reason:
-            about["routed_experts"] = base64.b64encode(self.experts().tobytes()).decode()
-        return {"output_ids": self.token_ids, "meta_info": about}
 
 
 class RefusedError(Exception):
@@ -190,10 +67,11 @@ class StandIn:
         self._limit = min(arguments.get("context_length", 2048), arguments["max_total_tokens"]) - 1
         self._goes_on = asyncio.Event()
         self._goes_on.set()
-        self._is_retracted = False
         self._in_session = False
         self._released = set()
-        self._running = set()
+        self._running = []
+        self._waiting = []
+        """Samples without room, and all that is retracted."""
         self._scheduler = None
         self._scheduler_asked = asyncio.Lock()
 
@@ -240,32 +118,36 @@ class StandIn:
         async with self._scheduler_asked:
             self._scheduler.stdin.write(b"\n")
             await self._scheduler.stdout.readline()
-        return web.json_response({"max_req_input_len": self._limit - 5})
+        most = self._arguments["max_running_requests"]
+        return web.json_response({"max_req_input_len": self._limit - 5, "max_running_requests": most})
 
     def _pause_generation(self, mode):
         self._goes_on.clear()
-        self._is_retracted = self._is_retracted or mode == "retract"
+        if mode == "retract":
+            self._waiting += self._running
+            self._running = []
 
     def _continue_generation(self, torch_empty_cache):
-        self._is_retracted = False
         self._goes_on.set()
 
     def _abort_request(self, abort_all):
+        # The one ends with its next step, the other at once.
         for sample in self._running:
-            # One that is paused in its place ends with its next step.
+            sample.is_aborted = True
+        for sample in self._waiting:
             sample.reason = "abort"
 
     def _flush_cache(self):
-        if self._running and not self._is_retracted:
+        if self._running or (self._waiting and self._goes_on.is_set()):
             raise RefusedError("Flush cache failed.")
 
     def _release_memory_occupation(self, tags):
-        # torch_memory_saver, which SGLang has on GPUs alone: "Cannot pause allocation that is not active.", exit(1).
         if self._released.intersection(tags):
             os._exit(1)
         self._released.update(tags)
 
     def _resume_memory_occupation(self, tags):
+        # `self.offload_tags.remove(tag)` raises in SGLang's scheduler.
         if not self._released.issuperset(tags):
             os._exit(1)
         self._released.difference_update(tags)
@@ -323,7 +205,6 @@ class StandIn:
             if not 0 < sample.sampling["top_p"] <= 1:
                 raise RefusedError(f"top_p must be in (0, 1], got {sample.sampling['top_p']}.")
             check_neutral(sample.sampling)
-        self._running.update(samples)
         if asked["stream"]:
             return await self._stream(request, samples)
         await asyncio.gather(*(self._serve(sample) for sample in samples))
@@ -340,25 +221,35 @@ class StandIn:
 
         async def serve(index, sample):
             await self._serve(sample, lambda: tell(sample.news(), index))
-            if sample.reason == "abort":
-                await tell(sample.waiting_aborted() if self._is_retracted else sample.news(), index)
+            if not sample.is_told:
+                await tell(sample.waiting_aborted(), index)
 
         await asyncio.gather(*(serve(*each) for each in enumerate(samples)))
         await response.write(b"data: [DONE]\n\n")
         return response
 
     async def _serve(self, sample, tell=None):
+        self._waiting.append(sample)
         try:
             while sample.reason is None:
                 await asyncio.sleep(STEP_S)
-                while not self._goes_on.is_set() and not (sample.reason and self._is_retracted):
-                    await asyncio.sleep(STEP_S)
-                if sample.reason is None:
-                    sample.step(self._model, self._adapters, self._version, self._ends)
-                    if tell is not None:
-                        await tell()
+                if self._goes_on.is_set():
+                    self._let_in()
+                    if sample in self._running:
+                        sample.step(self._model, self._adapters, self._version, self._ends)
+                        if tell is not None:
+                            await tell()
         finally:
-            self._running.discard(sample)
+            for each in (self._running, self._waiting):
+                if sample in each:
+                    each.remove(sample)
+
+    def _let_in(self):
+        if self._arguments["enable_priority_scheduling"]:
+            sign = 1 if self._arguments["schedule_low_priority_values_first"] else -1
+            self._waiting.sort(key=lambda sample: sign * sample.asked["priority"])
+        while self._waiting and len(self._running) < self._arguments["max_running_requests"]:
+            self._running.append(self._waiting.pop(0))
 
 
 def ends_of(folder, config):

@@ -12,7 +12,8 @@ from converters.errors import UserError
 from megarl.cluster.engines.progress_log import ProgressLog
 from megarl.rollout.protocol import Progress, Request, RequestEnded, SamplingParameters
 
-pytestmark = pytest.mark.parametrize("kind", ["vllm", "transformers"])
+SGLANG = pytest.param("sglang", marks=pytest.mark.sglang)
+pytestmark = pytest.mark.parametrize("kind", ["vllm", SGLANG, "stand-in", "transformers"])
 
 SAMPLING = SamplingParameters(samples=3, max_tokens=24, seed=11, top_p=0.95)
 
