@@ -29,7 +29,7 @@ def in_number_format(rollout: RolloutConfig, hf_config: Mapping[str, Any]) -> Ar
     if chosen.name not in kind.number_formats:
         raise UserError(
             f"rollout.weights={chosen.name} is not for rollout.engine={rollout.engine}, which holds"
-            f" {' and '.join(kind.number_formats)}: take one of these, or another engine"
+            f" {', '.join(kind.number_formats)}: take one of these, or another engine"
         )
     if is_block_fp8(hf_config):
         raise UserError(

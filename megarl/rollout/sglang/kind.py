@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import UserError
 from megarl.rollout.argument_values import DTYPE, PREFIX, SHARE, SIZE, SWITCH, Values
 from megarl.rollout.kind import (
+    NUMBER_FORMAT,
     QUANTISATION,
     Ability,
     Arguments,
@@ -276,8 +277,29 @@ _BESIDE_FORMATS: Mapping[str, Refusal] = {
 """Arguments that work, but not with `rollout.weights`."""
 
 
+_ONE_KERNEL = "experts in INT8 have one kernel, Triton's, for experts that are each on one worker or cut over all"
+_BESIDE_INT8: Mapping[str, Refusal] = {
+    "moe_runner_backend": Refusal(_ONE_KERNEL, (None, "auto", "triton")),
+    "moe_a2a_backend": Refusal(_ONE_KERNEL, (None, "none")),
+}
+"""Arguments that work, but not with INT8 per channel."""
+_INT8 = "int8_channel"
+_NO_LINEAR_LAYERS = ("embed_tokens", "head")
+"""Ends of the names of modules that SGLang would give the methods of a linear layer if it was told to ignore them."""
+
+
+def _told(number_format: "NumberFormat", architecture: "Architecture") -> dict[str, Any]:
+    """The `quantization_config`: of INT8 per channel in SGLang's own form, see `megarl.rollout.sglang.int8`."""
+    config = quantisation(number_format, architecture)
+    if number_format.name != _INT8:
+        return config
+    ignored = [module for module in config["ignore"] if not module.endswith(_NO_LINEAR_LAYERS)]
+    return {"quant_method": "w8a8_int8", "ignore": ignored, NUMBER_FORMAT: number_format.name}
+
+
 def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture: "Architecture") -> Arguments:
-    refuse(arguments, _BESIDE_FORMATS, PREFIX, f" with rollout.weights={number_format.name}")
+    beside = {**_BESIDE_FORMATS, **(_BESIDE_INT8 if number_format.name == _INT8 else {})}
+    refuse(arguments, beside, PREFIX, f" with rollout.weights={number_format.name}")
     for name in ("quantization", OVERRIDES):
         if arguments.get(name) is not None:
             raise UserError(
@@ -286,7 +308,7 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
             )
     tensor, expert = (arguments.get(f"{kind}_size") or 1 for kind in ("tp", "ep"))
     number_format.check(architecture, tensor, max(1, tensor // expert))
-    return {**arguments, OVERRIDES: json.dumps({QUANTISATION: quantisation(number_format, architecture)})}
+    return {**arguments, OVERRIDES: json.dumps({QUANTISATION: _told(number_format, architecture)})}
 
 
 SGLANG = EngineKind(
@@ -305,7 +327,7 @@ SGLANG = EngineKind(
     context_argument="context_length",
     tiny=lambda arguments: two_at_most(arguments, ("tp_size", "ep_size")),
     quantised=_quantised,
-    number_formats=("fp8_block", "fp8_block_ue8m0"),
+    number_formats=("fp8_block", "fp8_block_ue8m0", _INT8),
     memory_share=_share,
     computes_beside=True,
     prefill_tokens=_prefill_tokens,

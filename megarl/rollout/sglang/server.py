@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
-from megarl.rollout.sglang import cpu, hooks
+from megarl.rollout.sglang import cpu, hooks, int8
 from megarl.rollout.sglang.arguments import check_block_fp8, check_names, check_version
 from megarl.rollout.sglang.calls import ARGUMENTS, REFUSED
 from megarl.rollout.sglang.kind import VERSIONS
@@ -59,9 +59,11 @@ if _IS_ON_CPU:
 # Another version is refused by `main`, and may not have the registry.
 if version("sglang") in VERSIONS:
     hooks.register()
+    int8.register_hooks()
     if _IS_ON_CPU:
         cpu.corrections.register_hooks()
         cpu.fp8.register_hooks()
+        cpu.int8.register_hooks()
         cpu.kv_cache.register_hooks()
         cpu.experts.register_hooks()
         cpu.latent.register_hooks()

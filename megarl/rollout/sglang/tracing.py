@@ -93,6 +93,9 @@ _KEPT: Mapping[str, Callable[[Any], str | None]] = {
     "UnquantizedFusedMoEMethod": _keeps_experts,
     "Fp8LinearMethod": _keeps_blocks(_keeps_codes),
     "Fp8MoEMethod": _keeps_blocks(_keeps_codes_of_experts),
+    # Kept by `megarl.rollout.sglang.int8`.
+    "W8A8Int8LinearMethod": lambda _module: None,
+    "W8A8Int8MoEMethod": lambda _module: None,
 }
 """Name of the class of a module's `quant_method` -> why its parameters are not what was loaded; None if they are."""
 

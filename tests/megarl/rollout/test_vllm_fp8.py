@@ -27,6 +27,9 @@ ENGINES = [
     pytest.param("sglang", {"tp_size": 2}, "qwen3_moe", CUT_IN_TWO, FP8_BLOCK, marks=pytest.mark.sglang),
     pytest.param("sglang", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], FP8_BLOCK_UE8M0, marks=pytest.mark.sglang),
     pytest.param("sglang", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"], FP8_BLOCK, marks=pytest.mark.sglang),
+    pytest.param("sglang", {"load_format": "dummy"}, "qwen3", {}, INT8_CHANNEL, marks=pytest.mark.sglang),
+    pytest.param("sglang", {}, "qwen3_moe", {}, INT8_CHANNEL, marks=pytest.mark.sglang),
+    pytest.param("sglang", {}, "deepseek_v3", {}, INT8_CHANNEL, marks=pytest.mark.sglang),
 ]
 
 

@@ -102,6 +102,18 @@ def test_sglang_is_told_by_an_argument_that_nobody_else_may_give(folder):
             server_arguments(folder, {"json_model_override_args": other}, 1, "key")
 
 
+def test_sglang_is_told_of_int8_in_a_form_of_its_own(folder, tmp_path):
+    """Its form of compressed-tensors has no experts in INT8, and modules in the list are linear layers to it."""
+    sparse = write_tiny_model("qwen3_moe", tmp_path / "qwen3_moe")
+    ignored = {folder: [], sparse: [f"model.layers.{layer}.mlp.gate" for layer in range(3)]}
+    for model, routers in ignored.items():
+        arguments = in_number_format(RolloutConfig(engine="sglang", weights="int8_channel"), read_json(model / CONFIG))
+        told = json.loads(server_arguments(model, arguments, 1, "key")["json_model_override_args"])
+        assert told == {
+            "quantization_config": {"quant_method": "w8a8_int8", "ignore": routers, NUMBER_FORMAT: "int8_channel"}
+        }
+
+
 @pytest.mark.parametrize(
     ("rollout", "says"),
     [
@@ -138,9 +150,17 @@ def test_sglang_is_told_by_an_argument_that_nobody_else_may_give(folder):
             "an engine that cuts model.layers.0.mlp.down_proj.weight over 8 ranks cuts its 256 through them",
         ),
         (
-            {"engine": "sglang", "weights": "int8_channel"},
-            "rollout.weights=int8_channel is not for rollout.engine=sglang, which holds fp8_block and fp8_block_ue8m0:"
-            " take one of these",
+            {"engine": "sglang", "weights": "mxfp8"},
+            "rollout.weights=mxfp8 is not for rollout.engine=sglang, which holds fp8_block, fp8_block_ue8m0,"
+            " int8_channel: take one of these",
+        ),
+        (
+            {"engine": "sglang", "weights": "int8_channel", "engine_args": {"moe_runner_backend": "triton_kernel"}},
+            "rollout.engine_args.moe_runner_backend=triton_kernel is not supported with rollout.weights=int8_channel",
+        ),
+        (
+            {"engine": "sglang", "weights": "int8_channel", "engine_args": {"moe_a2a_backend": "deepep"}},
+            "rollout.engine_args.moe_a2a_backend=deepep is not supported with rollout.weights=int8_channel",
         ),
         (
             {"weights": "mxfp8", "engine_args": {"tensor_parallel_size": 16}},

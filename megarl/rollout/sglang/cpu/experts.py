@@ -1,15 +1,18 @@
-"""Experts in SGLang on a CPU (0.5.23): those of other workers, and adapters, by torch's products under its own layers.
+"""Experts in SGLang on a CPU (0.5.23): those of other workers, codes, and adapters, by torch under its own layers.
 
 Experts that have adapters are multiplied by SGLang's runner for Triton, on every device; experts without any are
 multiplied in torch on a CPU. Adapters lie where its layers hold them on a GPU, cut over workers by SGLang.
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from converters.number_formats import NumberFormat
 
 _TORCH = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 _RUNNER = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
@@ -42,6 +45,40 @@ def leave_out_experts_of_others(
         of_rows = {name: getattr(chosen, name)[is_here][:, None] for name in ("topk_ids", "topk_weights")}
         outputs[is_here] = original(layer, rows, chosen._replace(**of_rows), config)
     return outputs.sum(1)
+
+
+def multiply_by_decoded_experts(number_format: NumberFormat) -> Callable[[Any, Any, Any], Any]:
+    """The method `apply` of experts whose weights are codes, with scales.
+
+    It decodes the matrices of each expert that has a token, for SGLang's own torch.
+    """
+
+    def apply(method: Any, layer: Any, dispatch_output: Any) -> Any:
+        from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
+        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+        x = dispatch_output.hidden_states
+        decoded = SimpleNamespace(
+            num_experts=layer.num_experts,
+            w13_weight=_Decoded(number_format, layer, "w13_weight", x.dtype),
+            w2_weight=_Decoded(number_format, layer, "w2_weight", x.dtype),
+        )
+        output = moe_forward_native(decoded, x, dispatch_output.topk_output, method.moe_runner_config)
+        return StandardCombineInput(hidden_states=output)
+
+    return apply
+
+
+class _Decoded:
+    """The matrices of experts [experts, rows, columns], each decoded when it is asked for."""
+
+    def __init__(self, number_format: NumberFormat, layer: Any, name: str, dtype: torch.dtype) -> None:
+        self._format, self._dtype = number_format, dtype
+        self._codes: Tensor = getattr(layer, name).data
+        self._scales: Tensor = getattr(layer, number_format.scales_name(name)).data
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return self._format.dequantise(self._codes[expert], self._scales[expert], self._dtype)
 
 
 def leave_tokens_unsorted(*_: Any, **__: Any) -> tuple[None, None, bool, bool, None, None, None]:

@@ -5,8 +5,6 @@ codes and scales stay where the loaders put them, as on a GPU, and become number
 multiplication; activations are not quantised. It is slow and right, and the same on every CPU.
 """
 
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from converters.number_formats import FP8_BLOCK
+from megarl.rollout.sglang.cpu.experts import multiply_by_decoded_experts
 
 _FP8 = "sglang.srt.layers.quantization.fp8"
-_LATENT = "sglang.srt.models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin"
 
 
 def register_hooks() -> None:
@@ -27,7 +25,6 @@ def register_hooks() -> None:
     for method, apply in (("Fp8LinearMethod", multiply), ("Fp8MoEMethod", multiply_by_experts)):
         HookRegistry.register(f"{_FP8}.{method}.process_weights_after_loading", keep_codes, HookType.REPLACE)
         HookRegistry.register(f"{_FP8}.{method}.apply", apply, HookType.REPLACE)
-    HookRegistry.register(f"{_LATENT}.post_load_weights", decode_keys_and_values_of_heads, HookType.AFTER)
 
 
 def with_float32(dtypes: list[torch.dtype], *_: Any) -> list[torch.dtype]:
@@ -50,49 +47,5 @@ def multiply(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) ->
     return F.linear(x, FP8_BLOCK.dequantise(layer.weight.data, layer.weight_scale_inv.data, x.dtype), bias)
 
 
-def multiply_by_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
-    """Decode the matrices of each expert that has a token, for SGLang's own torch: `Fp8MoEMethod.apply`."""
-    from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
-    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-
-    x = dispatch_output.hidden_states
-    decoded = SimpleNamespace(
-        num_experts=layer.num_experts,
-        w13_weight=_Decoded(layer.w13_weight.data, layer.w13_weight_scale_inv.data, x.dtype),
-        w2_weight=_Decoded(layer.w2_weight.data, layer.w2_weight_scale_inv.data, x.dtype),
-    )
-    output = moe_forward_native(decoded, x, dispatch_output.topk_output, method.moe_runner_config)
-    return StandardCombineInput(hidden_states=output)
-
-
-def decode_keys_and_values_of_heads(
-    _result: None, model: Any, *_: Any, weight_names: Sequence[str] | None = None, **__: Any
-) -> None:
-    """Decode the matrices that latent attention multiplies by, which SGLang makes of kv_b_proj, as it does on CUDA.
-
-    On a CPU it quantises them again, with one scale for all of them. `weight_names` are those that were loaded.
-    """
-    loaded = None if weight_names is None else {name.rpartition(".kv_b_proj.")[0] for name in weight_names}
-    for i, layer in enumerate(model.model.layers):
-        attention: Any = getattr(layer, "self_attn", None)
-        projection = getattr(attention, "kv_b_proj", None)
-        if projection is None or projection.weight.dtype != torch.float8_e4m3fn:
-            continue
-        if loaded is not None and f"model.layers.{i}.self_attn" not in loaded:
-            continue
-        dtype = attention.kv_a_layernorm.weight.dtype
-        heads = FP8_BLOCK.dequantise(projection.weight.data, projection.weight_scale_inv.data, dtype).unflatten(
-            0, (-1, attention.qk_nope_head_dim + attention.v_head_dim)
-        )
-        keys, values = heads.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
-        attention.w_kc, attention.w_vc = keys.contiguous(), values.contiguous().transpose(1, 2)
-
-
-class _Decoded:
-    """The matrices of experts [experts, rows, columns], each decoded when it is asked for."""
-
-    def __init__(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> None:
-        self._codes, self._scales, self._dtype = codes, scales, dtype
-
-    def __getitem__(self, expert: int) -> Tensor:
-        return FP8_BLOCK.dequantise(self._codes[expert], self._scales[expert], self._dtype)
+multiply_by_experts = multiply_by_decoded_experts(FP8_BLOCK)
+"""`Fp8MoEMethod.apply`."""

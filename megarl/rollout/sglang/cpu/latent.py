@@ -4,13 +4,16 @@ SGLang multiplies by adapters of kv_b_proj in Triton alone. Their matrices have 
 and B [slots, heads * (K + V), r], whose rows are the keys of a head before its values.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from converters.number_formats import FP8_BLOCK, INT8_CHANNEL
+
 _LATENT = "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry"
+_LOADER = "sglang.srt.models.deepseek_common.deepseek_weight_loader.DeepseekV2WeightLoaderMixin"
 _ROTATION = "sglang.srt.layers.rotary_embedding.factory"
 _OF_SLOTS = "sglang.kernels.ops.lora.dense.kv_b_lora_absorbed"
 
@@ -21,6 +24,7 @@ def register_hooks() -> None:
 
     HookRegistry.register(f"{_LATENT}.get_handler", attend_to_latent, HookType.AROUND)
     HookRegistry.register(f"{_ROTATION}.get_rope_cpu", rotate_without_yarn, HookType.AROUND)
+    HookRegistry.register(f"{_LOADER}.post_load_weights", decode_keys_and_values_of_heads, HookType.AFTER)
     for function, stand_in in (
         ("step_a_q_fwd", keys_of_heads),
         ("step_b_q_fwd", add_to_latent),
@@ -61,6 +65,35 @@ def rotate_without_yarn(
     from sglang.srt.layers.rotary_embedding.factory import get_rope
 
     return get_rope(*rotation)
+
+
+_FORMATS = {each.codes: each for each in (FP8_BLOCK, INT8_CHANNEL)}
+"""Type of codes -> their number format."""
+
+
+def decode_keys_and_values_of_heads(
+    _result: None, model: Any, *_: Any, weight_names: Sequence[str] | None = None, **__: Any
+) -> None:
+    """Decode the matrices that latent attention multiplies by, which SGLang makes of kv_b_proj, for the model's type.
+
+    On a CPU it quantises those of block FP8 again, with one scale for all of them; those of INT8 it decodes in bfloat16
+    on any device, codes times scales that are rounded, too. `weight_names` are those that were loaded.
+    """
+    loaded = None if weight_names is None else {name.rpartition(".kv_b_proj.")[0] for name in weight_names}
+    for i, layer in enumerate(model.model.layers):
+        attention: Any = getattr(layer, "self_attn", None)
+        projection = getattr(attention, "kv_b_proj", None)
+        if projection is None or (number_format := _FORMATS.get(projection.weight.dtype)) is None:
+            continue
+        if loaded is not None and f"model.layers.{i}.self_attn" not in loaded:
+            continue
+        dtype = attention.kv_a_layernorm.weight.dtype
+        scales = getattr(projection, number_format.scales_name("weight"))
+        heads = number_format.dequantise(projection.weight.data, scales.data, dtype).unflatten(
+            0, (-1, attention.qk_nope_head_dim + attention.v_head_dim)
+        )
+        keys, values = heads.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
+        attention.w_kc, attention.w_vc = keys.contiguous(), values.contiguous().transpose(1, 2)
 
 
 def keys_of_heads(queries: Tensor, b: Tensor, batch: Any, rows_of_head: int) -> Tensor:
