@@ -1,9 +1,11 @@
-"""Adapters of kv_b_proj in SGLang on a CPU: products in torch against B A itself."""
+"""Latent attention in SGLang on a CPU: adapters of kv_b_proj against B A itself, and what its codes stand for."""
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, NumberFormat
 from megarl.rollout.sglang import cpu
 
 TOKENS, HEADS, KEYS, VALUES, LATENT, RANK, SLOTS = 5, 2, 3, 4, 6, 2, 2
@@ -42,3 +44,18 @@ def test_outputs_of_heads_have_the_adapter_of_values() -> None:
     low_rank = cpu.latent.low_rank_of_latent(attended, A, BATCH)
     found = cpu.latent.add_values_of_heads(low_rank, B, BATCH, before.clone(), KEYS, VALUES)
     torch.testing.assert_close(found, before + torch.einsum("thl,thvl->thv", attended, updates()[:, :, KEYS:]))
+
+
+@pytest.mark.parametrize("number_format", [FP8_BLOCK, INT8_CHANNEL], ids=lambda each: each.name)
+def test_keys_and_values_of_heads_are_those_that_codes_stand_for(number_format: NumberFormat) -> None:
+    codes, scales = number_format.quantise(random(HEADS * (KEYS + VALUES), LATENT).float())
+    projection = SimpleNamespace(**{"weight": codes, number_format.scales_name("weight"): scales})
+    norm = SimpleNamespace(weight=torch.ones(LATENT))
+    heads = {"qk_nope_head_dim": KEYS, "v_head_dim": VALUES, "w_kc": None, "w_vc": None}
+    attentions = [SimpleNamespace(kv_b_proj=projection, kv_a_layernorm=norm, **heads) for _ in range(2)]
+    model = SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=each) for each in attentions]))
+    cpu.latent.decode_keys_and_values_of_heads(None, model, weight_names=["model.layers.1.self_attn.kv_b_proj.weight"])
+    assert attentions[0].w_kc is None
+    decoded = number_format.dequantise(codes, scales, torch.float32).unflatten(0, (HEADS, KEYS + VALUES))
+    assert torch.equal(attentions[1].w_kc, decoded[:, :KEYS])
+    assert torch.equal(attentions[1].w_vc.transpose(1, 2), decoded[:, KEYS:])
