@@ -18,6 +18,7 @@ from megarl.rollout.sglang.kind import (
     REQUIRED,
     SGLANG,
     VERSIONS,
+    W8A8_INT8,
 )
 from megatron_ext import device
 
@@ -59,14 +60,32 @@ def check_block_fp8(arguments: Mapping[str, Any]) -> None:
     """
     if not device.gpus() or device.has_e4m3(device.device()):
         return
-    overrides = json.loads(arguments.get(OVERRIDES) or "{}")
-    config = json.loads((Path(arguments["model_path"]) / "config.json").read_text())
-    held = {**config, **overrides}.get(QUANTISATION) or {}
+    held = _held_in(arguments)
     if held.get("quant_method") == "fp8" and held.get("weight_block_size"):
         raise UserError(
             "SGLang packs weights in block FP8 on GPUs below compute capability 8.9, and takes no others in their"
             " place: set rollout.weights=as_trained with a model in bf16, or take other GPUs"
         )
+
+
+def check_int8(arguments: Mapping[str, Any]) -> None:
+    """Raise UserError for weights in INT8 on a GPU for which SGLang has no kernel of linear layers.
+
+    Its `int8_scaled_mm` raises above compute capability 9.0, when the first prompt comes.
+    """
+    capability = device.compute_capability()
+    if capability is not None and capability > (9, 0) and _held_in(arguments).get("quant_method") == W8A8_INT8:
+        raise UserError(
+            "SGLang multiplies by weights in INT8 on GPUs up to compute capability 9.0 alone: set"
+            " rollout.weights=fp8_block or as_trained, or take other GPUs"
+        )
+
+
+def _held_in(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `quantization_config` of the model of a server, empty where it has none."""
+    overrides = json.loads(arguments.get(OVERRIDES) or "{}")
+    config = json.loads((Path(arguments["model_path"]) / "config.json").read_text())
+    return {**config, **overrides}.get(QUANTISATION) or {}
 
 
 def environment_of_context(model_path: Path, given: Mapping[str, Any]) -> dict[str, str]:

@@ -284,6 +284,8 @@ _BESIDE_INT8: Mapping[str, Refusal] = {
 }
 """Arguments that work, but not with INT8 per channel."""
 _INT8 = "int8_channel"
+W8A8_INT8 = "w8a8_int8"
+"""SGLang's name of it."""
 _NO_LINEAR_LAYERS = ("embed_tokens", "head")
 """Ends of the names of modules that SGLang would give the methods of a linear layer if it was told to ignore them."""
 
@@ -294,7 +296,7 @@ def _told(number_format: "NumberFormat", architecture: "Architecture") -> dict[s
     if number_format.name != _INT8:
         return config
     ignored = [module for module in config["ignore"] if not module.endswith(_NO_LINEAR_LAYERS)]
-    return {"quant_method": "w8a8_int8", "ignore": ignored, NUMBER_FORMAT: number_format.name}
+    return {"quant_method": W8A8_INT8, "ignore": ignored, NUMBER_FORMAT: number_format.name}
 
 
 def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture: "Architecture") -> Arguments:

@@ -15,7 +15,7 @@ from typing import Any
 
 from converters.errors import UserError
 from megarl.rollout.sglang import cpu, hooks, int8
-from megarl.rollout.sglang.arguments import check_block_fp8, check_names, check_version
+from megarl.rollout.sglang.arguments import check_block_fp8, check_int8, check_names, check_version
 from megarl.rollout.sglang.calls import ARGUMENTS, REFUSED
 from megarl.rollout.sglang.kind import VERSIONS
 from megarl.rollout.sglang.parent import end_with_parent
@@ -44,6 +44,7 @@ def _server_args(arguments: Mapping[str, Any]) -> Any:
 
     check_names(arguments, [field.name for field in record_fields(ServerArgs)])
     check_block_fp8(arguments)
+    check_int8(arguments)
     server_args = ServerArgs(**arguments)
     try:
         server_args.resolve_once()

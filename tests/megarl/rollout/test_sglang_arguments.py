@@ -7,11 +7,17 @@ import pytest
 from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
-from converters.number_formats import FP8_BLOCK
+from converters.number_formats import FP8_BLOCK, INT8_CHANNEL
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.kind import QUANTISATION, quantisation
 from megarl.rollout.protocol import Request, SamplingParameters
-from megarl.rollout.sglang.arguments import check_block_fp8, check_names, check_version, server_arguments
+from megarl.rollout.sglang.arguments import (
+    check_block_fp8,
+    check_int8,
+    check_names,
+    check_version,
+    server_arguments,
+)
 from megarl.rollout.sglang.kind import LARGEST_GRAPH, OVERRIDES, SGLANG, VERSIONS
 from megarl.rollout.sglang.samples import Limits, question
 from megatron_ext import device
@@ -36,6 +42,18 @@ def test_block_fp8_is_refused_where_it_would_be_packed(folders, monkeypatch):
         check_block_fp8(given)
     with pytest.raises(UserError, match=r"below compute capability 8\.9, .* set rollout\.weights=as_trained"):
         check_block_fp8(in_fp8)
+
+
+def test_int8_is_refused_on_gpus_without_a_kernel(folders, monkeypatch):
+    architecture = read_architecture(read_json(folders[0] / CONFIG))
+    as_trained = {"model_path": str(folders[0])}
+    in_int8 = SGLANG.quantised(as_trained, INT8_CHANNEL, architecture)
+    check_int8(in_int8)
+    for capability, arguments in (((8, 0), in_int8), ((9, 0), in_int8), ((10, 0), as_trained)):
+        monkeypatch.setattr(device, "compute_capability", lambda capability=capability: capability)
+        check_int8(arguments)
+    with pytest.raises(UserError, match=r"up to compute capability 9\.0 alone: set rollout\.weights=fp8_block"):
+        check_int8(in_int8)
 
 
 def test_what_megarl_sets_cannot_be_given(folders):
