@@ -168,6 +168,20 @@ def open_job(setup: RunSetup) -> Iterator[Job]:
         )
 
 
+class OptimizerSteps(NamedTuple):
+    """Optimizer steps that models are made for, which is where a decay of their learning rate ends."""
+
+    policy: int
+    auxiliary: int
+
+
+def optimizer_steps(config: MegarlConfig, steps: int) -> OptimizerSteps:
+    """The optimizer steps of the models in a run of so many `steps`."""
+    updates = config.algorithm.updates_per_step
+    # While the critic learns alone, the policy takes no step of its schedule either; it has one if it never learns.
+    return OptimizerSteps(policy=max(1, steps - config.critic.warmup_steps) * updates, auxiliary=steps * updates)
+
+
 class _Models(NamedTuple):
     """The models of a run, with their processes up."""
 
@@ -189,12 +203,10 @@ def _start_models(setup: RunSetup, processes: Processes, prompts: Sequence[Promp
     token_ids = [prompt.token_ids for prompt in prompts]
     engine_start = EngineStart(trainer, engines, setup.model, config, token_ids, gpus)
     trainer.start()
-    updates = config.algorithm.updates_per_step
-    # While the critic learns alone, the policy takes no step of its schedule either.
-    steps_of_policy = max(1, setup.steps - config.critic.warmup_steps) * updates
-    trainer.build(setup.model.folder, setup.model.megatron_checkpoint, steps_of_policy, reference=reference)
+    steps = optimizer_steps(config, setup.steps)
+    trainer.build(setup.model.folder, setup.model.megatron_checkpoint, steps.policy, reference=reference)
     gpus.add(trainer)
-    auxiliary = open_auxiliary(config, setup.steps * updates, processes.trainer, made=gpus.add)
+    auxiliary = open_auxiliary(config, steps.auxiliary, processes.trainer, made=gpus.add)
     if checkpoint is not None:
         engine_start.compare()
         gpus.switch_to(trainer)
