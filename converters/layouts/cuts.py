@@ -1,4 +1,4 @@
-"""Each kind of parameter: put together from HuggingFace tensors and cut over ranks."""
+"""Each kind of parameter: put together from HuggingFace tensors and cut over ranks, of Megatron or of an engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,26 +30,51 @@ class Cut:
         return sum(piece.stop - piece.start for piece in self.pieces) + self.padding
 
 
+@dataclass(frozen=True)
+class CutRules:
+    """Where programs that cut a model over ranks differ: attention with few heads of keys, and the vocabulary."""
+
+    repeats_heads: bool
+    """Whether ranks that share a head of keys and values have all of it each. If not, a cut goes through its group of
+    heads."""
+    vocabulary_multiple: int
+    """The vocabulary is filled up to a multiple of this."""
+
+
+MEGATRON = CutRules(repeats_heads=False, vocabulary_multiple=1)
+ENGINES = CutRules(repeats_heads=True, vocabulary_multiple=64)
+"""Rules of vLLM and SGLang: QKVParallelLinear and VocabParallelEmbedding of both."""
+
+
 def interval(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
     """The box of a tensor of `shape` that is whole but along `axis`."""
     box = Box.whole(shape)
     return Box((*box.start[:axis], start, *box.start[axis + 1 :]), (*box.stop[:axis], stop, *box.stop[axis + 1 :]))
 
 
-def cut(kind: Kind, dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cut:
+def cut(
+    kind: Kind, dimensions: Sequence[Sequence[Dimension]], part: int, parts: int, rules: CutRules = MEGATRON
+) -> Cut:
     """Part `part` of `parts` of a parameter of `kind`, whose HuggingFace tensors have these `dimensions`.
 
     `undividable` must find nothing.
     """
+    if kind is Kind.VOCABULARY:
+        return _vocabulary(dimensions, part, parts, rules.vocabulary_multiple)
+    if kind is Kind.QKV and rules.repeats_heads:
+        return _whole_heads(dimensions, part, parts)
     return _CUTS[kind](dimensions, part, parts)
 
 
-def undividable(kind: Kind, dimensions: Sequence[Sequence[Dimension]], parts: int) -> Dimension | None:
+def undividable(
+    kind: Kind, dimensions: Sequence[Sequence[Dimension]], parts: int, rules: CutRules = MEGATRON
+) -> Dimension | None:
     """The dimension that does not allow `parts` parts of a parameter of `kind`; None where all do."""
     if kind in (Kind.REPLICATED, Kind.VOCABULARY):
         return None
     if kind is Kind.QKV:
-        return _undividable_qkv(dimensions[0][0], dimensions[1][0], parts)
+        of_heads = _undividable_heads if rules.repeats_heads else _undividable_qkv
+        return of_heads(dimensions[0][0], dimensions[1][0], parts)
     cut_dimensions = (shape[1 if kind is Kind.ROW else 0] for shape in dimensions)
     return next((dimension for dimension in cut_dimensions if dimension.units % parts), None)
 
@@ -57,9 +82,19 @@ def undividable(kind: Kind, dimensions: Sequence[Sequence[Dimension]], parts: in
 def _undividable_qkv(query: Dimension, key_value: Dimension, parts: int) -> Dimension | None:
     if query.units % parts or query.units % key_value.units:
         return query
-    # Several groups on a part, or several parts that share a group.
-    whole_groups = key_value.units % parts == 0 or parts % key_value.units == 0
-    return key_value if not whole_groups or (query.size + 2 * key_value.size) % parts else None
+    rows = query.size + 2 * key_value.size
+    return key_value if not _whole_groups(key_value, parts) or rows % parts else None
+
+
+def _undividable_heads(query: Dimension, key_value: Dimension, parts: int) -> Dimension | None:
+    if query.units % parts:
+        return query
+    return None if _whole_groups(key_value, parts) else key_value
+
+
+def _whole_groups(key_value: Dimension, parts: int) -> bool:
+    """Whether several groups are on a part, or several parts share a group."""
+    return key_value.units % parts == 0 or parts % key_value.units == 0
 
 
 def _even(source: int, dimension: Dimension, part: int, parts: int) -> Piece:
@@ -93,6 +128,16 @@ def _qkv(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cu
     return Cut(0, _between(interleaved, part * length, (part + 1) * length))
 
 
+def _whole_heads(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cut:
+    """The part's query heads, then its keys and its values; with fewer heads of these than parts, one of each."""
+    sharing = max(1, parts // dimensions[1][0].units)
+    queries, *others = (shape[0] for shape in dimensions)
+    keys_and_values = [
+        _even(source, each, part // sharing, parts // sharing) for source, each in enumerate(others, start=1)
+    ]
+    return Cut(0, [_even(0, queries, part, parts), *keys_and_values])
+
+
 def _between(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
     """Cut `start` to `stop` out of pieces that follow each other."""
     inside, position = [], 0
@@ -106,11 +151,16 @@ def _between(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
     return inside
 
 
-def _vocabulary(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cut:
+def _vocabulary(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int, multiple: int) -> Cut:
     size = dimensions[0][0].size
-    length = -(-size // parts)
+    rows = _filled_up(size, multiple)
+    length = (rows if rows % parts == 0 else _filled_up(size, multiple * parts)) // parts
     start, stop = min(part * length, size), min((part + 1) * length, size)
     return Cut(0, [Piece(0, start, stop)] if start < stop else [], padding=length - (stop - start))
+
+
+def _filled_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 _CUTS: Mapping[Kind, Callable[[Sequence[Sequence[Dimension]], int, int], Cut]] = {
@@ -119,5 +169,4 @@ _CUTS: Mapping[Kind, Callable[[Sequence[Sequence[Dimension]], int, int], Cut]] =
     Kind.ROW: _row,
     Kind.GATED: _gated,
     Kind.QKV: _qkv,
-    Kind.VOCABULARY: _vocabulary,
 }

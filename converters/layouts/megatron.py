@@ -1,20 +1,20 @@
-"""The layout of a model on Megatron ranks: TP, PP, virtual PP, EP and ETP."""
+"""The layout of a model on Megatron ranks: TP, PP, virtual PP, EP and ETP; and on an engine's, cut as far like them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from converters.architectures import Architecture, Parameter, Part
+from converters.architectures import Architecture, Dimension, Parameter, Part
 from converters.boxes import Box
 from converters.errors import UserError, nearest_sizes
 from converters.layout import Layout, Placement, Shape, Shard
 from converters.layouts.chunk_names import chunk_prefixes
-from converters.layouts.cuts import cut, interval, undividable
+from converters.layouts.cuts import ENGINES, MEGATRON, CutRules, cut, interval, undividable
 from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 from converters.layouts.rows import cut_rows
 
-__all__ = ["ModuleNames", "ParallelSizes", "check_divisible", "megatron_layout"]
+__all__ = ["ModuleNames", "ParallelSizes", "check_divisible", "engine_layout", "megatron_layout"]
 
 ModuleNames = Literal["local", "te"]
 """Parameter names of megatron-core's local specs with SequentialMLP, or of its Transformer Engine specs."""
@@ -27,12 +27,26 @@ def megatron_layout(architecture: Architecture, parallel: ParallelSizes, *, modu
     are the rows that it has.
     Raises UserError where heads, experts, layers or MLP widths cannot be divided by the sizes.
     """
-    check_divisible(architecture, parallel)
-    cuts = _Cuts(architecture, parallel, module_names)
+    return _layout(architecture, parallel, module_names, MEGATRON)
+
+
+def engine_layout(architecture: Architecture, parallel: ParallelSizes) -> Layout:
+    """The layout on the workers of an engine of vLLM or SGLang, with sizes that have no pipeline.
+
+    Tensors lie where Megatron's ranks have them, but for heads of keys and values, which workers have alike where there
+    are fewer heads than workers, and for the vocabulary. Workers call and stack tensors in another way.
+    Raises UserError as `megatron_layout`.
+    """
+    return _layout(architecture, parallel, "local", ENGINES)
+
+
+def _layout(architecture: Architecture, parallel: ParallelSizes, module_names: ModuleNames, rules: CutRules) -> Layout:
+    check_divisible(architecture, parallel, rules)
+    cuts = _Cuts(architecture, parallel, module_names, rules)
     return Layout(parallel.world_size, architecture.hf_shapes, cuts.shard, cuts.only)
 
 
-def check_divisible(architecture: Architecture, parallel: ParallelSizes) -> None:
+def check_divisible(architecture: Architecture, parallel: ParallelSizes, rules: CutRules = MEGATRON) -> None:
     """Raise UserError where heads, experts, layers or MLP widths cannot be divided by the sizes."""
     parallel.layers_of_stages(architecture.num_layers)
     experts, ranks = architecture.num_experts, parallel.expert_model_parallel_size
@@ -53,17 +67,21 @@ def check_divisible(architecture: Architecture, parallel: ParallelSizes) -> None
         name, parts = "tensor_model_parallel_size", parallel.tensor_model_parallel_size
         if parameter.is_expert:
             name, parts = "expert_tensor_parallel_size", parallel.expert_tensor_size
-        if dimension := undividable(parameter.kind, architecture.dimensions_of(parameter), parts):
+        if dimension := undividable(parameter.kind, architecture.dimensions_of(parameter), parts, rules):
             alike = [each for each in architecture.weight_map if each.is_expert == parameter.is_expert]
             raise UserError(
                 f"the model's {dimension.field} = {dimension.units} cannot be divided by {name} = {parts};"
-                f" change that size to {_nearest_cuts(architecture, alike, parts, 2 * max(parts, dimension.units))}"
+                f" change that size to {_nearest_cuts(architecture, alike, parts, dimension, rules)}"
             )
 
 
-def _nearest_cuts(architecture: Architecture, parameters: Sequence[Parameter], parts: int, largest: int) -> str:
+def _nearest_cuts(
+    architecture: Architecture, parameters: Sequence[Parameter], parts: int, dimension: Dimension, rules: CutRules
+) -> str:
+    largest = 2 * max(parts, dimension.units)
+
     def fits(size: int) -> bool:
-        return not any(undividable(each.kind, architecture.dimensions_of(each), size) for each in parameters)
+        return not any(undividable(each.kind, architecture.dimensions_of(each), size, rules) for each in parameters)
 
     return nearest_sizes(parts, fits, largest)
 
@@ -79,13 +97,17 @@ class ParameterPart:
 
 
 def parameter_part(
-    architecture: Architecture, parallel: ParallelSizes, parameter: Parameter, at: RankCoordinates
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    parameter: Parameter,
+    at: RankCoordinates,
+    rules: CutRules = MEGATRON,
 ) -> ParameterPart:
     index, parts = at.tensor, parallel.tensor_model_parallel_size
     if parameter.is_expert:
         index, parts = at.expert_tensor, parallel.expert_tensor_size
     dimensions = architecture.dimensions_of(parameter)
-    rank_cut = cut(parameter.kind, dimensions, index, parts)
+    rank_cut = cut(parameter.kind, dimensions, index, parts, rules)
     sizes = [dimension.size for dimension in dimensions[0]]
     shape = (*sizes[: rank_cut.axis], rank_cut.length, *sizes[rank_cut.axis + 1 :])
     pieces, position = [], 0
@@ -134,12 +156,15 @@ _Wanted = Mapping[tuple[int, int], Collection[int]]
 
 
 class _Cuts:
-    """The cuts of a model over Megatron ranks, and the parts that several ranks have alike."""
+    """The cuts of a model over ranks, and the parts that several ranks have alike."""
 
-    def __init__(self, architecture: Architecture, parallel: ParallelSizes, module_names: ModuleNames) -> None:
+    def __init__(
+        self, architecture: Architecture, parallel: ParallelSizes, module_names: ModuleNames, rules: CutRules
+    ) -> None:
         self._architecture = architecture
         self._parallel = parallel
         self._module_names = module_names
+        self._rules = rules
         self._parts: dict[tuple[int, int, int], ParameterPart] = {}
 
     def shard(self, rank: int, wanted: _Wanted | None = None) -> Shard:
@@ -198,7 +223,7 @@ class _Cuts:
         key = number, at.tensor, at.expert_tensor
         if key not in self._parts:
             parameter = self._architecture.weight_map[number]
-            self._parts[key] = parameter_part(self._architecture, self._parallel, parameter, at)
+            self._parts[key] = parameter_part(self._architecture, self._parallel, parameter, at, self._rules)
         return self._parts[key]
 
     def _experts(self, parameter: Parameter, at: RankCoordinates) -> range:

@@ -116,8 +116,6 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     # Before torch is loaded, which takes seconds.
     _check_models(options)
-    from converters.cost import formats, traffic
-    from converters.plan import Plan
     from megarl.planning.forecast import Forecast
     from megarl.planning.step.prediction import StepPrediction
 
@@ -131,12 +129,9 @@ def _run(options: argparse.Namespace) -> int:
     with outcome.streaming(), outcome.file_errors_in_a_sentence():
         refit = planned_refit(options)
         _check_ranks(refit)
-        source, destination = refit.layouts()
-        topology = refit.cluster.topology(source.ranks, refit.destinations, colocated=refit.colocated)
-        plan = Plan(source, destination, refit.replicas, topology, node_once=refit.node_once)
-        # Before anything is drawn, since it may be refused.
+        # Before anything is counted and drawn, since it may be refused.
         step = plan_step.planned_step(options, refit) if refit.cluster.cores is None else None
-        forecast = Forecast.of(refit, traffic(plan, formats(refit.architecture, number_format=refit.number_format)))
+        forecast = Forecast.of(refit, refit.traffic())
         if options.plot:
             from megarl.planning.picture import draw_forecast
 

@@ -1,16 +1,20 @@
 """Refit to plan: a model on a trainer's ranks, and the engines that it goes to."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from converters.architectures import Architecture, read_architecture
+from converters.cost import Traffic, formats, traffic
 from converters.errors import UserError, names_as_given
 from converters.formats.safetensors import read_json
 from converters.layout import Layout
-from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.layouts.megatron import ParallelSizes, engine_layout, megatron_layout
 from converters.number_formats import NumberFormat
 from converters.number_formats.number_format import WHOLE_ROW
+from converters.plan import Plan
 from megarl.config.folder import model_config_file
 from megarl.planning.amounts import say_count
 from megarl.planning.cluster import Cluster
@@ -22,8 +26,8 @@ _PREDICTION_LAYERS = "num_nextn_predict_layers"
 class PlannedRefit:
     """A refit of `replicas` equal engines, of which each rank has the part that `engine` says.
 
-    An engine's layout is that of Megatron without pipeline at the same sizes: its tensors are cut in the same places,
-    however it names and stacks them.
+    An engine is cut as vLLM and SGLang cut, which is as Megatron does without pipeline at the same sizes, but for heads
+    of keys and values that are fewer than ranks, and the vocabulary.
     """
 
     architecture: Architecture
@@ -86,9 +90,16 @@ class PlannedRefit:
     def layouts(self) -> tuple[Layout, Layout]:
         """Layouts of the trainer, and of one engine. Raises UserError where the model cannot be cut like that."""
         return (
-            _layout("trainer", self.architecture, self.trainer, {}),
-            _layout("engines", self.engine_architecture, self.engine, _NAMES_OF_ENGINES),
+            _layout("trainer", lambda: megatron_layout(self.architecture, self.trainer, module_names="local"), {}),
+            _layout("engines", lambda: engine_layout(self.engine_architecture, self.engine), _NAMES_OF_ENGINES),
         )
+
+    def traffic(self, dtype: torch.dtype = torch.bfloat16) -> Traffic:
+        """The bytes that go from rank to rank where the trained model is of `dtype`. Raises UserError as `layouts`."""
+        source, destination = self.layouts()
+        topology = self.cluster.topology(source.ranks, self.destinations, colocated=self.colocated)
+        plan = Plan(source, destination, self.replicas, topology, node_once=self.node_once)
+        return traffic(plan, formats(self.architecture, number_format=self.number_format, dtype=dtype))
 
 
 _NAMES_OF_ENGINES = {
@@ -98,10 +109,10 @@ _NAMES_OF_ENGINES = {
 """Field of an engine's `ParallelSizes`, and how sentences here name it, apart from the trainer's."""
 
 
-def _layout(whose: str, architecture: Architecture, parallel: ParallelSizes, names: Mapping[str, str]) -> Layout:
+def _layout(whose: str, make: Callable[[], Layout], names: Mapping[str, str]) -> Layout:
     try:
         with names_as_given(names):
-            return megatron_layout(architecture, parallel, module_names="local")
+            return make()
     except UserError as error:
         raise UserError(f"for the {whose}, {error}") from error
 

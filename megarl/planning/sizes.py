@@ -5,6 +5,7 @@ from math import ceil
 
 from converters.architectures import Architecture
 from converters.errors import UserError
+from converters.layouts.cuts import ENGINES
 from converters.layouts.megatron import check_divisible
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.refit import engine_sizes
@@ -77,7 +78,7 @@ def all_engine_sizes(architecture: Architecture, gpus: int, gpus_per_node: int) 
         for expert in (None, *experts):
             try:
                 sizes = engine_sizes(tensor, expert)
-                check_divisible(architecture, sizes)
+                check_divisible(architecture, sizes, ENGINES)
             except UserError:
                 continue
             if gpus % sizes.world_size == 0:

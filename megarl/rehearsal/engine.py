@@ -14,8 +14,7 @@ from converters.architectures import Architecture, read_architecture
 from converters.dtypes import dtype_name
 from converters.layouts.traced_layout import LoadTrace, untraced
 from converters.number_formats import NumberFormat, number_format
-from megarl.planning.memory.engine import engine_activation_bytes, engine_weight_bytes, kv_token_bytes
-from megarl.planning.memory.rank_weights import rank_weights
+from megarl.planning.memory.engine import engine_activation_bytes, engine_weight_bytes, engine_weights, kv_token_bytes
 from megarl.planning.refit import engine_sizes
 from megarl.rehearsal.need import Gpu
 from megarl.rehearsal.own_process import call_apart
@@ -148,7 +147,7 @@ def _in_closed_form(
     tokens = kind.context(rollout.engine_args) or config.data.max_prompt_tokens + rollout.max_response_tokens
     return RehearsedEngine(
         workers=parallel.world_size,
-        weights=round(engine_weight_bytes(rank_weights(architecture, parallel, 0), chosen)),
+        weights=round(engine_weight_bytes(engine_weights(architecture, parallel), chosen)),
         activations=engine_activation_bytes(architecture, kind.prefill_tokens(rollout.engine_args)),
         longest=round(kv_token_bytes(architecture, parallel, sizes.kv_bytes) * tokens),
         longest_tokens=tokens,

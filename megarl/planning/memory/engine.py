@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from converters.architectures import Architecture
+from converters.layouts.cuts import ENGINES
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.number_formats import NumberFormat
 from megarl.planning.memory.rank_weights import RankWeights, rank_weights
@@ -49,7 +50,7 @@ def engine_memory(
     The engine computes `prefill_tokens` of prompts at a time; one number of keys and values takes `kv_bytes`. With
     `computes_beside` its share is of what CUDA leaves, and for weights, keys and values alone.
     """
-    weights = engine_weight_bytes(rank_weights(architecture, parallel, 0), number_format)
+    weights = engine_weight_bytes(engine_weights(architecture, parallel), number_format)
     widths = engine_activation_bytes(architecture, prefill_tokens)
     if computes_beside:
         room = utilization * (memory_bytes - _CONTEXT_BYTES)
@@ -67,6 +68,11 @@ def engine_memory(
 def engine_activation_bytes(architecture: Architecture, prefill_tokens: int) -> int:
     """Bytes of the hidden states that a prefill of so many tokens has at once."""
     return int(prefill_tokens * _BF16 * _HIDDEN_COPIES * architecture.transformer_config["hidden_size"])
+
+
+def engine_weights(architecture: Architecture, parallel: ParallelSizes) -> RankWeights:
+    """Elements of the parameters of an engine's first rank."""
+    return rank_weights(architecture, parallel, 0, ENGINES)
 
 
 def engine_weight_bytes(weights: RankWeights, number_format: NumberFormat | None) -> float:

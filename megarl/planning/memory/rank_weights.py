@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from converters.architectures import Architecture, Parameter, Part
 from converters.layout import Shape
+from converters.layouts.cuts import MEGATRON, CutRules
 from converters.layouts.megatron import parameter_part
 from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 from converters.layouts.rows import rows_of
@@ -42,11 +43,13 @@ class RankWeights(NamedTuple):
         return self.shared + self.experts
 
 
-def rank_weights(architecture: Architecture, parallel: ParallelSizes, stage: int) -> RankWeights:
+def rank_weights(
+    architecture: Architecture, parallel: ParallelSizes, stage: int, rules: CutRules = MEGATRON
+) -> RankWeights:
     """Elements of the parameters on a rank of pipeline stage `stage`; the first, if ranks differ by padding or rows."""
     counts = dict.fromkeys(RankWeights._fields, 0)
     for parameter, layers in stage_parameters(architecture, parallel, stage):
-        elements = prod(part_shape(architecture, parallel, parameter, stage)) * layers
+        elements = prod(part_shape(architecture, parallel, parameter, stage, rules)) * layers
         if parameter.is_expert:
             elements *= architecture.num_experts // parallel.expert_model_parallel_size
         counts[_kind(parameter)] += elements
@@ -59,10 +62,16 @@ def _kind(parameter: Parameter) -> str:
     return next((kind for name, kind in _ENDS.items() if parameter.megatron.startswith(name)), "dense")
 
 
-def part_shape(architecture: Architecture, parallel: ParallelSizes, parameter: Parameter, stage: int) -> Shape:
+def part_shape(
+    architecture: Architecture,
+    parallel: ParallelSizes,
+    parameter: Parameter,
+    stage: int,
+    rules: CutRules = MEGATRON,
+) -> Shape:
     """The shape of a parameter on the first rank of a pipeline stage, under FSDP2 that of its rows."""
     at = RankCoordinates(tensor=0, context=0, pipeline=stage, expert=0, expert_tensor=0)
-    rows, *others = shape = parameter_part(architecture, parallel, parameter, at).shape
+    rows, *others = shape = parameter_part(architecture, parallel, parameter, at, rules).shape
     if parallel.use_torch_fsdp2 and not parameter.is_buffer:
         return len(rows_of(rows, 0, parallel.weight_copies)), *others
     return shape

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from converters.errors import UserError
+from converters.layouts.cuts import ENGINES
 from converters.layouts.megatron import check_divisible
 from converters.number_formats import FP8_BLOCK
 from megarl.planning.refit import engine_sizes
@@ -113,7 +114,7 @@ def _with_engine(step: PlannedStep, gpus: int, tensor: int, expert: int | None) 
     engine = engine_sizes(tensor, expert)
     if gpus % engine.world_size:
         raise UserError(f"{gpus} GPUs are no engines of {engine.world_size}")
-    check_divisible(step.refit.engine_architecture, engine)
+    check_divisible(step.refit.engine_architecture, engine, ENGINES)
     refit = replace(step.refit, engine=engine, replicas=gpus // engine.world_size)
     refit.check_served()
     return replace(step, refit=refit)

@@ -8,8 +8,8 @@ from functools import cached_property
 from converters.architectures import Architecture
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.number_formats import NumberFormat
-from megarl.planning.memory.engine import EngineMemory, element_bytes
-from megarl.planning.memory.rank_weights import RankWeights, rank_weights
+from megarl.planning.memory.engine import EngineMemory, element_bytes, engine_weights
+from megarl.planning.memory.rank_weights import RankWeights
 from megarl.planning.step.speeds import ENGINE_STEP_S, LAUNCHED_LAYER_S, RECORDED_LAYER_S, Speeds
 from megarl.planning.workload import Workload
 
@@ -32,7 +32,7 @@ class Decoding:
 
     @cached_property
     def _weights(self) -> RankWeights:
-        return rank_weights(self.architecture, self.parallel, 0)
+        return engine_weights(self.architecture, self.parallel)
 
     def step_seconds(self, sequences: float, context: float) -> float:
         """Seconds to sample one token for each of `sequences`, which are `context` tokens long on average."""

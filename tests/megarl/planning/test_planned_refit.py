@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from small_step import small_step
 
+from converters.boxes import Box
 from converters.errors import UserError
 from converters.number_formats import FP8_BLOCK, NumberFormat
 from megarl.config.folder import recipes_folder
@@ -73,6 +74,15 @@ def test_an_engine_is_cut_like_vllm_cuts_it(tensor: int, expert: int | None, exp
         sizes.expert_tensor_size,
         sizes.data_parallel_size,
     )
+
+
+def test_workers_that_share_a_head_of_keys_have_all_of_it_each() -> None:
+    model, name = read_model("qwen3_235b"), "model.layers.0.self_attn.k_proj.weight"
+    refit = replace(small_step().refit, architecture=model, engine_architecture=model, engine=engine_sizes(8, None))
+    _, engines = refit.layouts()
+    boxes = [[each.hf_box for each in engines.placements_of({name})(worker)] for worker in range(8)]
+    # Four heads of 128 rows.
+    assert boxes == [[Box((128 * head, 0), (128 * (head + 1), 4096))] for head in (0, 0, 1, 1, 2, 2, 3, 3)]
 
 
 @pytest.mark.parametrize(

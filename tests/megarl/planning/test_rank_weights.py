@@ -7,10 +7,10 @@ from small_configs import CONFIGS
 
 from converters.architectures import read_architecture
 from converters.cost import formats
-from converters.layouts.megatron import ParallelSizes, megatron_layout
+from converters.layouts.megatron import ParallelSizes, engine_layout, megatron_layout
 from converters.number_formats import FP8_BLOCK
 from megarl.config.folder import known_model
-from megarl.planning.memory.engine import engine_memory, engine_weight_bytes, kv_token_bytes
+from megarl.planning.memory.engine import engine_memory, engine_weight_bytes, engine_weights, kv_token_bytes
 from megarl.planning.memory.rank_weights import rank_weights
 from megarl.planning.refit import engine_sizes, read_model
 
@@ -47,12 +47,20 @@ def test_a_rank_has_as_many_elements_as_in_its_layout(name: str, cut: str) -> No
         assert counted.experts == sum(prod(shape) for each, shape in shapes.items() if ".local_experts." in each)
 
 
+@pytest.mark.parametrize("tensor", [1, 8])
+def test_an_engine_has_as_many_elements_as_in_its_layout(tensor: int) -> None:
+    """One rank, and eight that share four heads of keys and values."""
+    architecture, sizes = read_model("qwen3_235b"), engine_sizes(tensor, None)
+    shapes = engine_layout(architecture, sizes).shard(0).local_shapes
+    assert engine_weights(architecture, sizes).total == sum(map(prod, shapes.values()))
+
+
 @pytest.mark.parametrize("sizes", [engine_sizes(8, None), engine_sizes(1, 32)], ids=["TP 8", "EP 32"])
 def test_an_engine_in_fp8_has_the_bytes_of_its_formats(sizes: ParallelSizes) -> None:
     architecture = read_model("deepseek_v3")
     found = engine_memory(architecture, sizes, FP8_BLOCK, memory_bytes=141e9, utilization=0.9, prefill_tokens=8192)
     held = formats(architecture, number_format=FP8_BLOCK)
-    shard = megatron_layout(architecture, sizes, module_names="local").shard(0)
+    shard = engine_layout(architecture, sizes).shard(0)
     expected = sum(held[each.hf_name].held(each.hf_box) for each in shard.placements)
     assert found.weights == pytest.approx(expected, rel=0.03)
     assert found.weights + found.working + found.kv_cache == pytest.approx(0.9 * 141e9)
@@ -69,7 +77,7 @@ def test_an_engines_embedding_and_output_layer_stay_in_bf16(name: str, tensor: i
     architecture = read_architecture({**known_model(name), "tie_word_embeddings": tied})
     shapes, dtypes = FP8_BLOCK.checkpoint(architecture)
     sizes = engine_sizes(tensor, None)
-    found = engine_weight_bytes(rank_weights(architecture, sizes, 0), FP8_BLOCK)
+    found = engine_weight_bytes(engine_weights(architecture, sizes), FP8_BLOCK)
     held = sum(prod(shape) * dtypes[each].itemsize for each, shape in shapes.items())
     # Norms and routers stay in bf16, too, and are on every rank.
     assert found == pytest.approx(held / tensor, rel=0.003)

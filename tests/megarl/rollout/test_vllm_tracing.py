@@ -1,12 +1,13 @@
-"""Traced layouts of vLLM, against real loads by vLLM and against the layout that Megatron would have."""
+"""Traced layouts of vLLM, against real loads by vLLM and against the layout that engines are planned with."""
 
 import pickle
 
 import pytest
 import torch
 from engine_host import PROMPTS
+from planned_bytes import check_that_it_is_traced, planned_refit
 from traced_layouts import different, held_elements
-from vllm_ranks import VOCABULARY, random_tensors
+from vllm_ranks import random_tensors
 
 from converters.architectures import read_architecture
 from converters.layout import check_tiling
@@ -15,6 +16,7 @@ from converters.layouts.traced_layout import local_tensors, traced_layout, untra
 from converters.number_formats import FP8_BLOCK, MXFP8
 from converters.plan import plan
 from converters.topology import Topology
+from megarl.planning.refit import engine_sizes
 from megarl.quickstart.tiny_models import IN_BLOCKS
 from megarl.resharding.direct.quantised_shard import Quantisation
 from megarl.resharding.direct.transfer_spec import TransferSpec
@@ -87,7 +89,8 @@ def test_a_recorded_layout_is_what_a_real_load_does(ranks, tiny_config, name, te
         assert len(pickle.dumps(trace)) < 20_000
     layout = traced_layout([trace.shard for trace in traces], shapes)
     assert layout.ranks == tensor_parallel
-    source = megatron_layout(architecture, ParallelSizes(world_size=2), module_names="te")
+    trainer = ParallelSizes(world_size=2)
+    source = megatron_layout(architecture, trainer, module_names="te")
     moved = sum(transfer.destination_box.size for transfer in plan(source, layout))
     assert moved == sum(placement.local_box.size for each in traces for placement in each.shard.placements)
 
@@ -97,20 +100,16 @@ def test_a_recorded_layout_is_what_a_real_load_does(ranks, tiny_config, name, te
         expert_model_parallel_size=tensor_parallel if expert_parallel else 1,
         expert_tensor_parallel_size=1 if expert_parallel else tensor_parallel,
     )
-    expected = set()
-    if tensor_parallel > 1 and name in VOCABULARY:
-        expected |= {"model.embed_tokens.weight", "lm_head.weight"}
-    if config["num_key_value_heads"] < tensor_parallel:
-        # Megatron cuts the rows of a group of heads into equal parts; vLLM cuts the query heads and copies the others.
-        expected |= {each for each in shapes if each.rpartition(".")[0][-6:] in ("q_proj", "k_proj", "v_proj")}
-    assert different(architecture, traces, parallel) == expected
+    assert different(architecture, traces, parallel) == set()
+    # Two engines on a machine, apart from the trainer's, whose workers pass things on.
+    check_that_it_is_traced(planned_refit(architecture, trainer, parallel, replicas=2), traces)
 
 
 @pytest.mark.parametrize("number_format", [FP8_BLOCK, MXFP8], ids=lambda each: each.name)
-def test_a_recorded_layout_of_codes_and_scales_is_what_a_real_load_does(ranks, tiny_config, number_format):
-    # Each rank has 128 rows of keys.
-    fields = {**IN_BLOCKS["qwen3_moe"], "num_key_value_heads": 8}
-    folder, config = tiny_config("qwen3_moe", **fields)
+# Each rank has 128 rows of keys: a part of them, or all that there are.
+@pytest.mark.parametrize("heads", [{"num_key_value_heads": 8}, {"num_key_value_heads": 1, "head_dim": 128}])
+def test_a_recorded_layout_of_codes_and_scales_is_what_a_real_load_does(ranks, tiny_config, number_format, heads):
+    folder, config = tiny_config("qwen3_moe", **IN_BLOCKS["qwen3_moe"] | heads)
     architecture = read_architecture(config)
     shapes, dtypes = number_format.checkpoint(architecture, architecture.hf_dtypes(torch.float32))
     given = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
@@ -124,6 +123,8 @@ def test_a_recorded_layout_of_codes_and_scales_is_what_a_real_load_does(ranks, t
     spec = TransferSpec(architecture, sizes, "te", traces, 1, topology, 100_000, quantisation)
     spec.check(architecture.hf_dtypes(torch.float32))
     assert all(spec.outgoing(0).values())
+    refit = planned_refit(architecture, sizes, engine_sizes(2, 2), number_format=number_format)
+    check_that_it_is_traced(refit, traces, quantisation)
 
 
 def _derive_again(rank):

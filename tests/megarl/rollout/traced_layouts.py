@@ -2,7 +2,7 @@
 
 import torch
 
-from converters.layouts.megatron import megatron_layout
+from converters.layouts.megatron import engine_layout
 
 
 def held_elements(shard, hf_shapes):
@@ -14,8 +14,8 @@ def held_elements(shard, hf_shapes):
 
 
 def different(architecture, traces, parallel):
-    """The HuggingFace tensors of which some rank does not hold the same elements as in the Megatron layout."""
-    expected = megatron_layout(architecture, parallel, module_names="te")
+    """The HuggingFace tensors of which some rank does not hold the same elements as in the layout of the plan."""
+    expected = engine_layout(architecture, parallel)
     names = set()
     for rank, trace in enumerate(traces):
         traced = held_elements(trace.shard, architecture.hf_shapes)
