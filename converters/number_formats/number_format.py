@@ -54,8 +54,10 @@ class NumberFormat:
     """Writes the codes and scales of whole blocks; ValueError for what has none."""
     dequantise_into: Callable[[Tensor, Tensor, Tensor], None]
     """Writes the weights that codes and scales of whole blocks stand for; ValueError for what are no numbers."""
-    pack_passes: float
-    """How often as many bytes as codes have pass through a GPU's memory while they are made and checksummed."""
+    pack_passes: float | None = None
+    """How often as many bytes as codes have pass through a GPU's memory while they are made and checksummed.
+
+    None where engines take the format through their own loader only: `megarl plan` counts no such refit."""
     check: Callable[[Architecture, int, int], None]
     """Raises UserError where an engine that cuts the model, and each expert, over so many ranks cuts through blocks."""
 

@@ -100,7 +100,5 @@ NVFP4 = NumberFormat(
     engine_config=_engine_config,
     quantise_into=_quantise_into,
     dequantise_into=_dequantise_into,
-    # Values travel: they are read and written.
-    pack_passes=2,
     check=partial(check_columns, "nvfp4", _BLOCK),
 )

@@ -166,6 +166,7 @@ def _rank_rates(refit: PlannedRefit) -> RankRates:
     cores, memory = refit.cluster.cores, refit.cluster.memory_bytes_per_s
     if cores is None:
         passes = refit.number_format.pack_passes if refit.number_format else _PACK_PASSES
+        assert passes is not None, "no refit is planned in a format that loaders alone make"
         return RankRates(memory / passes, memory / _UNPACK_PASSES)
     return RankRates(
         cores.pack_gbyte_per_s * 1e9, cores.unpack_gbyte_per_s * 1e9, cores.message_us / 1e6, cores.per_node

@@ -20,6 +20,8 @@ from megarl.planning.amounts import say_count
 from megarl.planning.cluster import Cluster
 
 _PREDICTION_LAYERS = "num_nextn_predict_layers"
+_OF_A_LOADER = "which reads all tensors out of the memory of one machine, whose rate is not known here"
+"""Why refits through a loader are not counted."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,17 @@ class PlannedRefit:
         for name in ("replicas", "bucket_bytes", "buckets"):
             if getattr(self, name) < 1:
                 raise UserError(f"the refit's {name} is {getattr(self, name)}; it must be at least 1")
-        if self.number_format and self.number_format.elements_per_code > 1:
+        if self.number_format and self.number_format.pack_passes is None:
             raise UserError(
-                f"engine_dtype {self.engine_dtype} is made by the engines' own loader, which this command does not"
-                " count: plan with another"
+                f"engine_dtype {self.engine_dtype} is made by the engines' own loader, {_OF_A_LOADER}: plan with"
+                " another"
             )
         ranks = max(self.engine.tensor_model_parallel_size, self.engine.expert_tensor_size)
         if self.number_format and self.number_format.block[1] == WHOLE_ROW and ranks > 1:
             raise UserError(
                 f"engine_dtype {self.engine_dtype} has a scale for each row, and an engine that cuts rows over"
-                f" {ranks} ranks is given whole ones by its own loader, which this command does not count: plan with"
-                " engine_tp 1, and engine_ep for experts"
+                f" {ranks} ranks is given whole ones by its own loader, {_OF_A_LOADER}: plan with engine_tp 1, and"
+                " engine_ep for experts"
             )
 
     @property

@@ -250,7 +250,7 @@ def test_engines_that_no_run_can_have_are_said_to_be_so(model: str, capsys: pyte
         ),
         (
             ["--engine-dtype", "nvfp4"],
-            "--engine-dtype nvfp4 is made by the engines' own loader, which megarl plan does",
+            "--engine-dtype nvfp4 is made by the engines' own loader, which reads all tensors out of the memory of one",
         ),
         (["--prompts", "0"], "--prompts is 0; it must be at least 1"),
         (["--pp", "3", "--gpus", "24"], "or set --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num"),
