@@ -102,7 +102,7 @@ def routed_to(model: nn.Module, experts: Tensor) -> Iterator[None]:
 
 
 def reference(folder: Path, *, replayed: bool) -> Reference:
-    """What one process computes in float64."""
+    """Compute it in one process, in float64."""
     whole = ragged(recorded=False)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     of_sequences = []
