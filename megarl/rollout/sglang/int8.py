@@ -1,9 +1,9 @@
 """INT8 per channel in SGLang 0.5.23, on any device: its own layers, which keep codes and scales as they were loaded.
 
-SGLang has two forms of W8A8. That of compressed-tensors has experts for Ascend NPUs alone; `w8a8_int8` has them by
-Triton, and is the one that megarl asks for. Both quantise activations, token by token. Both replace the parameters when
-weights have come, those of linear layers by their transpose: the new ones lack what SGLang's loader asks of a
-parameter, so that it could load no others, and are turned back when the next update ends.
+SGLang has two forms of W8A8. Its compressed-tensors has experts for Ascend NPUs alone; `w8a8_int8` has them by Triton,
+and is the one that megarl asks for. Both quantise activations, token by token. Both replace the parameters when weights
+have come, and turn the matrices of linear layers: the new ones lack what SGLang's loader asks of a parameter, so that
+it could load no others, and are turned back when the next update ends.
 """
 
 from collections.abc import Callable

@@ -36,7 +36,7 @@ ROUTED = StandardTopKOutput(
 
 
 def loader(*_, **__):
-    """What the parameters of a layer name as their loader."""
+    """Stands for the loader that the parameters of a layer name."""
 
 
 def linear_layer():
