@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "vllm": (AS_TRAINED, "fp8_block", "fp8_block_ue8m0", "int8_channel", "mxfp8", "nvfp4"),
-    "sglang": (AS_TRAINED, "fp8_block", "fp8_block_ue8m0"),
+    "sglang": (AS_TRAINED, "fp8_block", "fp8_block_ue8m0", "int8_channel"),
     "transformers": (AS_TRAINED,),
 }
 """Engine -> the forms of weights that it holds."""
