@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from converters.layouts.rows import rows_of
-from megatron_ext import compat
+from megatron_ext import compat, transformer_engine_compat
 
 
 class FullySharded(TorchFullyShardedDataParallel):
@@ -33,6 +33,7 @@ class FullySharded(TorchFullyShardedDataParallel):
 def wrap_fully_sharded(chunk: torch.nn.Module, fields: Mapping[str, Any]) -> FullySharded:
     """Cut the parameters of `chunk`, which are the whole ones until then; `fields` are of its configuration."""
     compat.shard_on_this_device(wrapper)
+    transformer_engine_compat.keep_empty_rows_from_kernels()
     config = DistributedDataParallelConfig(**{**fields, "use_distributed_optimizer": False})
     # By default RotaryEmbedding, too, and beside modules of Transformer Engine the output layer, which is cut with all.
     wrapped = FullySharded(chunk.config, config, chunk, sub_modules_to_wrap={TransformerLayer, LanguageModelEmbedding})

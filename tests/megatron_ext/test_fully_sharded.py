@@ -3,18 +3,16 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from launch import run_ranks
-from megatron.core import optimizer as core_optimizer
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
 from parallel_rank import parallel_rank
+from played_fused_adam import FusedAdam, beside_fused_adam
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from converters.architectures import Lora, read_architecture
 from converters.copying import copy_transfers
@@ -184,44 +182,6 @@ def optimizer_bytes(model: MegatronModel) -> list[int]:
     return [each.nbytes() for each in storages_of(optimizer_tensors(model.optimizer))]
 
 
-class FusedAdam(torch.optim.Optimizer):
-    """Transformer Engine's Adam, to 2.11: moments that it makes itself have the shape of the whole parameter.
-
-    Its kernel takes as many of their elements as the rank has of the parameter.
-    """
-
-    def __init__(self, params: list[dict[str, Any]], *, adam_w_mode: bool, **defaults: Any) -> None:
-        assert adam_w_mode
-        super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            for whole in group["params"]:
-                state = self.state[whole]
-                for name in ("exp_avg", "exp_avg_sq"):
-                    if name not in state:
-                        state[name] = torch.zeros(whole.shape, dtype=torch.float32)
-                own, gradient = own_rows(whole).view(-1), own_rows(whole.grad).view(-1)
-                mean, square = (own_rows(state[name]).view(-1)[: own.numel()] for name in ("exp_avg", "exp_avg_sq"))
-                adamw(
-                    [own],
-                    [gradient],
-                    [mean],
-                    [square],
-                    [],
-                    [torch.tensor(group["step"] - 1.0)],
-                    amsgrad=False,
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=group["eps"],
-                    maximize=False,
-                )
-
-
 def test_moments_are_rows_in_the_optimizer_that_a_gpu_has(folders: Mapping[str, Path], tmp_path: Path) -> None:
     for found in run_ranks(train_with_fused_adam, LAYOUTS["DP2"], folders["qwen3"], tmp_path):
         for kind in ("fused", "from its checkpoint"):
@@ -234,29 +194,30 @@ def train_with_fused_adam(rank: int, sizes: ParallelSizes, folder: Path, target:
     """Weights after two steps, by the optimizer that took them."""
 
     def made() -> MegatronModel:
-        return make_model(rank, sizes, folder, optimizer={"lr": 1e-3, "adam_eps": 1e-2})
+        return new_model(rank, sizes, folder, optimizer={"lr": 1e-3, "adam_eps": 1e-2})
 
     def step(model: MegatronModel) -> None:
         batch, places = own_batch(sizes)
         model.train_step(batch, micro_batches(len(places)), SftObjective())
 
-    plain = made()
-    with (
-        mock.patch.object(core_optimizer, "USING_PYTORCH_OPTIMIZER", new=False),
-        mock.patch.object(core_optimizer, "Adam", FusedAdam),
-    ):
-        fused, continued = made(), made()
-    step(fused)
-    (part,) = compat.parts(fused.optimizer)
-    assert isinstance(part.optimizer, FusedAdam)
-    moments = [each for state in part.optimizer.state.values() for each in state.values()]
-    assert moments
-    assert all(map(is_cut, moments))
-    torch.distributed.barrier()
-    checkpoint.save(fused, target)
-    checkpoint.load(continued, target)
-    for model in (fused, continued, plain, plain):
-        step(model)
+    fused, continued, plain = made(), made(), made()
+    plain.prepare_training(4)
+    for _ in range(2):
+        step(plain)
+    with beside_fused_adam():
+        fused.prepare_training(4)
+        continued.prepare_training(4)
+        step(fused)
+        (part,) = compat.parts(fused.optimizer)
+        assert isinstance(part.optimizer, FusedAdam)
+        moments = [each for state in part.optimizer.state.values() for each in state.values()]
+        assert moments
+        assert all(map(is_cut, moments))
+        torch.distributed.barrier()
+        checkpoint.save(fused, target)
+        checkpoint.load(continued, target)
+        step(fused)
+        step(continued)
     return {"fused": copies(fused), "from its checkpoint": copies(continued), "plain": copies(plain)}
 
 
@@ -322,7 +283,13 @@ def assert_close(name: str, what: str, found: Mapping[str, Tensor], expected: Ma
         assert worst <= 1e-5, f"{what} of {name}: {key} is {worst} off"
 
 
-def make_model(
+def make_model(rank: int, sizes: ParallelSizes, folder: Path, *arguments: Any, **options: Any) -> MegatronModel:
+    model = new_model(rank, sizes, folder, *arguments, **options)
+    model.prepare_training(4)
+    return model
+
+
+def new_model(
     rank: int, sizes: ParallelSizes, folder: Path, transformer: Mapping[str, Any] | None = None, **options: Any
 ) -> MegatronModel:
     # SGD: where a gradient is next to nothing, Adam would make a whole step of its rounding.
@@ -342,7 +309,6 @@ def make_model(
         rank,
     )
     model.load_huggingface(released)
-    model.prepare_training(4)
     return model
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from launch import run_ranks
 from parallel_rank import parallel_rank
 from parity import sequences
+from played_fused_adam import beside_fused_adam
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, Gemma2Config, Gemma2ForCausalLM
@@ -169,6 +171,26 @@ def test_values_scores_and_gradients_are_those_of_transformers(
             torch.testing.assert_close(result["scores"], wanted["scores"][result["chosen"]], atol=TOLERANCE, rtol=0)
             assert result["values"].dtype == result["scores"].dtype == torch.float32
         assert seen == set(range(5))
+
+
+def trained_with_and_without_fused_adam(rank: int, sizes: ParallelSizes, folder: Path) -> list[dict[str, Tensor]]:
+    found = []
+    for optimizers in (beside_fused_adam, nullcontext):
+        model = make_model(rank, sizes, folder)
+        batch, micro_batches, _ = own_part(sizes)
+        with optimizers():
+            model.prepare_training(2)
+            for _ in range(2):
+                model.train_step(batch, micro_batches, SquaredError())
+        found.append({name: tensor.detach().clone() for name, tensor in model.local_tensors().items()})
+    return found
+
+
+def test_a_rank_without_the_head_updates_its_rows_in_the_optimizer_that_a_gpu_has(folders: Mapping[str, Path]) -> None:
+    """Without elements, the head is the last of the tensors that its kernel is given."""
+    for fused, plain in run_ranks(trained_with_and_without_fused_adam, SIZES["FSDP2"], folders["qwen3"]):
+        for name, tensor in plain.items():
+            torch.testing.assert_close(fused[name], tensor, atol=TOLERANCE, rtol=0)
 
 
 def load_and_export(rank: int, sizes: ParallelSizes, folder: Path, exported: Path) -> dict[str, Tensor]:
