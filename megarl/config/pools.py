@@ -6,9 +6,6 @@ from converters.errors import UserError, did_you_mean
 from megarl.cluster.placement.roles import ENGINE, POLICY
 from megarl.schema import MegarlConfig
 
-_FP8 = ("fp8", "uint8")
-"""Names that Megatron's options have for it."""
-
 
 def check_pools(config: MegarlConfig) -> None:
     """Raise UserError for a pool of roles that do not exist, or of a kind that there is not."""
@@ -69,24 +66,3 @@ def _check_sharing(config: MegarlConfig) -> None:
             "rollout.engine_args.enable_sleep_mode=false keeps the engines' memory from the trainer, with which they"
             " take turns in cluster.pools: leave it out"
         )
-    _check_moments(config)
-
-
-def _check_moments(config: MegarlConfig) -> None:
-    """Raise UserError where a trainer that takes turns would keep moments in FP8.
-
-    Transformer Engine's tensors of them say they have memory that they have not, and theirs would stay on the GPU.
-    """
-    trained = {
-        POLICY: ("megatron", config.megatron),
-        "critic": ("critic.megatron", config.critic.megatron),
-        "implicit_reward_model": ("implicit_reward_model.megatron", config.implicit_reward_model.megatron),
-    }
-    sharing = config.cluster.sharing()
-    for role, (key, options) in trained.items():
-        for moment in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if role in sharing and options.get(moment) in _FP8:
-                raise UserError(
-                    f"{key}.{moment}={options[moment]} keeps moments in a form that cannot go to the host, and in"
-                    " cluster.pools it has to when the engines' turn comes: take bf16"
-                )

@@ -43,7 +43,7 @@ class MainState:
     tensors: Mapping[str, Tensor]
     """Kind (`param` is the main parameter, `exp_avg`, ...) -> elements, flat.
 
-    They are the optimizer's own, but for those that it keeps scaled, in fp16 or FP8: these are copies in fp32.
+    They are the optimizer's own, but for those that it keeps scaled, in fp16: these are copies in fp32.
     """
     is_own: bool
     """No other data-parallel rank has the state of these elements."""

@@ -35,6 +35,11 @@ _LAYOUT = (
 _DROPS = "the trainer would drop tokens that the engine, which samples them, sends to their experts"
 _RANDOM = "the trainer would route at random, and the engine, which samples, does not"
 _EIGHT_BIT_ATTENTION = "no kernel of cuDNN or FlashAttention trains with packed sequences in FP8"
+_EIGHT_BIT_MOMENTS = Refusal(
+    "Transformer Engine multiplies moments in FP8 by one over the largest of them, and where all are zero, as those of"
+    " an expert that got no token, they, and a step later the weights, are no numbers any more",
+    (None, "fp32", "bf16", "fp16"),
+)
 _INFERENCE = "it belongs to Megatron's own inference; the engines sample here"
 
 REFUSED_IN_SOME_VERSIONS: Mapping[str, Refusal] = {
@@ -148,6 +153,8 @@ REFUSED: Mapping[str, Refusal] = {
     "main_grads_dtype": Refusal(
         "it changes nothing: gradients have the type that grad_reduce_in_fp32 says", (None, "fp32")
     ),
+    "exp_avg_dtype": _EIGHT_BIT_MOMENTS,
+    "exp_avg_sq_dtype": _EIGHT_BIT_MOMENTS,
     "use_torch_optimizer_for_cpu_offload": Refusal("megatron-core makes the same optimizers with it as without"),
     "pipeline_model_parallel_comm_backend": Refusal(
         "pipeline stages send by the backend of all other groups", (None, "nccl")

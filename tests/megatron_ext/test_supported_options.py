@@ -122,13 +122,21 @@ def test_a_tested_option_is_given_in_its_test(name: str) -> None:
         ({"pipeline_model_parallel_comm_backend": "ucc"}, "pipeline_model_parallel_comm_backend=ucc .*; use nccl"),
         ({"log_max_attention_logit": True}, "log_max_attention_logit=True .*; leave it out"),
         ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad=True .*; leave it out"),
+        *(
+            (
+                {"use_precision_aware_optimizer": True, name: eight_bits},
+                f"{name}={eight_bits} is not supported: .*no numbers any more; use fp32 or bf16 or fp16",
+            )
+            for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+            for eight_bits in ("fp8", "uint8", torch.uint8)
+        ),
         (
             {"fp8": "hybrid", "fp8_recipe": "tensorwise", "exp_avg_dtype": "fp16"},
             "exp_avg_dtype=fp16 is not supported with megatron.fp8_recipe=tensorwise: .* use fp32 or bf16",
         ),
         (
-            {"fp8_recipe": "mxfp8", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp8", "main_params_dtype": "fp32"},
-            "exp_avg_sq_dtype=fp8 is not supported with megatron.fp8_recipe=mxfp8",
+            {"fp8_recipe": "mxfp8", "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16", "main_params_dtype": "fp32"},
+            "exp_avg_sq_dtype=fp16 is not supported with megatron.fp8_recipe=mxfp8",
         ),
         (
             {"deterministic_mode": True, "attention_backend": AttnBackend.flash},
@@ -160,7 +168,7 @@ def test_switched_off_is_not_refused() -> None:
         {"fp8_recipe": "blockwise", "main_params_dtype": "fp16"},
         {"fp8_recipe": "blockwise", "optimizer_cpu_offload": True},
     ):
-        check_supported({"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "uint8", **working})
+        check_supported({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16", **working})
     check_supported({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp32", "fp8_recipe": "blockwise"})
     check_supported({"attention_backend": "local", "transformer_impl": "local"})
     check_supported({"deterministic_mode": True, "attention_backend": AttnBackend.fused})
