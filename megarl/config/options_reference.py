@@ -10,7 +10,7 @@ from megarl.rollout.kind import REPLAY, EngineKind
 from megatron_ext.options import model_fields, supported_options
 from megatron_ext.options.arguments import fields_of_groups
 from megatron_ext.options.refusal import Refusal
-from megatron_ext.options.supported_options import DEEPEP, DETERMINISTIC, FULLY_SHARDED, NEEDS
+from megatron_ext.options.supported_options import DEEPEP, DETERMINISTIC, FULLY_SHARDED, NEEDS, ON_HOST
 
 _HEADER = """# Options of Megatron and of the engine
 
@@ -53,8 +53,12 @@ def _megatron() -> list[str]:
         for name, each in supported_options.BESIDE_DETERMINISTIC.items()
     ]
     lines += [
-        f"| `{name}` | Not with an `fp8_recipe` but `delayed`, unless `main_params_dtype` is fp16 or"
-        f" `optimizer_cpu_offload` is on: {each.reason} | {each.others} |"
+        f"| `{name}` | Not with `{ON_HOST}`: {each.reason} | {each.others} |"
+        for name, each in supported_options.BESIDE_CPU_OFFLOAD.items()
+    ]
+    lines += [
+        f"| `{name}` | Not with an `fp8_recipe` but `delayed`, unless `main_params_dtype` is fp16: {each.reason} |"
+        f" {each.others} |"
         for name, each in supported_options.BESIDE_RECIPE.items()
     ]
     lines += [

@@ -156,6 +156,10 @@ REFUSED: Mapping[str, Refusal] = {
     "exp_avg_dtype": _EIGHT_BIT_MOMENTS,
     "exp_avg_sq_dtype": _EIGHT_BIT_MOMENTS,
     "use_torch_optimizer_for_cpu_offload": Refusal("megatron-core makes the same optimizers with it as without"),
+    "pin_cpu_params": Refusal(
+        "it changes nothing: megatron-core makes the same copies of parameters on the host with it as without",
+        (None, True),
+    ),
     "pipeline_model_parallel_comm_backend": Refusal(
         "pipeline stages send by the backend of all other groups", (None, "nccl")
     ),
@@ -190,13 +194,25 @@ BESIDE_FSDP2: Mapping[str, Refusal] = {
 }
 """Options that work, but not with use_torch_fsdp2."""
 
+ON_HOST = "optimizer_cpu_offload"
+"""Megatron's name of the switch for an optimizer that updates its parameters, or a part of them, in host memory."""
+_FLOAT32_ON_HOST = Refusal(
+    "megatron-core tells its optimizers for it no types: what they keep is in fp32, on the host and on the GPU",
+    (None, "fp32"),
+)
+
+BESIDE_CPU_OFFLOAD: Mapping[str, Refusal] = dict.fromkeys(
+    ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), _FLOAT32_ON_HOST
+)
+"""Options that work, but not with optimizer_cpu_offload."""
+
 _SCALED = Refusal(
     "Transformer Engine keeps such moments scaled, and megatron-core would leave their scales out of checkpoints",
     (None, "fp32", "bf16"),
 )
 
 BESIDE_RECIPE: Mapping[str, Refusal] = {"exp_avg_dtype": _SCALED, "exp_avg_sq_dtype": _SCALED}
-"""Options that work, but not with an fp8_recipe other than delayed beside main parameters in fp32 on the GPU."""
+"""Options that work, but not with an fp8_recipe other than delayed beside main parameters in fp32."""
 
 DEEPEP = "deep_ep"
 """The Python package of DeepEP, of which constraints/ has no version."""
@@ -229,7 +245,7 @@ ADAPTER_IN_ROWS = (
 NEEDS: Mapping[str, Mapping[str, bool]] = {
     "overlap_param_gather": {"overlap_grad_reduce": False, "use_distributed_optimizer": True},
     "align_param_gather": {"overlap_param_gather": False},
-    "optimizer_cpu_offload": {"use_distributed_optimizer": True},
+    ON_HOST: {"use_distributed_optimizer": True},
 }
 """Option that is switched on -> options that must be on with it, each with its default here."""
 
@@ -287,7 +303,10 @@ def check_supported(options: Mapping[str, Any]) -> None:
             name: getattr(options[name], "name", options[name]) for name in BESIDE_DETERMINISTIC if name in options
         }
         refuse(named, BESIDE_DETERMINISTIC, _PREFIX, f" with megatron.{DETERMINISTIC}=true")
-    if (recipe := options.get(_RECIPE)) not in (None, _DELAYED) and _has_own_main_parameters(options):
+    if options.get(ON_HOST):
+        refuse(options, BESIDE_CPU_OFFLOAD, _PREFIX, f" with megatron.{ON_HOST}=true")
+    # megatron-core itself keeps main parameters in fp32 beside Adam with such a recipe.
+    if (recipe := options.get(_RECIPE)) not in (None, _DELAYED) and options.get("main_params_dtype") in (None, "fp32"):
         refuse(options, BESIDE_RECIPE, _PREFIX, f" with megatron.{_RECIPE}={recipe}")
     for name in (name for name in options if options[name]):
         for needed, default in NEEDS.get(name, {}).items():
@@ -302,11 +321,6 @@ def check_supported(options: Mapping[str, Any]) -> None:
         raise UserError(
             f"megatron.{_GROUP}={group} must be at least megatron.{_STAGES}={stages}; leave it out for that"
         )
-
-
-def _has_own_main_parameters(options: Mapping[str, Any]) -> bool:
-    """Whether megatron-core itself keeps main parameters beside Adam with an fp8_recipe other than delayed."""
-    return options.get("main_params_dtype") in (None, "fp32") and not options.get("optimizer_cpu_offload")
 
 
 def _check_recompute(options: Mapping[str, Any]) -> None:

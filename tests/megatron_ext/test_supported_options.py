@@ -119,6 +119,17 @@ def test_a_tested_option_is_given_in_its_test(name: str) -> None:
             {"optimizer_cpu_offload": True, "use_torch_optimizer_for_cpu_offload": True},
             "use_torch_optimizer_for_cpu_offload=True .* the same optimizers .*; leave it out",
         ),
+        *(
+            (
+                {"optimizer_cpu_offload": True, "use_precision_aware_optimizer": True, name: dtype},
+                f"{name}={dtype} is not supported with megatron.optimizer_cpu_offload=true: .* no types.*; use fp32",
+            )
+            for name, dtype in (("exp_avg_dtype", "bf16"), ("exp_avg_sq_dtype", "fp16"), ("main_params_dtype", "fp16"))
+        ),
+        (
+            {"optimizer_cpu_offload": True, "pin_cpu_params": False},
+            "pin_cpu_params=False .* changes nothing.*; use True",
+        ),
         ({"pipeline_model_parallel_comm_backend": "ucc"}, "pipeline_model_parallel_comm_backend=ucc .*; use nccl"),
         ({"log_max_attention_logit": True}, "log_max_attention_logit=True .*; leave it out"),
         ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad=True .*; leave it out"),
@@ -166,10 +177,11 @@ def test_switched_off_is_not_refused() -> None:
         {"fp8_recipe": "delayed"},
         {"fp8_recipe": None},
         {"fp8_recipe": "blockwise", "main_params_dtype": "fp16"},
-        {"fp8_recipe": "blockwise", "optimizer_cpu_offload": True},
     ):
         check_supported({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp16", **working})
     check_supported({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp32", "fp8_recipe": "blockwise"})
+    check_supported({"exp_avg_dtype": "bf16", "optimizer_cpu_offload": False, "pin_cpu_params": True})
+    check_supported({"exp_avg_dtype": "fp32", "main_params_dtype": "fp32", "optimizer_cpu_offload": True})
     check_supported({"attention_backend": "local", "transformer_impl": "local"})
     check_supported({"deterministic_mode": True, "attention_backend": AttnBackend.fused})
     check_supported({"deterministic_mode": False, "attention_backend": "flash", "cross_entropy_loss_fusion": True})

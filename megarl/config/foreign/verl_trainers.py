@@ -12,13 +12,18 @@ def megatron(t: Translation, group: str, prefix: str) -> None:
     for name in verl.PARALLEL:
         if t.has(prefix + name):
             t.recipe.set(f"{group}.{name}", t.take(prefix + name))
-    fields = megatron_fields()
     for override in verl.OVERRIDES:
-        for name, value in t.below(prefix + override).items():
-            if name not in fields:
-                t.absent(f"{prefix}{override}{name}", "the installed megatron-core has no such option")
-            elif value is not None:
-                t.recipe.set_option(f"{group}.{name}", value, f"{prefix}{override}{name}={value}")
+        _overrides(t, group, prefix + override)
+
+
+def _overrides(t: Translation, group: str, prefix: str) -> None:
+    """Options below `prefix`, where all are Megatron's."""
+    fields = megatron_fields()
+    for name, value in t.below(prefix).items():
+        if name not in fields:
+            t.absent(f"{prefix}{name}", "the installed megatron-core has no such option")
+        elif value is not None:
+            t.recipe.set_option(f"{group}.{name}", value, f"{prefix}{name}={value}")
 
 
 def optimizer(t: Translation) -> None:
@@ -46,12 +51,7 @@ def _optimizer_options(t: Translation, group: str, prefix: str, updates: int) ->
     if betas := t.take(f"{prefix}betas"):
         t.recipe.set(f"{group}.adam_beta1", betas[0])
         t.recipe.set(f"{group}.adam_beta2", betas[1])
-    fields = megatron_fields()
-    for name, value in t.below(f"{prefix}override_optimizer_config.").items():
-        if name in fields:
-            t.recipe.set(f"{group}.{name}", value)
-        else:
-            t.absent(f"{prefix}override_optimizer_config.{name}", "the installed megatron-core has no such option")
+    _overrides(t, group, f"{prefix}override_optimizer_config.")
 
 
 def _warm_up(t: Translation, group: str, key: str, updates: int) -> None:

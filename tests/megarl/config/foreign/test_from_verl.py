@@ -271,6 +271,18 @@ def test_weights_of_engines_in_fp8_are_blocks_here(key: str) -> None:
     assert "rollout.engine_args.kv_cache_dtype" in why
 
 
+@pytest.mark.parametrize("place", ["optim", "megatron"])
+def test_refused_options_of_the_optimizer_are_left_out_and_said(place: str) -> None:
+    given = f"+{ACTOR}{place}.override_optimizer_config."
+    lost = [f"{given[1:]}exp_avg_dtype=fp8", f"{given[1:]}pin_cpu_params=False"]
+    recipe = from_verl([*PPO_KEYS, *(f"+{each}" for each in lost), f"{given}use_precision_aware_optimizer=True"], {})
+    assert said(recipe.absent) == lost
+    assert recipe.get("megatron.use_precision_aware_optimizer") is True
+    on_host = [f"{given}{option}" for option in ("optimizer_cpu_offload=True", "exp_avg_dtype=bf16")]
+    with pytest.raises(UserError, match=r"exp_avg_dtype=bf16 is not supported with megatron\.optimizer_cpu"):
+        check(from_verl([*PPO_KEYS, *on_host], {}))
+
+
 @pytest.mark.parametrize("name", verl_scripts.SCRIPTS)
 def test_the_output_of_the_command_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     (tmp_path / "run.sh").write_text(verl_scripts.SCRIPTS[name])
