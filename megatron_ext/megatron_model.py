@@ -192,8 +192,9 @@ class MegatronModel:
         self.residence = OffloadableState(self._weight_tensors, self._training_tensors, self.chunks)
         # Buffers begin as they are after a step: the next forward pass gathers, whatever the weights are by then.
         self._weights_are_complete = not gathers_in_forward(self.chunks)
-        if options.parallel.use_torch_fsdp2:
-            # Transformer Engine's Adam, to 2.11, would make moments of all rows in its first step.
+        if options.parallel.use_torch_fsdp2 or options.steps_on_host:
+            # Transformer Engine's Adam, to 2.11, would make moments of all rows in its first step. An optimizer that is
+            # in part on the host tells only with its state which main parameters it has made on the GPU.
             compat.prime_optimizer_state(self.optimizer)
 
     def freeze(self) -> None:

@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from launch import run_ranks
+from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from converters.formats.safetensors import HuggingFaceCheckpoint
 from converters.layouts.megatron import ParallelSizes
 from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
-from megatron_ext import compat
+from megatron_ext import compat, device
 from megatron_ext.checkpoint import checkpoint
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.optimizer.optimizer import build_optimizer
@@ -59,13 +61,21 @@ def runs(rank: int, sizes: ParallelSizes, folder: Path, root: Path) -> dict[Any,
     return results
 
 
-def made(rank: int, sizes: ParallelSizes, folder: Path, name: str) -> MegatronModel:
-    fields = KINDS[name]
+def new(
+    rank: int, sizes: ParallelSizes, folder: Path, fields: Mapping[str, Any], distributed: Mapping[str, Any]
+) -> MegatronModel:
     source = HuggingFaceCheckpoint(folder)
     # Steps follow the size of a gradient, and not its sign alone, which rounding can change.
-    options = MegatronOptions(sizes, torch.bfloat16, optimizer={"lr": 1e-2, "adam_eps": 1e-2, **fields})
+    optimizer = {"lr": 1e-2, "adam_eps": 1e-2, **fields}
+    options = MegatronOptions(sizes, torch.bfloat16, optimizer=optimizer, distributed=distributed)
     model = MegatronModel(read_architecture(source.config), options, rank)
     model.load_huggingface(source)
+    return model
+
+
+def made(rank: int, sizes: ParallelSizes, folder: Path, name: str) -> MegatronModel:
+    fields = KINDS[name]
+    model = new(rank, sizes, folder, fields, {})
     model.prepare_training(STEPS)
     for part in compat.parts(model.optimizer):
         assert isinstance(part.optimizer, HybridDeviceOptimizer) == ("optimizer_cpu_offload" in fields)
@@ -113,6 +123,48 @@ def assert_near(got: Weights, expected: Weights) -> None:
     assert got.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(got[name], tensor, atol=2e-6, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("in_fp32", [True])
+def test_what_it_keeps_on_the_gpu_goes_to_the_host_before_and_after_each_step(tmp_path: Path, in_fp32: bool) -> None:
+    folder = write_tiny_model("qwen3", tmp_path / "model", fields={"num_hidden_layers": 2})
+    for stayed, moved in run_ranks(stayed_and_moved, ParallelSizes(world_size=2), folder, in_fp32):
+        assert stayed.keys() == moved.keys()
+        for name, tensor in stayed.items():
+            assert torch.equal(moved[name], tensor), name
+
+
+def stayed_and_moved(rank: int, sizes: ParallelSizes, folder: Path, in_fp32: bool) -> list[Weights]:
+    """Main parameters of two runs with fp32 copies of weights in bf16, one of which moves before and after steps."""
+    fields = {**OFFLOADED, "optimizer_offload_fraction": 0.5, "use_precision_aware_optimizer": True}
+    found = []
+    for moves in (False, True):
+        model = new(rank, sizes, folder, fields, {"grad_reduce_in_fp32": in_fp32})
+        with (
+            mock.patch.object(device, "has_transformer_engine", return_value=True),
+            mock.patch.object(optimizer_config, "is_te_min_version", return_value=True),
+        ):
+            model.prepare_training(STEPS)
+        for step in range(STEPS):
+            if moves:
+                model.offload(["training"])
+                assert left_on_the_gpu(model) == []
+                model.reload(["training"])
+            train(model, range(step, step + 1))
+        found.append(main_weights(model))
+    return found
+
+
+def left_on_the_gpu(model: MegatronModel) -> list[torch.Size]:
+    (part,) = compat.parts(model.optimizer)
+    copies = [
+        copy
+        for weight, copy in part.optimizer.param_to_fp32_param.items()
+        if weight not in part.optimizer.gpu_params_map_cpu_copy
+    ]
+    assert copies
+    tensors = [*copies, *(copy.grad for copy in copies if copy.grad is not None)]
+    return [each.shape for each in tensors if each.untyped_storage().nbytes() > 1024]
 
 
 def test_what_it_does_not_work_with_is_refused() -> None:
