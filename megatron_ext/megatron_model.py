@@ -37,6 +37,7 @@ from megatron_ext.model.multi_token_prediction import prepare_layers
 from megatron_ext.model.specs import module_names
 from megatron_ext.objective import Objective, StepResult
 from megatron_ext.optimizer.fully_sharded import all_finite, own_rows
+from megatron_ext.optimizer.hybrid_optimizer import drop_gradients
 from megatron_ext.optimizer.optimizer import Wrapped, build_optimizer, build_scheduler, wrap_distributed
 from megatron_ext.optimizer.overlap import gather_weights, gathers_in_forward
 from megatron_ext.options.options import MegatronOptions
@@ -320,6 +321,8 @@ class MegatronModel:
         if self.options.parallel.use_torch_fsdp2 and not all_finite(self.chunks):
             raise RuntimeError("a gradient is not a number, or infinite: no weight was changed")
         updated, gradient_norm, _ = self.optimizer.step()
+        for part in compat.parts(self.optimizer):
+            drop_gradients(part.optimizer)
         self._weights_are_complete = not gathers_in_forward(self.chunks)
         if not updated:
             raise RuntimeError("the optimizer skipped its step: the gradients overflowed")

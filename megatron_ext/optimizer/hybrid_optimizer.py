@@ -67,6 +67,18 @@ def take_over(optimizer: HybridDeviceOptimizer) -> None:
             copy.copy_(parameter)
 
 
+def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Forget copies of gradients that a step has made in fp32 on the GPU, of those that are reduced in bf16.
+
+    Nothing else does before the next step makes others, and they are in no list of what may go to the host.
+    """
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        for parameter, own in optimizer.param_to_fp32_param.items():
+            # Copies on the host are made once.
+            if parameter not in optimizer.gpu_params_map_cpu_copy:
+                own.grad = None
+
+
 def _parameters(optimizer: HybridDeviceOptimizer) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:
     for part in optimizer.sub_optimizers:
         for group in part.param_groups:

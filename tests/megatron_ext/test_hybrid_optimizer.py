@@ -125,7 +125,7 @@ def assert_near(got: Weights, expected: Weights) -> None:
         torch.testing.assert_close(got[name], tensor, atol=2e-6, rtol=0, msg=lambda text, n=name: f"{n}: {text}")
 
 
-@pytest.mark.parametrize("in_fp32", [True])
+@pytest.mark.parametrize("in_fp32", [True, False])
 def test_what_it_keeps_on_the_gpu_goes_to_the_host_before_and_after_each_step(tmp_path: Path, in_fp32: bool) -> None:
     folder = write_tiny_model("qwen3", tmp_path / "model", fields={"num_hidden_layers": 2})
     for stayed, moved in run_ranks(stayed_and_moved, ParallelSizes(world_size=2), folder, in_fp32):
