@@ -57,6 +57,11 @@ def _megatron() -> list[str]:
         for name, each in supported_options.BESIDE_CPU_OFFLOAD.items()
     ]
     lines += [
+        f"| `{name}` | Not with `optimizer_offload_fraction` below 1, `use_precision_aware_optimizer` and"
+        f" `grad_reduce_in_fp32=false`: {each.reason} | {each.others} |"
+        for name, each in supported_options.BESIDE_PART_ON_HOST.items()
+    ]
+    lines += [
         f"| `{name}` | Not with an `fp8_recipe` but `delayed`, unless `main_params_dtype` is fp16: {each.reason} |"
         f" {each.others} |"
         for name, each in supported_options.BESIDE_RECIPE.items()

@@ -206,6 +206,14 @@ BESIDE_CPU_OFFLOAD: Mapping[str, Refusal] = dict.fromkeys(
 )
 """Options that work, but not with optimizer_cpu_offload."""
 
+BESIDE_PART_ON_HOST: Mapping[str, Refusal] = {
+    "overlap_cpu_optimizer_d2h_h2d": Refusal(
+        "gradients of what is updated on the GPU become fp32 beside that update, which does not wait for them and would"
+        " now and then take wrong ones; grad_reduce_in_fp32=true has none to convert"
+    ),
+}
+"""Options that work, but not where only a part is offloaded and a step gets gradients in the bf16 of their sum."""
+
 _SCALED = Refusal(
     "Transformer Engine keeps such moments scaled, and megatron-core would leave their scales out of checkpoints",
     (None, "fp32", "bf16"),
@@ -305,6 +313,11 @@ def check_supported(options: Mapping[str, Any]) -> None:
         refuse(named, BESIDE_DETERMINISTIC, _PREFIX, f" with megatron.{DETERMINISTIC}=true")
     if options.get(ON_HOST):
         refuse(options, BESIDE_CPU_OFFLOAD, _PREFIX, f" with megatron.{ON_HOST}=true")
+        fraction = options.get("optimizer_offload_fraction", 1.0)
+        converts = options.get("use_precision_aware_optimizer") and not options.get("grad_reduce_in_fp32", True)
+        if fraction < 1 and converts:
+            where = f" with megatron.optimizer_offload_fraction={fraction} and megatron.grad_reduce_in_fp32=false"
+            refuse(options, BESIDE_PART_ON_HOST, _PREFIX, where)
     # megatron-core itself keeps main parameters in fp32 beside Adam with such a recipe.
     if (recipe := options.get(_RECIPE)) not in (None, _DELAYED) and options.get("main_params_dtype") in (None, "fp32"):
         refuse(options, BESIDE_RECIPE, _PREFIX, f" with megatron.{_RECIPE}={recipe}")

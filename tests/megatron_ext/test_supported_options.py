@@ -24,6 +24,12 @@ from megatron_ext.options.model_fields import LATENT_ATTENTION_FIELDS, MODEL_CHO
 from megatron_ext.options.options import MegatronOptions
 from megatron_ext.options.supported_options import NEEDS, REFUSED, REFUSED_IN_SOME_VERSIONS, TESTED, check_supported
 
+PART_ON_HOST = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.5,
+    "use_precision_aware_optimizer": True,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+}
 TESTS = Path(__file__).resolve().parents[1]
 
 
@@ -130,6 +136,11 @@ def test_a_tested_option_is_given_in_its_test(name: str) -> None:
             {"optimizer_cpu_offload": True, "pin_cpu_params": False},
             "pin_cpu_params=False .* changes nothing.*; use True",
         ),
+        (
+            {**PART_ON_HOST, "grad_reduce_in_fp32": False},
+            "overlap_cpu_optimizer_d2h_h2d=True is not supported with megatron.optimizer_offload_fraction=0.5 and"
+            " megatron.grad_reduce_in_fp32=false: .* wrong ones; .*; leave it out",
+        ),
         ({"pipeline_model_parallel_comm_backend": "ucc"}, "pipeline_model_parallel_comm_backend=ucc .*; use nccl"),
         ({"log_max_attention_logit": True}, "log_max_attention_logit=True .*; leave it out"),
         ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad=True .*; leave it out"),
@@ -182,6 +193,15 @@ def test_switched_off_is_not_refused() -> None:
     check_supported({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "fp32", "fp8_recipe": "blockwise"})
     check_supported({"exp_avg_dtype": "bf16", "optimizer_cpu_offload": False, "pin_cpu_params": True})
     check_supported({"exp_avg_dtype": "fp32", "main_params_dtype": "fp32", "optimizer_cpu_offload": True})
+    for working in (
+        {"optimizer_offload_fraction": 1.0},
+        {"use_precision_aware_optimizer": False},
+        {"overlap_cpu_optimizer_d2h_h2d": False},
+        {"grad_reduce_in_fp32": True},
+        {"optimizer_cpu_offload": False},
+    ):
+        check_supported({**PART_ON_HOST, "grad_reduce_in_fp32": False, **working})
+    check_supported(PART_ON_HOST)
     check_supported({"attention_backend": "local", "transformer_impl": "local"})
     check_supported({"deterministic_mode": True, "attention_backend": AttnBackend.fused})
     check_supported({"deterministic_mode": False, "attention_backend": "flash", "cross_entropy_loss_fusion": True})
