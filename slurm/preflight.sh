@@ -2,7 +2,7 @@
 #
 # Whether the nodes of this allocation are sound: `megarl doctor --cluster` on a Ray cluster over them.
 #
-#   sbatch --nodes=32 slurm/preflight.sh --folders /models /data /runs
+#   sbatch --nodes=32 slurm/preflight.sh --folders /runs --inputs /models /data
 #
 # Every argument goes to `megarl doctor`. Ends with 1 where a node is slow or
 # broken, and names it; `sbatch --dependency=afterok:JOBID slurm/grpo_deepseek.sh ...` starts a run only if all are sound.

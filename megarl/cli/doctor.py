@@ -13,7 +13,7 @@ EXAMPLES = """examples:
   megarl doctor
   megarl doctor --json
   megarl doctor --cluster auto
-  megarl doctor --cluster 10.0.0.1:6379 --folders /models /data /runs
+  megarl doctor --cluster 10.0.0.1:6379 --folders /runs --inputs /models /data
 """
 TAKES_OVERRIDES = False
 
@@ -25,7 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster", metavar="ADDRESS", help="of a Ray cluster (host:port, or auto on one of its nodes)"
     )
     parser.add_argument(
-        "--folders", nargs="+", default=[], metavar="DIR", help="with --cluster: folders that all nodes are to see"
+        "--folders",
+        nargs="+",
+        default=[],
+        metavar="DIR",
+        help="with --cluster: folders that runs write into; one node writes there, and all are to see it",
+    )
+    parser.add_argument(
+        "--inputs",
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="with --cluster: files and folders that runs read, and all nodes are to see; they may be read-only",
     )
 
 
@@ -35,8 +46,9 @@ def run(options: argparse.Namespace) -> int:
 
     if options.cluster:
         return _check_cluster(options)
-    if options.folders:
-        raise UserError("--folders are those of a cluster: give --cluster ADDRESS, too")
+    for name in ("folders", "inputs"):
+        if getattr(options, name):
+            raise UserError(f"--{name} are those of a cluster: give --cluster ADDRESS, too")
 
     from megarl.doctor.findings import find
     from megarl.doctor.inventory import take_inventory
@@ -63,7 +75,7 @@ def _check_cluster(options: argparse.Namespace) -> int:
     from megarl.schema import ClusterConfig
 
     with ray_cluster(ClusterConfig(address=options.cluster)):
-        report = check_cluster(options.folders)
+        report = check_cluster(options.folders, options.inputs)
     if options.json:
         print(json.dumps({**asdict(report), "sound": not report.refusals}, indent=2))
     else:

@@ -139,6 +139,15 @@ def test_a_folder_that_is_not_there_is_named(address, tmp_path, capsys):
     assert "cannot write into" in capsys.readouterr().err
 
 
+def test_what_runs_only_read_is_looked_for_and_not_written_into(address, tmp_path, capsys):
+    absent = str(tmp_path / "absent")
+    words = ["--folders", str(tmp_path), "--inputs", "/proc", absent]
+    assert main(["doctor", "--cluster", address, "--json", *words]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert [node["unseen_inputs"] for node in report["nodes"]] == [[absent]] * 3
+    assert main(["doctor", "--cluster", address, "--folders", "/proc"]) == 2
+
+
 def test_a_folder_that_lets_a_node_wait_is_named(address, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(probes, "ANSWER_S", 2.0)
     monkeypatch.setattr(secrets, "token_hex", lambda _count: "fixed")
