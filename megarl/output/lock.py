@@ -8,13 +8,14 @@ from itertools import count
 from pathlib import Path
 
 from converters.errors import UserError
-from converters.file_lock import lock_file
+from converters.file_lock import lock_file, remove_locked
+from megarl.process.errors import MayPass
 
 LOCK = ".lock"
 
 
-class HeldError(UserError):
-    """Another process holds the folder."""
+class HeldError(MayPass):
+    """Another process holds the folder, or a machine that is gone: NFSv3 keeps a lock until its client is back."""
 
 
 @contextmanager
@@ -43,7 +44,8 @@ def sole_writer(folder: Path) -> Iterator[Path]:
         lock = _lock(folder)
     except BlockingIOError as error:
         raise HeldError(
-            f"another run is writing {folder} ({_holder(folder)}): wait for it, stop it, or choose another output_dir"
+            f"another run is writing {folder} ({_holder(folder)}): wait for it, stop it, remove {folder / LOCK} if its"
+            " machine is gone, or choose another output_dir"
         ) from error
     except OSError as error:
         where = error.filename or folder
@@ -51,8 +53,8 @@ def sole_writer(folder: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        with suppress(FileNotFoundError):
-            (folder / LOCK).unlink()
+        # Somebody may have removed it, and another run have made its own.
+        remove_locked(lock, folder / LOCK)
         if made:
             with suppress(OSError):
                 folder.rmdir()

@@ -26,20 +26,25 @@ class RunFailed(Resumable):
     """Says what happened, and what to do."""
 
 
-class MachinesUnfit(UserError):  # noqa: N818 - says what is
-    """Machines that are not as a run needs them: bad input where it is first started on them, see `exit_code_of`."""
+class MayPass(UserError):  # noqa: N818 - says what is
+    """Bad input where a run is first started; where it has run before, that may pass. See `exit_code_of`."""
 
-    were_fit = False
-    """Whether the run has been on them, or others, before."""
+    has_run_before = False
+    """Whether that is known of the run."""
+
+
+class MachinesUnfit(MayPass):
+    """Machines that are not as a run needs them."""
 
 
 def exit_code_of(error: UserError | RunFailed) -> int:
     """2 for bad input, and 1 for what may pass.
 
-    A run that had fit machines before may have them again, and so may a job of Slurm that was in the queue again: 2
-    would end what starts it again. Kubernetes and the scripts for Slurm do so a bounded number of times.
+    A run that had fit machines before may have them again, and so may a job of Slurm that was in the queue again, which
+    may also meet the lock of its own lost machine: 2 would end what starts it again. Kubernetes and the scripts for
+    Slurm do so a bounded number of times.
     """
-    if isinstance(error, MachinesUnfit):
+    if isinstance(error, MayPass):
         was_in_the_queue_again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
-        return 1 if error.were_fit or was_in_the_queue_again else 2
+        return 1 if error.has_run_before or was_in_the_queue_again else 2
     return 1 if isinstance(error, RunFailed) else 2

@@ -42,7 +42,7 @@ def run_with_restarts(program: Callable[[MegarlConfig], None], config: MegarlCon
                 raise
             failures.add(failure)
         except MachinesUnfit as unfit:
-            unfit.were_fit = failures.has_any
+            unfit.has_run_before = failures.has_any
             raise
         else:
             return
@@ -58,7 +58,7 @@ def machines_were_fit_with_a_checkpoint(config: MegarlConfig) -> Iterator[None]:
     try:
         yield
     except MachinesUnfit as unfit:
-        unfit.were_fit = unfit.were_fit or bool(complete_iterations(checkpoints_folder(config)))
+        unfit.has_run_before = unfit.has_run_before or bool(complete_iterations(checkpoints_folder(config)))
         raise
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from converters.errors import UserError
 from megarl.cli.recipe import folder_of_its_own
-from megarl.output.lock import LOCK, free_folder, sole_writer
+from megarl.output.lock import LOCK, HeldError, free_folder, sole_writer
+from megarl.process.errors import exit_code_of
 from megarl.schema import MegarlConfig
 
 HOLD = """
@@ -50,6 +51,29 @@ def test_a_killed_process_holds_nothing(holder, tmp_path):
     with sole_writer(tmp_path / "run"):
         pass
     assert not (tmp_path / "run" / LOCK).exists()
+
+
+def test_the_lock_of_a_machine_that_is_gone_can_be_removed(holder, tmp_path):
+    lock = tmp_path / "run" / LOCK
+    with pytest.raises(HeldError, match=rf"remove {lock} if its machine is gone"), sole_writer(lock.parent):
+        pass
+    lock.unlink()
+    with sole_writer(lock.parent):
+        # The first is there all the same, and ends.
+        holder.communicate("")
+        assert lock.exists()
+        with pytest.raises(HeldError), sole_writer(lock.parent):
+            pass
+    assert not lock.exists()
+
+
+def test_a_job_that_was_in_the_queue_again_may_find_the_lock_of_its_lost_machine(holder, tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    with pytest.raises(HeldError) as caught, sole_writer(tmp_path / "run"):
+        pass
+    assert exit_code_of(caught.value) == 2
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert exit_code_of(caught.value) == 1
 
 
 def test_nothing_is_left_where_nothing_was_written(tmp_path):
