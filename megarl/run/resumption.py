@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from megarl.process.errors import MachinesUnfit, Resumable, RunFailed
+from megarl.process.errors import MachinesUnfit, MayPass, Resumable, RunFailed
 from megarl.process.logs import say
 from megarl.run.checkpoints import checkpoints_folder
 from megarl.schema import MegarlConfig
@@ -41,8 +41,8 @@ def run_with_restarts(program: Callable[[MegarlConfig], None], config: MegarlCon
             if not failure.may_resume or config.cluster.max_restarts == 0:
                 raise
             failures.add(failure)
-        except MachinesUnfit as unfit:
-            unfit.has_run_before = failures.has_any
+        except MayPass as error:
+            error.has_run_before = failures.has_any
             raise
         else:
             return

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
+from megarl.process.errors import MayPass
 from megarl.tracking.histogram import Histogram, MetricValue
 from megarl.tracking.tracker import Logger, Run, Tracker
 
@@ -28,6 +29,8 @@ _MLFLOW_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 _MOST_WAITING = 100
 """Steps that may wait for a service."""
 _CLOSE_WAIT_S = 60.0
+_ADVICE = {"wandb": "set WANDB_MODE=offline", "mlflow": "see to MLFLOW_TRACKING_URI"}
+"""For a service that a run does not reach."""
 _MLFLOW_FORBIDS = re.compile(r"[^\w.\- /]")
 
 
@@ -200,7 +203,7 @@ class ServiceLogger:
 def open_service(name: str, make: Callable[[Run], Logger], run: Run) -> Logger:
     """The logger of a service in a `ServiceLogger`; none where a resumed run finds it away, which is said.
 
-    A run's first start raises what `make` raises, so that settings that are wrong are seen.
+    A run's first start raises MayPass, so that settings that are wrong are seen.
     """
     try:
         return ServiceLogger(name, partial(make, run))
@@ -208,7 +211,9 @@ def open_service(name: str, make: Callable[[Run], Logger], run: Run) -> Logger:
         raise
     except Exception as error:
         if not run.resumed:
-            raise
+            raise MayPass(
+                f"{name} does not take the run ({_told(error)}): {_ADVICE[name]}, or take it off tracking.loggers"
+            ) from error
         print(
             f"warning: {name} cannot be reached ({_told(error)}); the run goes on without it",
             file=sys.stderr,

@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from converters.errors import UserError
+from megarl.process.errors import exit_code_of
 from megarl.tracking import LOGGERS, Histogram, Run, open_tracker, read_history, services
 
 # Stand-ins for services that need an account or a server: they keep what they are told, as the real ones' clients do.
@@ -192,17 +193,31 @@ def test_all_that_waits_is_taken_before_the_end(tmp_path, installed, monkeypatch
 def test_a_service_that_is_away_at_the_start_ends_a_new_run_and_no_resumed_one(
     tmp_path, installed, monkeypatch, capsys
 ):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     mlflow = installed("mlflow", MLFLOW)
 
     def unreachable(*_, **__):
         raise ConnectionError("no route")
 
     monkeypatch.setattr(mlflow, "start_run", unreachable)
-    with pytest.raises(ConnectionError, match="no route"):
+    says = r"^mlflow does not take the run \(ConnectionError: no route\): see to MLFLOW_TRACKING_URI, or take it off"
+    with pytest.raises(UserError, match=says) as caught:
         LOGGERS["mlflow"].make(Run(tmp_path, 0, 9))
+    assert exit_code_of(caught.value) == 2
     log_once("mlflow", Run(tmp_path, 1, 9, resumed=True), step=1)
     said = "warning: mlflow cannot be reached (ConnectionError: no route); the run goes on without it\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_machine_without_internet_is_told_how_wandb_does_without(tmp_path, installed, monkeypatch):
+    def unreachable(**_):
+        raise TimeoutError("Run initialization has timed out after 90.0 sec.\nPlease try again")
+
+    monkeypatch.setattr(installed("wandb", WANDB), "init", unreachable)
+    with pytest.raises(
+        UserError, match=r"after 90\.0 sec\. Please try again\): set WANDB_MODE=offline, or take it off"
+    ):
+        LOGGERS["wandb"].make(Run(tmp_path, 0, 9))
 
 
 LENGTHS = Histogram(edges=(0.5, 2.5, 4.5), counts=(3, 1))
