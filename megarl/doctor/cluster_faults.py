@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from megarl.doctor.compilers import C_COMPILER, NVCC
 from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
 from megarl.doctor.node_probe import Link, Node
 from megarl.doctor.slow_links import late, rates_of, slow, slow_alone, slow_nodes, usual_latency_s
@@ -105,6 +106,23 @@ def _no_gpudirect(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fau
             yield Fault(node.name, said, f"{GPUDIRECT}; else refit.transport=tcp", refuses=False)
 
 
+def _no_compiler(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for node in nodes:
+        if node.has_gpus and node.compilers.lacking:
+            said = f"Triton can compile nothing there without {' and '.join(node.compilers.lacking)}"
+            yield Fault(node.name, said, C_COMPILER)
+
+
+def _no_nvcc(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    """Nodes that lack it are named where others have it, and one of them for all where none has."""
+    with_gpus = [node for node in nodes if node.has_gpus]
+    without = [node for node in with_gpus if not node.compilers.has_nvcc]
+    differ = len(without) < len(with_gpus)
+    said = "it has no nvcc, and others have" if differ else "neither it nor another node with GPUs has nvcc"
+    for node in without if differ else without[:1]:
+        yield Fault(node.name, f"{said}: engines take other kernels without", NVCC, refuses=False)
+
+
 def _few_open_files(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
     for node in nodes:
         if node.limits.open_files is not None and node.limits.open_files < OPEN_FILES:
@@ -201,6 +219,8 @@ _CHECKS: tuple[Callable[[Sequence[Node], Sequence[Link]], Iterator[Fault]], ...]
     _locked_memory,
     _no_verbs,
     _no_gpudirect,
+    _no_compiler,
+    _no_nvcc,
     _few_open_files,
     _unseen_folders,
     _unseen_inputs,

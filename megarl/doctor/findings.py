@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from megarl.doctor.compilers import C_COMPILER, NVCC
 from megarl.doctor.inventory import NIXL, Inventory
 from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
 from megarl.process.gpudirect import GPUDIRECT
@@ -146,6 +147,16 @@ def _check_gpus(inventory: Inventory) -> Iterator[Finding]:
         yield Finding(False, "fused layers and FP8", why, "make setup CUDA=1")
 
 
+def _check_compilers(inventory: Inventory) -> Iterator[Finding]:
+    if inventory.device == "cpu":
+        return
+    if lacking := inventory.compilers.lacking:
+        yield Finding(True, "Triton's kernels", f"without {' and '.join(lacking)} it can compile nothing", C_COMPILER)
+    if not inventory.compilers.has_nvcc:
+        why = "there is no nvcc: engines take other kernels without"
+        yield Finding(False, "kernels of FlashInfer and DeepGEMM", why, NVCC)
+
+
 def _check_loggers(inventory: Inventory) -> Iterator[Finding]:
     for logger, kind in LOGGERS.items():
         if kind.package and not inventory.packages[kind.package]:
@@ -164,6 +175,7 @@ _CHECKS: tuple[Callable[[Inventory], Iterator[Finding]], ...] = (
     _check_memory,
     _check_disk,
     _check_gpus,
+    _check_compilers,
     _check_locked_memory,
     _check_verbs,
     _check_gpudirect,

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 from packaging.requirements import Requirement
 
+from megarl.doctor.compilers import Compilers, compilers_here
 from megarl.doctor.limits import Limits, limits_here
 from megarl.process.gpudirect import gpudirect_obstacle
 from megarl.process.rdma_devices import has_verbs, rdma_devices
@@ -77,6 +78,7 @@ class Inventory:
     """Whether the library is there by which NCCL uses `rdma_devices`."""
     gpudirect_obstacle: str = ""
     """Why `rdma_devices` do not reach the memory of GPUs, as far as the kernel shows it."""
+    compilers: Compilers = field(default_factory=Compilers)
     own_packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Name of an engine that has an environment of its own -> the packages there that it needs, and NIXL."""
 
@@ -119,6 +121,7 @@ def take_inventory() -> Inventory:
         limits=limits_here(),
         has_verbs=has_verbs(),
         gpudirect_obstacle=gpudirect_obstacle(),
+        compilers=compilers_here(),
     )
 
 

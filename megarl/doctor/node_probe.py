@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cluster.ray.network_environment import look_at
+from megarl.doctor.compilers import Compilers, compilers_here
 from megarl.doctor.inventory import PACKAGES, installed_version
 from megarl.doctor.limits import Limits, limits_here
 from megarl.process.gpudirect import gpudirect_obstacle
@@ -72,6 +73,12 @@ class Node:
     """Whether the library is there by which NCCL uses `ports`."""
     gpudirect_obstacle: str = ""
     """Why `ports` do not reach the memory of GPUs, as far as the kernel shows it."""
+    compilers: Compilers = field(default_factory=Compilers)
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether one was measured."""
+        return any(each.device != "cpu" for each in self.compute)
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,7 @@ class NodeProbe:
             limits=limits_here(),
             has_verbs=has_verbs(),
             gpudirect_obstacle=gpudirect_obstacle(),
+            compilers=compilers_here(),
         )
 
     def clock(self) -> float:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.doctor.cluster_check import rounds
 from megarl.doctor.cluster_faults import find_faults
+from megarl.doctor.compilers import Compilers
 from megarl.doctor.limits import Limits
 from megarl.doctor.node_probe import Compute, Link, Node
 from megarl.doctor.slow_links import SLOW
@@ -59,6 +60,11 @@ def test_a_sound_cluster_has_no_faults():
         ),
         (with_second(has_verbs=False), "it has InfiniBand and no libibverbs, without which NCCL goes over sockets"),
         (with_second(gpudirect_obstacle="no module"), "its InfiniBand cannot reach the memory of GPUs: no module"),
+        (
+            with_second(compilers=Compilers(("/usr/include/python3.12/Python.h",))),
+            "Triton can compile nothing there with",
+        ),
+        (with_second(compilers=Compilers(has_nvcc=False)), "it has no nvcc, and others have: engines take other kern"),
         (with_second(limits=Limits(open_files=1024)), "may have no more than 1024 files open"),
         (with_second(unseen_folders=("/data",)), "it does not see what n1 writes into /data"),
         (with_second(unseen_inputs=("/models/policy",)), "it does not see /models/policy"),
@@ -73,6 +79,17 @@ def test_the_node_with_the_fault_is_named(nodes, says):
 def test_memory_and_a_library_are_for_infiniband_alone():
     nodes = [replace(node, ports=(), limits=Limits(65536), has_verbs=False, gpudirect_obstacle="no") for node in NODES]
     assert find_faults(nodes, LINKS) == []
+
+
+def test_compilers_are_for_gpus_alone_and_nvcc_is_one_warning_where_no_node_has_it():
+    lean = [replace(node, compilers=Compilers(has_nvcc=False)) for node in NODES]
+    (fault,) = find_faults(lean, LINKS)
+    assert fault.what.startswith("neither it nor another node with GPUs has nvcc")
+    assert not fault.refuses
+    cpu = [Compute("cpu", "x86_64", 16 * GIB, 1.0, is_right=True)]
+    for compute in (cpu, []):
+        bare = [replace(node, compute=compute, compilers=Compilers(("gcc",), has_nvcc=False)) for node in NODES]
+        assert find_faults(bare, LINKS) == []
 
 
 def test_a_node_in_use_is_not_compared():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from distributions import read_lock
 
+from megarl.doctor.compilers import Compilers
 from megarl.doctor.findings import GIB, Finding, find
 from megarl.doctor.inventory import PACKAGES, Gpu, Inventory
 from megarl.doctor.limits import Limits
@@ -75,6 +76,16 @@ def test_network_cards_that_do_not_reach_gpus_are_told_of_where_there_are_both()
     assert not finding.blocks
     assert find(dataclasses.replace(GPU_MACHINE, rdma_devices=[], **changes)) == []
     assert find(dataclasses.replace(CPU_MACHINE, **changes)) == find(CPU_MACHINE)
+
+
+def test_compilers_of_kernels_are_needed_where_there_are_gpus() -> None:
+    lean = {"compilers": Compilers(("C compiler (gcc or clang)", "/usr/include/python3.12/Python.h"), has_nvcc=False)}
+    needed, better = find(dataclasses.replace(GPU_MACHINE, **lean))
+    assert needed.blocks
+    assert needed.why.startswith("without C compiler (gcc or clang) and /usr/include/python3.12/Python.h it can")
+    assert not better.blocks
+    assert better.why == "there is no nvcc: engines take other kernels without"
+    assert find(dataclasses.replace(CPU_MACHINE, **lean)) == find(CPU_MACHINE)
 
 
 def blocking(inventory: Inventory) -> list[Finding]:
