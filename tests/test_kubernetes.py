@@ -1,9 +1,12 @@
-"""The manifest for KubeRay and the recipe in it fit each other."""
+"""The manifest for KubeRay and the recipe in it fit each other, and its shell ends when it is told to."""
 
 import shlex
+import subprocess
+import time
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -20,10 +23,17 @@ def documents():
 
 
 @pytest.fixture
-def config(documents):
-    """The configuration of the command in the Job."""
+def script(documents):
+    """The shell lines of the Job."""
     (container,) = documents[1]["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["bash", "-c"]
     (script,) = container["args"]
+    return script
+
+
+@pytest.fixture
+def config(script):
+    """The configuration of the command in the Job."""
     recipe, *overrides = shlex.split(script.replace("\\\n", " ").partition(RUN)[2])
     return compose(recipe, overrides)
 
@@ -51,3 +61,39 @@ def test_only_failures_count_among_those_that_end_the_job(documents):
     refused, moved = documents[1]["spec"]["podFailurePolicy"]["rules"]
     assert (refused["action"], refused["onExitCodes"]) == ("FailJob", {"operator": "In", "values": [2]})
     assert (moved["action"], moved["onPodConditions"]) == ("Ignore", [{"type": "DisruptionTarget", "status": "True"}])
+
+
+# As the first process of a container, which no signal ends that it does not ask for.
+FIRST = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "bash", "-c"]
+
+
+@pytest.mark.parametrize("answer", ["exit 1", "exec sleep 600"])
+def test_a_controller_that_waits_for_the_cluster_ends_when_it_is_told_to(answer, script, tmp_path, monkeypatch):
+    if subprocess.run([*FIRST, "true"], capture_output=True).returncode != 0:
+        pytest.skip("no namespaces here")
+    ray = tmp_path / "ray"
+    ray.write_text(f"#!/bin/sh\ntouch {tmp_path / 'asked'}\n{answer}\n")
+    ray.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with subprocess.Popen([*FIRST, script]) as container:
+        try:
+            while not (tmp_path / "asked").exists():
+                assert container.poll() is None
+                time.sleep(0.05)
+            time.sleep(0.5)
+            (first,) = psutil.Process(container.pid).children()
+            first.terminate()
+            assert container.wait(6) == 143
+        finally:
+            container.kill()
+
+
+def test_a_controller_begins_when_the_cluster_answers(script, tmp_path, monkeypatch):
+    ray = tmp_path / "ray"
+    ray.write_text(f"#!/bin/sh\necho $1 >> {tmp_path / 'asked'}\n")
+    (tmp_path / "megarl").write_text(f"#!/bin/sh\necho megarl $1 >> {tmp_path / 'asked'}\nexit 3\n")
+    for program in (ray, tmp_path / "megarl"):
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert subprocess.run(["bash", "-c", script]).returncode == 3
+    assert (tmp_path / "asked").read_text().splitlines() == ["health-check", "start", "megarl train"]
