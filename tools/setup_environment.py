@@ -97,7 +97,15 @@ def find_python() -> str:
         for candidate in (sys.executable, shutil.which(f"python{version}")):
             if candidate and python_version(candidate) == version:
                 return candidate
-    raise SetupError(f"megarl needs Python {', '.join(PYTHONS)}; none was found on the PATH: install python3.11")
+    raise SetupError(
+        f"megarl needs Python {', '.join(PYTHONS)}; none was found on the PATH: install {packages_of('3.11')}"
+        " (Ubuntu 24.04 and Debian 12 and 13 have such a python3)"
+    )
+
+
+def packages_of(version: str) -> str:
+    """Packages of Debian and Ubuntu with a Python, with pip for a .venv, and with the headers that Triton includes."""
+    return f"python{version}, python{version}-venv and python{version}-dev"
 
 
 def make_venv() -> None:
@@ -219,7 +227,7 @@ def install(wanted: dict[str, str], faults: dict[str, str], variant: str) -> Non
     locked = ["install", "--no-deps", "--force-reinstall"]
     tools = [f"{name}=={wanted[name]}" for name in BUILD_TOOLS if name in faults]
     if tools:
-        subprocess.run([str(VENV / "bin" / "python"), "-m", "ensurepip"], check=True, capture_output=True)
+        ensure_pip()
         pip(*locked, *tools)
     if "torch" in faults:
         pip(*locked, *torch_source(wanted["torch"], variant), f"torch=={wanted['torch']}")
@@ -230,6 +238,19 @@ def install(wanted: dict[str, str], faults: dict[str, str], variant: str) -> Non
     if COMPILED in faults:
         say(f"compiling {COMPILED}, which takes minutes")
         pip(*locked, "--no-build-isolation", f"{COMPILED}=={wanted[COMPILED]}", environment=with_headers())
+
+
+def ensure_pip() -> None:
+    """Give .venv a pip. Raises SetupError where its Python brings none, as that of Debian without python3-venv."""
+    python = VENV / "bin" / "python"
+    try:
+        subprocess.run([str(python), "-m", "ensurepip"], check=True, capture_output=True, text=True)
+    except subprocess.CalledProcessError as error:
+        why = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise SetupError(
+            f"Python's ensurepip failed in .venv ({why}): on Debian and Ubuntu install"
+            f" {packages_of(str(python_version(python)))}, then run the same command again"
+        ) from error
 
 
 def with_headers() -> dict[str, str]:

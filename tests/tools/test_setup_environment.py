@@ -323,6 +323,26 @@ def test_the_stamp_depends_on_everything_that_decides_a_set_up(tmp_path: Path) -
     assert len(stamps) == 5
 
 
+def test_a_machine_without_a_python_that_fits_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    says = r"install python3\.11, python3\.11-venv and python3\.11-dev \(Ubuntu 24\.04 and Debian"
+    with pytest.raises(setup_environment.SetupError, match=says):
+        setup_environment.find_python()
+
+
+def test_a_python_without_ensurepip_is_one_sentence(venv: Path) -> None:
+    (venv / "bin").mkdir(parents=True)
+    python = venv / "bin" / "python"
+    python.write_text(
+        '#!/bin/sh\n[ "$1" = -c ] && echo 3.12 && exit\necho "$0: No module named ensurepip" >&2; exit 1\n'
+    )
+    python.chmod(0o755)
+    says = r"\(.*No module named ensurepip\): on .* install python3\.12, python3\.12-venv and python3\.12-dev, then run"
+    with pytest.raises(setup_environment.SetupError, match=says):
+        setup_environment.ensure_pip()
+
+
 def test_interpreters_that_do_not_run_have_no_version(tmp_path: Path) -> None:
     (tmp_path / "python").symlink_to(tmp_path / "gone")
     assert setup_environment.python_version(tmp_path / "python") is None
