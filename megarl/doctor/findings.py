@@ -40,31 +40,31 @@ def _check_requirements(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _check_engine(inventory: Inventory) -> Iterator[Finding]:
-    wanted = "make setup CUDA=1" if inventory.device == "cuda" else "make setup"
+    wanted = "make setup CUDA=1" if inventory.stack == "cuda" else "make setup"
     usual = RolloutConfig().engine
     if not inventory.engines:
         names = ", ".join(kind.title for kind in ENGINES.values())
-        yield Finding(True, "rollouts", f"no engine for device {inventory.device} is installed ({names})", wanted)
+        yield Finding(True, "rollouts", f"no engine for device {inventory.stack} is installed ({names})", wanted)
     elif usual not in inventory.engines:
-        why = f"{ENGINES[usual].title} for device {inventory.device} is not installed"
+        why = f"{ENGINES[usual].title} for device {inventory.stack} is not installed"
         others = " or ".join(f"rollout.engine={name}" for name in inventory.engines)
         yield Finding(False, f"rollout.engine={usual}", why, f"{wanted}, or {others}")
 
 
 def _check_own_environments(inventory: Inventory) -> Iterator[Finding]:
     for name, kind in ENGINES.items():
-        own, package = kind.own_environment, kind.packages.get(inventory.device, "")
+        own, package = kind.own_environment, kind.packages.get(inventory.stack, "")
         if own is None:
             continue
         version, known = inventory.packages.get(package), " or ".join(own.versions)
         if version not in own.versions:
             is_there = f"{kind.title} {version} is there, not {known}"
             why = is_there if version else f"{kind.title} {known} is not installed"
-            yield Finding(False, f"rollout.engine={name}", why, own.set_up[inventory.device])
+            yield Finding(False, f"rollout.engine={name}", why, own.set_up[inventory.stack])
         elif (there := inventory.own_packages.get(name)) is not None:
-            if lacking := [each for each in own.needed[inventory.device] if each not in there]:
+            if lacking := [each for each in own.needed[inventory.stack] if each not in there]:
                 why = f"beside {kind.title} there is no {', no '.join(lacking)}"
-                yield Finding(False, f"rollout.engine={name}", why, own.set_up[inventory.device])
+                yield Finding(False, f"rollout.engine={name}", why, own.set_up[inventory.stack])
             elif not any(each in there for each in NIXL):
                 why = f"beside {kind.title} there is no NIXL: its refits between machines go by tcp"
                 yield Finding(False, "refit.transport=rdma", why, f"pip install {' or '.join(NIXL)} there")
@@ -72,7 +72,7 @@ def _check_own_environments(inventory: Inventory) -> Iterator[Finding]:
 
 def _check_layouts(inventory: Inventory) -> Iterator[Finding]:
     for kind in ENGINES.values():
-        version = inventory.packages.get(kind.packages.get(inventory.device, ""))
+        version = inventory.packages.get(kind.packages.get(inventory.stack, ""))
         if version and not kind.knows_layouts_of(version):
             known = ", ".join(kind.layout_versions)
             why = f"where {kind.title} {version} keeps its weights is not known, only of {known}: they go by its loader"
@@ -133,6 +133,10 @@ def _check_gpudirect(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _check_gpus(inventory: Inventory) -> Iterator[Finding]:
+    if not inventory.gpus and inventory.torch_has_cuda:
+        why = "nvidia-smi shows no GPU here, and what is installed is for GPUs"
+        yield Finding(False, "training here", why, "run megarl doctor on a machine with GPUs")
+        return
     if not inventory.gpus:
         yield Finding(
             False, "models of a real size", "no NVIDIA GPU: everything runs on the CPU", "a machine with GPUs"

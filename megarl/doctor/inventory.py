@@ -94,9 +94,14 @@ class Inventory:
         return "cuda" if self.gpus and self.torch_has_cuda else "cpu"
 
     @property
+    def stack(self) -> str:
+        """The device that what is installed is for: on a login node cuda, without a GPU."""
+        return "cuda" if self.torch_has_cuda else "cpu"
+
+    @property
     def engines(self) -> dict[str, str]:
-        """Name of an engine -> its distribution; of those that could sample on the device."""
-        wanted = {name: kind.packages.get(self.device, "") for name, kind in ENGINES.items()}
+        """Name of an engine -> its distribution; of those that could sample on such a device."""
+        wanted = {name: kind.packages.get(self.stack, "") for name, kind in ENGINES.items()}
         return {name: package for name, package in wanted.items() if self.packages.get(package)}
 
 

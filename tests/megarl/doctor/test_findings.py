@@ -99,6 +99,19 @@ def test_a_cpu_machine_runs_the_job_and_says_what_it_lacks() -> None:
     assert blocking(CPU_MACHINE) == []
 
 
+def test_a_login_node_is_told_to_look_where_the_gpus_are() -> None:
+    login = dataclasses.replace(GPU_MACHINE, gpus=[])
+    (finding,) = find(login)
+    assert (finding.blocks, finding.why) == (False, "nvidia-smi shows no GPU here, and what is installed is for GPUs")
+    assert "run megarl doctor on a machine with GPUs" in finding.remedy
+    # For what is missing there the CUDA stack is the remedy.
+    lacking, _ = find(with_packages(login, vllm=None))
+    assert (lacking.why, lacking.remedy.partition(",")[0]) == (
+        "vLLM for device cuda is not installed",
+        "make setup CUDA=1",
+    )
+
+
 def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
     engines = {"vllm": "vllm", "sglang": "sglang", "transformers": "transformers"}
     assert (GPU_MACHINE.device, GPU_MACHINE.engines) == ("cuda", engines)
