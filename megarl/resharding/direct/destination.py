@@ -89,17 +89,20 @@ class Destination:
         self._take(version, lambda receiver: names.update(receiver.compare(version, staged)))
         return names | self._staging.differing() if self._staging is not None else names
 
-    def disconnect(self) -> None:
-        """End the links and let go of what peers gave. Neighbours may map what this rank gave them until `close`."""
-        self._to_neighbours.disconnect()
-        for receiver in (self._from_sources, self._from_neighbours):
-            if receiver is not None:
-                receiver.close()
+    def disconnect(self) -> Sequence[object]:
+        """End the links and let go of what peers gave. Neighbours may map what this rank gave them until `close`.
 
-    def close(self) -> None:
-        """End the links and let go of all memory, when neighbours have let go of it."""
-        self.disconnect()
+        Returns what is to be kept as long as the process. See `RecvEndpoint.close`.
+        """
+        self._to_neighbours.disconnect()
+        receivers = filter(None, (self._from_sources, self._from_neighbours))
+        return [each for receiver in receivers for each in receiver.close()]
+
+    def close(self) -> Sequence[object]:
+        """End the links and let go of all memory but what is returned, when neighbours have let go of it."""
+        kept = self.disconnect()
         self._to_neighbours.close()
+        return kept
 
     def _take(self, version: int, take: Callable[[Receiver], None]) -> None:
         assert self._from_sources is not None

@@ -1,7 +1,7 @@
 """The receiving side: takes a rank's messages from all sources as they come, straight into its tensors."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from selectors import BaseSelector
 
@@ -137,14 +137,13 @@ class Receiver:
         # `connect` notifies over links that are made from here on.
         notify_failure(self._links, reason)
 
-    def close(self) -> None:
-        """End the links and let go of all memory."""
+    def close(self) -> Sequence[object]:
+        """End the links and let go of all memory but what is returned. See `RecvEndpoint.close`."""
         for link in self._links.values():
             link.close()
         self._views, self._held, self._whole = {}, {}, None
-        if self._endpoint is not None:
-            self._endpoint.close()
-            self._endpoint = None
+        endpoint, self._endpoint = self._endpoint, None
+        return () if endpoint is None else endpoint.close()
 
     def _check_on_all(self) -> None:
         """Raise TransferError if what is done here is aborted, or if a source is gone or failed."""

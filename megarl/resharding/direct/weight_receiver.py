@@ -40,6 +40,8 @@ class WeightReceiver:
         self._worker = worker
         self._destination: Destination | None = None
         self._is_disconnected = False
+        self._read_into: list[object] = []
+        """Memory of transfers that are closed, into which something may still be read."""
 
     def open(self, spec: TransferSpec, replica: int) -> Address:
         """Prepare to be written along `spec`, of which the engine is number `replica`; an earlier transfer is closed.
@@ -87,12 +89,12 @@ class WeightReceiver:
         """
         self._is_disconnected = True
         if self._destination is not None:
-            self._destination.disconnect()
+            self._read_into += self._destination.disconnect()
 
     def close(self) -> None:
         """Free what belongs to the transfer that was opened, if any, when neighbours have let go of it."""
         if self._destination is not None:
-            self._destination.close()
+            self._read_into += self._destination.close()
             self._destination = None
 
     def _of_transfer(self, action: Callable[[Destination], R]) -> R:

@@ -97,6 +97,7 @@ class DestinationRank:
             for name, shape in self._layout.local_shapes(worker).items()
         }
         self._messages = incoming(scene.plan, rank, scene.dtypes, scene.bucket_bytes)
+        self._read_into = []
 
     def open(self):
         self._destination = Destination(self._rank, self._messages, self._tensors)
@@ -115,7 +116,7 @@ class DestinationRank:
         return self._destination.compare(version)
 
     def disconnect(self):
-        self._destination.disconnect()
+        self._read_into += self._destination.disconnect()
 
     def abort(self, reason):
         self._destination._from_sources.abort(reason)
@@ -157,7 +158,7 @@ class DestinationRank:
         return found
 
     def close(self):
-        self._destination.close()
+        self._read_into += self._destination.close()
         return mapped_segments()
 
     def break_at(self, point, count, action):

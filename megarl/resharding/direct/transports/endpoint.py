@@ -125,8 +125,11 @@ class RecvEndpoint(Protocol):
         The `zero_copy` pieces, in the order of the message, are read where they are.
         """
 
-    def close(self) -> None:
-        """Free what belongs to the transfer."""
+    def close(self) -> Sequence[object]:
+        """Free what belongs to the transfer, but for what is returned, which is to be kept as long as the process.
+
+        There may still be a read into it under way.
+        """
 
 
 class OnlyBuckets:

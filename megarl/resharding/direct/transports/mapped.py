@@ -155,12 +155,13 @@ class MappedRecvEndpoint(OnlyBuckets):
         """See `RecvEndpoint.pull`."""
         return lambda: self._segments[source][bucket].memory
 
-    def close(self) -> None:
+    def close(self) -> Sequence[object]:
         """Unmap the segments."""
         for mapped in self._segments.values():
             for segment in mapped:
                 segment.close()
         self._segments = {}
+        return ()
 
 
 def _mapped(create: Callable[[int], _Own], map_memory: Callable[[Any, int], _Mapped]) -> Transport:

@@ -33,6 +33,8 @@ _NO_SOFTWARE = "PROTO_EMULATION_ENABLE=n"
 _PROGRESS_US = 10_000
 _POLL_S = 1e-4
 _CHECK_S = 0.1
+_DRAIN_S = 2.0
+"""The time in which reads have to end before their agent is closed: those of ranks that live take milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def check_installed() -> None:
 
 
 class NixlAgent:
-    """An agent; `name` is unique among its peers'. After `close` nothing reads or writes its memory any more.
+    """An agent; `name` is unique among its peers'. After a `close` that succeeds nothing reads or writes its memory.
 
     One that `is_read` has a thread of NIXL's, which answers where the way is not one-sided by itself, as sockets are,
     and sleeps while nothing happens. One that only reads does all in the calls of its methods.
@@ -144,10 +146,17 @@ class NixlAgent:
         self._reads.remove(read)
         self._agent.releaseXferReq(read.handle)
 
-    def close(self) -> None:
-        """End all reads and connections, and let nobody read any more."""
+    def close(self) -> bool:
+        """End all connections, and let nobody read any more; False if a read of its own goes on, and with it all else.
+
+        This agent and the memory that it reads into have to stay then, as long as the process. NIXL (1.5) does not end
+        what is under way: it frees what the read still needs, and that UCX uses it afterwards ends the process; the
+        other one, too, where UCX sends replies, as it does over sockets.
+        """
         if self._agent is None:
-            return
+            return True
+        if not self._drain():
+            return False
         for read in self._reads:
             self._agent.releaseXferReq(read.handle)
         for name in self._peers:
@@ -155,8 +164,25 @@ class NixlAgent:
         for registration in self._registered:
             self._agent.deregisterMem(registration)
         self._reads, self._peers, self._registered = [], [], []
-        # The end of the agent is that of its thread and of whatever is still under way.
+        # The end of the agent is that of its thread.
         self._agent = None
+        return True
+
+    def _drain(self) -> bool:
+        """Wait until no read is under way, for a short time; whether that came to be. How a read ends says nobody."""
+        deadline = time.monotonic() + _DRAIN_S
+        while not all(map(self._is_over, self._reads)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def _is_over(self, read: "Read") -> bool:
+        try:
+            read.is_done = read.is_done or self._is_done(read, self._agent.getXferStatus)
+        except TransferError:
+            return True
+        return read.is_done
 
     def _is_done(self, read: "Read", ask: Any) -> bool:
         with self._errors(f"reading from {read.peer}"):

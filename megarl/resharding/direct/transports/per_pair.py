@@ -85,10 +85,9 @@ class PerPairRecvEndpoint:
         """See `RecvEndpoint.pull`."""
         return self._way(source).pull(source, bucket, size_bytes, zero_copy)
 
-    def close(self) -> None:
-        """Leave the peers of both ways."""
-        self._between.close()
-        self._within.close()
+    def close(self) -> Sequence[object]:
+        """Leave the peers of both ways. See `RecvEndpoint.close`."""
+        return [*self._between.close(), *self._within.close()]
 
     def _way(self, source: int) -> RecvEndpoint:
         return self._within if self._is_within(source) else self._between

@@ -105,6 +105,7 @@ class RdmaRecvEndpoint:
         self._offers: dict[int, RdmaOffer] = {}
         self._names: dict[int, str] = {}
         self._first_reads: list[Read] = []
+        self._places: Sequence[Tensor] = ()
         self._pulls = count()
 
     def connect(self, source: int, offer: RdmaOffer) -> None:
@@ -129,6 +130,7 @@ class RdmaRecvEndpoint:
     def take_into(self, places: Sequence[Tensor]) -> None:
         """See `RecvEndpoint.take_into`."""
         if places:
+            self._places = places
             self._agent.register(places)
 
     def pull(
@@ -139,11 +141,13 @@ class RdmaRecvEndpoint:
         reads = _reads(own[:size_bytes], self._offers[source].memory.addresses[bucket], zero_copy)
         return partial(self._finish, self._begin_reads(source, list(reads)), own)
 
-    def close(self) -> None:
-        """End what is being read, leave the sources and free the buckets."""
-        self._agent.close()
+    def close(self) -> Sequence[object]:
+        """Leave the sources and free the buckets, unless a read goes on for too long. See `NixlAgent.close`."""
         self._buckets = []
+        if not self._agent.close():
+            return [self._agent, *self._own, *self._places]
         _close(self._own)
+        return ()
 
     @contextmanager
     def _trial(self) -> Iterator[None]:

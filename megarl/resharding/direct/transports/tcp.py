@@ -98,10 +98,11 @@ class TcpRecvEndpoint(OnlyBuckets):
             work = self._group.recv([own.on_host[:size_bytes]], source, bucket)
         return partial(self._finish, work, source, own, size_bytes)
 
-    def close(self) -> None:
+    def close(self) -> Sequence[object]:
         """Leave the group."""
         self._wires = []
         del self._group
+        return ()
 
     def _finish(self, work: Any, source: int, own: "Wire", size_bytes: int) -> Tensor:
         with _errors("receiving from", source):
