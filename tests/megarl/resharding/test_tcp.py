@@ -43,6 +43,16 @@ def test_a_rank_that_waits_at_the_store_for_another_is_told_that_it_will_not_com
     assert str(error) == "engine 0 died"
 
 
+def test_a_rank_that_waits_at_the_store_for_another_gives_it_up():
+    store = open_store(LOOPBACK, TIMEOUT)
+    rendezvous = Rendezvous("tcp", b"key", [("", 0)], (store.host, store.port), destinations=1, timeout_s=0.3)
+    with ThreadPoolExecutor() as pool:
+        # See above.
+        error = pool.submit(tcp._join, rendezvous, 0).exception()
+    assert isinstance(error, TransferError)
+    assert str(error) == "fewer than 2 ranks came to the store for 0.3 s (refit.timeout_s)"
+
+
 def test_a_bucket_that_is_not_on_the_host_goes_by_way_of_it():
     bucket, on_host = torch.arange(8, dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)
     wire = tcp.Wire(bucket, on_host)

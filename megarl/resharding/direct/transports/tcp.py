@@ -8,17 +8,19 @@ that is posted only when the send is announced.
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.resharding.direct.connections import TransferError
+from megarl.resharding.direct.connections import Address, TransferError
 from megarl.resharding.direct.transports.endpoint import (
     BUCKETS,
     OnlyBuckets,
@@ -31,6 +33,10 @@ from megatron_ext import device
 
 _ARRIVED, _NEWS, _ALL_HERE = "arrived", "news", "all ranks are here"
 _ANSWER = timedelta(seconds=5)
+_LATE_S = 1.0
+"""Seconds for which torch's own error is waited for when the time is over: it says more."""
+
+R = TypeVar("R")
 
 
 class TcpSendEndpoint(OnlyBuckets):
@@ -142,27 +148,63 @@ def _join(rendezvous: Rendezvous, rank: int) -> Any:
     timeout = timedelta(seconds=rendezvous.timeout_s)
     size = len(rendezvous.listeners) + rendezvous.destinations
     with _errors("rendezvous", rank):
-        store = dist.TCPStore(*rendezvous.store, is_master=False, timeout=timeout, wait_for_workers=False)
         # Inside gloo a rank would wait for one that is gone until the time is over, and hear of nothing.
-        _wait_for_all(store, size)
-        return _gloo(store, rank, size, timeout)
+        store = _answered(timeout, partial(_wait_for_all, rendezvous.store, size, timeout))
+        return _answered(timeout, partial(_gloo, store, rank, size, timeout))
 
 
-def _wait_for_all(store: dist.TCPStore, ranks: int) -> None:
-    """Wait until all ranks have come. Raises TransferError if it is called off before."""
+def _answered(timeout: timedelta, ask: Callable[[], R]) -> R:
+    """The answer of the store. Raises TransferError if there is none in time, and else what `ask` does.
+
+    torch waits without end for a store whose process stands still, and the thread that asks is left behind then.
+    """
+    answer = Future[R]()
+    Thread(target=_ask, args=(answer, ask), name="store of a refit", daemon=True).start()
+    seconds = timeout.total_seconds()
+    try:
+        return answer.result(seconds + _LATE_S)
+    except TimeoutError:
+        raise TransferError(f"the store said nothing for {seconds:g} s (refit.timeout_s)") from None
+    finally:
+        # An error holds this frame, and would be held by it.
+        del answer
+
+
+def _ask(answer: Future[R], ask: Callable[[], R]) -> None:
+    try:
+        answer.set_result(ask())
+    except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
+        answer.set_exception(error.with_traceback(None))
+
+
+def _store(address: Address, timeout: timedelta) -> dist.TCPStore:
+    return dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def _wait_for_all(address: Address, ranks: int, timeout: timedelta) -> dist.TCPStore:
+    """The store at which all ranks have come. Raises TransferError if they do not in time, or it is called off."""
+    store = _store(address, timeout)
     if store.add(_ARRIVED, 1) == ranks:
         store.compare_set(_NEWS, "", _ALL_HERE)
-    news = store.get(_NEWS).decode()
+    try:
+        news = store.get(_NEWS).decode()
+    except dist.DistStoreError as error:  # which says how long it waited, and for a key of the store
+        seconds = f"{timeout.total_seconds():g} s (refit.timeout_s)"
+        raise TransferError(f"fewer than {ranks} ranks came to the store for {seconds}") from error
     if news != _ALL_HERE:
         raise TransferError(news)
+    return store
 
 
 def _abort_rendezvous(rendezvous: Rendezvous, reason: str) -> None:
     """Let the ranks give up that wait at the store for others, unless all have come, or it does not answer."""
     assert rendezvous.store is not None
-    with suppress(dist.DistError):
-        store = dist.TCPStore(*rendezvous.store, is_master=False, timeout=_ANSWER, wait_for_workers=False)
-        store.compare_set(_NEWS, "", reason)
+    with suppress(dist.DistError, TransferError):
+        _answered(_ANSWER, partial(_leave_news, rendezvous.store, reason))
+
+
+def _leave_news(address: Address, news: str) -> None:
+    _store(address, _ANSWER).compare_set(_NEWS, "", news)
 
 
 def _gloo(store: dist.TCPStore, rank: int, size: int, timeout: timedelta) -> Any:
