@@ -73,10 +73,14 @@ ACTIONS = {
 }
 POINTS = {
     "accept": (sending.Listener, "accept", None),
+    # A source that has its transport, and did not offer it yet.
+    "joined": (sending, "shared_tensors", None),
     "packed": (sending, "pack", None),
     "announced": (Link, "send", Announcement),
     "came": (receiving.Receiver, "__init__", None),
     "connected": (receiving, "digest", None),
+    # A destination that has taken up what sources offered, and did not say so yet.
+    "taken up": (receiving, "zero_copy_pieces", None),
     "heard": (receiving.Receiver, "_check", None),
     "unpacked": (receiving, "unpack", None),
     "acknowledged": (Link, "send", Acknowledgement),

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,6 @@ from megarl.resharding.direct.zero_copy import SMALLEST_BYTES
 
 # Each source has messages for each destination: nobody is done before all are.
 SCENE = Scene(make_config("qwen3"), ParallelSizes(world_size=2))
-JOINING = {"sources": "accept", "destinations": "connected"}
 MOVING = {"sources": ("packed", "announced"), "destinations": ("unpacked", "acknowledged")}
 TRANSFER = [(side, point, count) for side, points in MOVING.items() for point in points for count in (1, 3)]
 # The sentence when the time is over after which a silent peer is given up: those that hear of a death never say it.
@@ -45,13 +45,53 @@ WAYS = {
     ),
 }
 
+POINTS_OF_MEETING = (
+    ("sources", "joined"),
+    ("sources", "accept"),
+    ("destinations", "connected"),
+    ("destinations", "taken up"),
+)
+# By shared memory at all points, and by the others at the first.
+MEETING = [
+    pytest.param(way, *point, marks=[pytest.mark.long] * (way != "shared_memory" and number > 0))
+    for way in WAYS
+    for number, point in enumerate(POINTS_OF_MEETING)
+]
+EVERY_WAY = [pytest.param(way, marks=[pytest.mark.long] * ("GPUs" in way)) for way in WAYS]
 
-@pytest.mark.parametrize("side", JOINING)
-def test_a_death_while_the_ranks_meet(set_up, side):
-    stage = set_up(SCENE)
+
+@pytest.mark.parametrize(("way", "side", "point"), MEETING)
+def test_a_death_while_the_ranks_meet(set_up, way, side, point):
+    stage = set_up(WAYS[way])
     victim = getattr(stage, side)[1]
-    victim.break_at(JOINING[side], 1, "kill")
-    check_that_all_hear_of_it(stage, stage.begin_connect(), victim)
+    victim.break_at(point, 1, "kill")
+    rendezvous = stage.rendezvous()
+    calls = stage.begin_connect(rendezvous)
+    if rendezvous.store is not None:
+        # Ranks that wait at the store see no end of a peer: whoever let them meet does.
+        wait(calls, return_when=FIRST_EXCEPTION)
+        abort_rendezvous(rendezvous, "a rank is gone")
+    check_that_all_hear_of_it(stage, calls, victim)
+
+
+@pytest.mark.parametrize(("way", "side", "point"), MEETING)
+def test_a_rank_that_stands_still_while_the_ranks_meet_is_given_up(set_up, way, side, point):
+    stage = set_up(replace(WAYS[way], timeout_s=1.5))
+    victim = getattr(stage, side)[1]
+    victim.break_at(point, 1, "stop")
+    check_that_it_is_given_up(stage, stage.begin_connect(), victim)
+
+
+@pytest.mark.long
+def test_a_store_that_stands_still_is_given_up(set_up):
+    stage = set_up(replace(WAYS["tcp"], timeout_s=1.5))
+    # It has the store, too.
+    victim = stage.sources[0]
+    victim.break_at("accept", 1, "stop")
+    rendezvous = stage.rendezvous()
+    check_that_it_is_given_up(stage, stage.begin_connect(rendezvous), victim)
+    # Whoever calls the meeting off does not wait for it either.
+    abort_rendezvous(rendezvous, "a rank stands still")
 
 
 def test_a_death_is_heard_of_beside_a_silent_peer(set_up):
@@ -122,13 +162,7 @@ def test_a_rank_that_stands_still_is_given_up(set_up, way, side, point):
     stage.connect()
     victim = getattr(stage, side)[0]
     victim.break_at(point, 3, "stop")
-    ranks = [*stage.sources, *stage.destinations]
-    call_of = dict(zip(ranks, stage.begin_refit(1), strict=True))
-    del call_of[victim]
-    found = dict(zip(call_of, failures(call_of.values()), strict=True))
-    for rank in stage.destinations if side == "sources" else stage.sources:
-        assert found[rank].startswith("TransferError: ")
-    assert any("refit.timeout_s" in error for error in found.values())
+    found = check_that_it_is_given_up(stage, stage.begin_refit(1), victim)
     if (way, side) == ("rdma by way of sockets", "sources"):
         # The second where NIXL's thread had answered the read before it stopped.
         says = (
@@ -137,8 +171,19 @@ def test_a_rank_that_stands_still_is_given_up(set_up, way, side, point):
             # The other source may give up first.
             "nothing came for 1.5 s (refit.timeout_s) from engine worker",
         )
-        assert any(each in error for error in found.values() for each in says)
+        assert any(each in error for error in found for each in says)
+
+
+def check_that_it_is_given_up(stage, calls, victim):
+    """All that still need the victim, which are at least those of the other side, end; the errors of the others."""
+    call_of = dict(zip([*stage.sources, *stage.destinations], calls, strict=True))
+    del call_of[victim]
+    found = dict(zip(call_of, failures(call_of.values()), strict=True))
+    for rank in stage.destinations if victim in stage.sources else stage.sources:
+        assert found[rank].startswith("TransferError: ")
+    assert any("refit.timeout_s" in error for error in found.values())
     assert [rank.close() for rank in call_of] == [0] * 3
+    return list(found.values())
 
 
 def test_a_source_that_stood_still_before_it_was_read_is_named(set_up):
@@ -194,7 +239,7 @@ def test_a_worker_that_reads_from_a_rank_that_stands_still_hears_of_a_failure(se
 
 
 @pytest.mark.parametrize("side", ["sources", "destinations"])
-@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma"])
+@pytest.mark.parametrize("way", EVERY_WAY)
 def test_a_rank_that_is_slow_is_waited_for(set_up, way, side):
     stage = set_up(WAYS[way])
     stage.connect()
@@ -233,7 +278,7 @@ def test_after_an_error_the_same_ranks_meet_again(set_up, way, side, point, coun
     assert stage.wrong(0) == [[], []]
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "tcp", "rdma", "rdma between two machines"])
+@pytest.mark.parametrize("way", EVERY_WAY)
 def test_a_changed_bit_is_found_by_the_checksum_alone(set_up, way):
     stage = set_up(WAYS[way])
     stage.connect()
