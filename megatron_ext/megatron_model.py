@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from converters.architectures import Architecture, Head, with_head
@@ -183,9 +182,7 @@ class MegatronModel:
             self.bare_chunks, options.distributed, fully_sharded=options.parallel.use_torch_fsdp2
         )
         self.optimizer: MegatronOptimizer = build_optimizer(self.chunks, options.optimizer, options.params_dtype)
-        self.scheduler: OptimizerParamScheduler = build_scheduler(
-            self.optimizer, options.optimizer, options.scheduler, total_steps
-        )
+        self.scheduler = build_scheduler(self.optimizer, options.optimizer, options.scheduler, total_steps)
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
         self._expert_load = ExpertLoad(self.bare_chunks, self.architecture.num_layers)
