@@ -25,26 +25,39 @@ class Rdma:
 NO_RDMA = Rdma(by_hardware=False, restriction="")
 """Where nothing goes by it."""
 
+_WITHOUT_PORTS = {
+    "auto": ("tcp", ", as {} on a network slower than a few Gbit/s refit.delta=true lets changes alone travel"),
+    "rdma": (
+        "rdma",
+        ", but by way of sockets: {} set refit.transport=auto, which is tcp there: an engine that dies while it reads"
+        " through sockets may end trainer ranks, and the run then goes on from its last checkpoint",
+    ),
+}
+"""By what is asked for, the transport of processes without ports, and the end of the sentence that says so."""
+
 
 def between_machines(trainer: TrainerGroup, engines: Engines, asked: str, timeout_s: float) -> tuple[str, Rdma]:
     """The transport between ranks and workers of several machines, and what there is to say of rdma.
 
-    Where `auto` is asked for it is rdma, or tcp where this environment or a worker's is without the package for it.
+    Where `auto` is asked for it is rdma, or tcp where this environment or a worker's is without the package for it, or
+    a process without a port. Through sockets UCX (1.23) has ranks send what is read, and ends the process of one whose
+    reader dies meanwhile; gloo is as fast and does not.
     """
+    if asked not in ("auto", "rdma"):
+        return asked, NO_RDMA
     if asked == "auto":
         restriction = without_nixl(engines.have_nixl(timeout_s)) if is_installed() else ""
         if restriction or not is_installed():
             return "tcp", Rdma(by_hardware=False, restriction=restriction)
-    elif asked != "rdma":
-        return asked, NO_RDMA
-    return "rdma", look_at_rdma(trainer, engines, timeout_s)
+    if lacking := without_ports(trainer.weights.rdma_ports(), engines.rdma_ports(timeout_s)):
+        transport, restriction = _WITHOUT_PORTS[asked]
+        return transport, Rdma(by_hardware=False, restriction=restriction.format(lacking))
+    return "rdma", _by_hardware(trainer, engines, timeout_s)
 
 
-def look_at_rdma(trainer: TrainerGroup, engines: Engines, timeout_s: float) -> Rdma:
-    """Ask all ranks and workers for their ports, and for what keeps these from GPUs."""
-    restriction = without_ports(trainer.weights.rdma_ports(), engines.rdma_ports(timeout_s))
-    if restriction:
-        return Rdma(by_hardware=False, restriction=restriction)
+def _by_hardware(trainer: TrainerGroup, engines: Engines, timeout_s: float) -> Rdma:
+    """Ask all ranks and workers, which have ports, for what keeps these from GPUs."""
+    restriction = ""
     if trainer.backend == "nccl":
         of_ranks, of_workers = trainer.weights.gpudirect_obstacles(), engines.gpudirect_obstacles(timeout_s)
         restriction = without_gpudirect(of_ranks, of_workers)
@@ -58,14 +71,13 @@ def without_nixl(of_workers: Sequence[bool]) -> str:
 
 
 def without_ports(of_ranks: Sequence[bool], of_workers: Sequence[bool]) -> str:
-    """Which processes have no port for RDMA that is up; empty if all have."""
+    """Which processes have no port for RDMA that is up, and what to do first; empty if all have."""
     named = _named([not has_port for has_port in of_ranks], [not has_port for has_port in of_workers])
     if not named:
         return ""
     return (
-        f", but by way of sockets: no active port of InfiniBand, RoCE or EFA is seen by {named} (ibstat,"
-        " /dev/infiniband). If the machines have ports, bring them up and show them to the containers; if they have"
-        " none, and a network slower than a few Gbit/s, refit.delta=true lets changes alone travel"
+        f"no active port of InfiniBand, RoCE or EFA is seen by {named} (ibstat, /dev/infiniband). If the machines have"
+        " ports, bring them up and show them to the containers; else"
     )
 
 

@@ -100,8 +100,8 @@ class RefitConfig:
     transport: str = "auto"
     """Transport of direct refits: shared_memory and cuda_ipc, memory of one machine that both sides have mapped; rdma,
     one-sided reads by NIXL over InfiniBand, or what else UCX finds; tcp, sends by gloo. auto is mapped memory on one
-    machine, and between machines rdma, or tcp where NIXL is not installed; with several machines, what stays on one
-    goes through mapped memory by any."""
+    machine, and between machines rdma, or tcp where NIXL is not installed or a process has no port of InfiniBand, RoCE
+    or EFA; with several machines, what stays on one goes through mapped memory by any."""
     bucket_bytes: int = 512 * 1024**2
     """Size of a bucket, 4 GiB at most; each rank has two at most, or four of half the size where workers of a node
     relay to each other what they all need. None is larger than what a rank sends at once."""

@@ -103,7 +103,7 @@ def test_a_job_on_two_machines_is_killed_and_goes_on(config, tmp_path, capsys):
     # It goes on with another engine, which lies on both machines, beside the rank on one of them.
     config.rollout.engine = "vllm"
     config.rollout.engine_args = {**arguments, "nnodes": 2, "tensor_parallel_size": 2}
-    config.cluster.pools = {}
+    config.cluster.pools, config.refit.transport = {}, "rdma"
     with open_job(RunSetup.read(config, "train")) as job:
         assert job.state.step == 1
         check_that_the_workers_of_the_engine_are_apart(job)
@@ -133,8 +133,8 @@ def begin_and_be_killed(config):
         metrics = job.refit(0)
         assert (metrics["refit/direct"], metrics["refit/bytes"]) == (1, 0)
         assert job.refit.description.startswith(
-            "direct, through rdma, but by way of sockets: no active port of InfiniBand, RoCE or EFA is seen by trainer"
-            " rank 0, engine worker 0 (ibstat, /dev/infiniband). If "
+            "direct, through tcp, as no active port of InfiniBand, RoCE or EFA is seen by trainer rank 0, engine worker"
+            " 0 (ibstat, /dev/infiniband). If "
         )
         check_step(train_step(job, Clock()))
         job.save()

@@ -1,7 +1,8 @@
 """One-sided reads, by NIXL: a bucket is registered memory, which a destination reads when it is announced.
 
 A source posts nothing and waits for nobody: no communicator belongs to a pair, and a destination that dies leaves
-nothing behind. All that a destination has to know of a source is its offer.
+nothing behind. All that a destination has to know of a source is its offer. Through sockets UCX has the source send
+what is read, and a destination that dies in the middle of that may end the source's process, too (UCX 1.23).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
