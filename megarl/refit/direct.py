@@ -61,6 +61,7 @@ class DirectPath:
             quantisation=quantisation,
             timeout_s=config.timeout_s,
         )
+        self._traced = engines.workers()
         traces = self._trace(engines)
         self._trainer_nodes = trainer_nodes = trainer.nodes()
         worker_nodes = engines.worker_nodes()
@@ -87,12 +88,18 @@ class DirectPath:
             raise NoDirectPathError(str(error)) from error
 
     def set_engines(self, engines: Engines) -> None:
-        """See `WeightPath.set_engines`. New engines are asked where they keep their weights, as the first ones were."""
+        """See `WeightPath.set_engines`. New engines are asked where they keep their weights, as the first ones were.
+
+        Each is asked once, whichever engines the path has meanwhile: one that is traced does nothing else.
+        """
         if self._receivers.matches(engines):
             return
-        new = engines.excluding(self._receivers.workers)
+        new = engines.excluding(self._traced)
+        # Before: one that is restarted meanwhile may be asked too late.
+        workers = new.workers()
         if len(new) and self._trace(new) != self._spec.traces:
             raise RuntimeError("an engine that was restarted keeps its weights elsewhere than before")
+        self._traced += workers
         topology = topology_of(self._trainer_nodes, engines.worker_nodes())
         self._spec = replace(self._spec, replicas=len(engines), topology=topology)
         self._receivers = Receivers.of(engines)

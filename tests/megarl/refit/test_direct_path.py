@@ -64,6 +64,43 @@ def test_receivers_let_go_of_memory_before_it_is_freed_and_all_know_how_it_is_re
     assert [each[2] for each in asked[3:]] == [meeting] * 2
 
 
+class Listed:
+    """Engines, each of which is the process that answers for it."""
+
+    def __init__(self, *workers):
+        self._workers = workers
+
+    def __len__(self):
+        return len(self._workers)
+
+    def workers(self):
+        return [*self._workers]
+
+    def excluding(self, workers):
+        return Listed(*(each for each in self._workers if each not in workers))
+
+    def worker_nodes(self):
+        return ["here"] * len(self)
+
+
+def test_engines_are_traced_once_wherever_the_path_leads_meanwhile(monkeypatch):
+    monkeypatch.setattr(direct, "replace", lambda spec, **_: spec)
+    traced = []
+    path = object.__new__(DirectPath)
+    path._receivers, path._traced = Receivers.of(Listed("0", "1", "2")), ["0", "1", "2"]
+    path._trainer_nodes, path._spec = ["here"], SimpleNamespace(traces=["there"])
+    path._trace = lambda engines: traced.append(engines.workers()) or ["there"]
+    # Engine 1 dies, and another one catches up before the path leads to all of them.
+    path.set_engines(Listed("1, restarted"))
+    path.set_engines(Listed("0", "1, restarted", "2"))
+    path.set_engines(Listed("0", "2"))
+    path.set_engines(Listed("0", "1, restarted", "2"))
+    assert traced == [["1, restarted"]]
+    path._trace = lambda _: ["elsewhere"]
+    with pytest.raises(RuntimeError, match="keeps its weights elsewhere"):
+        path.set_engines(Listed("0", "1, restarted", "2, restarted"))
+
+
 @pytest.mark.parametrize("failure", [None, RuntimeError("the engine is gone")])
 def test_both_ends_are_closed_the_receiving_one_first(failure):
     asked = []
