@@ -17,10 +17,10 @@ NVCC = "install the CUDA toolkit there, in CUDA_HOME or /usr/local/cuda"
 
 @dataclass(frozen=True)
 class Compilers:
-    """What of them a process finds."""
+    """Compilers that a process finds."""
 
     lacking: tuple[str, ...] = ()
-    """What Triton needs and does not find; it compiles a launcher in each new cache, as every job of Slurm has."""
+    """Needs of Triton that are not there: it compiles a launcher in each new cache, as every job of Slurm has."""
     has_nvcc: bool = True
 
 

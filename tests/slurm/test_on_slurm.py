@@ -213,3 +213,14 @@ def test_a_node_that_does_not_see_a_folder_is_named_before_a_run(slurm):
     assert "it does not see what n1 writes into /tmp" in said
     assert f"writes into {slurm.folder}" not in said
     check_that_nothing_is_left(slurm, job)
+
+
+def test_the_nodes_of_a_job_that_runs_can_be_looked_at_from_outside(slurm, overrides):
+    job = Job(slurm, "looked_at", *overrides("looked_at"), "loop.steps=100000")
+    job.wait_for_step(1)
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    command = "srun --jobid=JOBID" + page.partition("srun --jobid=JOBID")[2].partition("\n\n")[0]
+    said = slurm.run("bash", "-c", f"cd {ROOT}; {command.replace('JOBID', job.id)} 2>&1; true")
+    assert ADDRESSES["n1"] in said
+    assert ADDRESSES["n2"] in said
+    assert "in use" in said
