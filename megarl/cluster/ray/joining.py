@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError
 
 from converters.errors import UserError
 from megarl.cluster.ray.ray_driver import undisturbed, with_this_package
@@ -29,7 +30,7 @@ def join(address: str) -> None:
     try:
         with undisturbed(), with_this_package():
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except ConnectionError as error:
+    except (ConnectionError, AuthenticationError) as error:
         raise MachinesUnfit(_refused(address)) from error
 
 

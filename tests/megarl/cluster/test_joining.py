@@ -2,6 +2,8 @@
 
 import http.server
 import socket
+import subprocess
+import sys
 import threading
 from contextlib import closing, contextmanager, suppress
 
@@ -68,6 +70,29 @@ def test_another_program_at_the_address_is_said_soon(monkeypatch, kind):
     assert found.value.sentence == (
         f"what listens at cluster.address=127.0.0.1:{port} is no Ray head: give the port of `ray start --head`"
     )
+
+
+JOIN = """
+from megarl.cluster.ray import joining
+from converters.errors import UserError
+joining._check_listener = lambda _address: None
+try:
+    joining.join("127.0.0.1:6379")
+except UserError as error:
+    print(error.sentence)
+"""
+
+
+def test_a_secret_that_is_not_there_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "absent"))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    # In another process: Ray keeps the secret that it has read.
+    done = subprocess.run([sys.executable, "-c", JOIN], capture_output=True, text=True)
+    says = (
+        "the Ray cluster at 127.0.0.1:6379 takes no connection from here: set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH as"
+    )
+    assert done.stdout.startswith(says), done.stderr
 
 
 @pytest.mark.usefixtures("shared_cluster")
