@@ -18,7 +18,7 @@ from megarl.algorithms import SftObjective
 from megarl.cluster.placement.reservation import reserve
 from megarl.cluster.placement.roles import POLICY, trainer_role
 from megarl.cluster.ray.runtime import ray_cluster
-from megarl.cluster.trainer.batch import Batch, opened_values
+from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import ClusterConfig
@@ -133,7 +133,7 @@ def by_records(model: Path) -> Reference:
 
 def log_probs(ranks: TrainerGroup, *, recorded: bool, replay: bool, reference: bool = False) -> Tensor:
     batch = Batch.of(ragged(recorded=recorded))
-    return opened_values(ranks.log_probs(batch, temperature=TEMPERATURE, replay=replay, reference=reference))
+    return fetch_tensor(ranks.log_probs(batch, temperature=TEMPERATURE, replay=replay, reference=reference))
 
 
 def test_predictions_follow_the_records_where_it_is_asked_for(
