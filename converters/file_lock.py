@@ -48,5 +48,8 @@ def _lock(descriptor: int, folder: Path) -> None:
 def _is_named(descriptor: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        # ESTALE: removed by another client of NFS.
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            raise
         return False

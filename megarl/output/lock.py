@@ -43,10 +43,12 @@ def sole_writer(folder: Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = _lock(folder)
     except BlockingIOError as error:
-        raise HeldError(
+        held = HeldError(
             f"another run is writing {folder} ({_holder(folder)}): wait for it, stop it, remove {folder / LOCK} if its"
             " machine is gone, or choose another output_dir"
-        ) from error
+        )
+        held.has_run_before = any(folder.glob("checkpoints/iter_*"))
+        raise held from error
     except OSError as error:
         where = error.filename or folder
         raise UserError(f"{where} cannot be written ({error.strerror}): choose another output_dir") from error

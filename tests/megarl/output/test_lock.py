@@ -1,6 +1,8 @@
 """One run at a time in an output folder; the lock ends with the process, however that ends."""
 
 import argparse
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,22 @@ def test_a_job_that_was_in_the_queue_again_may_find_the_lock_of_its_lost_machine
     assert exit_code_of(caught.value) == 2
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert exit_code_of(caught.value) == 1
+    # Kubernetes has no such count.
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    (tmp_path / "run" / "checkpoints" / "iter_0000001").mkdir(parents=True)
+    with pytest.raises(HeldError) as caught, sole_writer(tmp_path / "run"):
+        pass
+    assert exit_code_of(caught.value) == 1
+
+
+def test_a_lock_that_another_client_of_nfs_has_removed_is_as_good_as_gone(tmp_path, monkeypatch):
+    def stale(_):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with sole_writer(tmp_path / "run"):
+        (tmp_path / "run" / "metrics.jsonl").touch()
+        monkeypatch.setattr(os, "fstat", stale)
+    monkeypatch.undo()
 
 
 def test_nothing_is_left_where_nothing_was_written(tmp_path):
