@@ -235,11 +235,14 @@ def _check_in_vocabulary(tokens: list[int], architecture: Architecture) -> None:
 
 
 def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> tuple[int, ...]:
-    generation = folder / "generation_config.json"
-    # Engines and transformers, too, read config.json where there is no other.
-    file = generation if generation.exists() else folder / CONFIG
-    ends = read_json(file).get("eos_token_id")
-    ends = ends if isinstance(ends, list) else [ends]
-    if wrong := [end for end in ends if end is not None and (type(end) is not int or end < 0)]:
-        raise UserError(f"{file} has eos_token_id {wrong[0]!r}, where the number of a token belongs; correct it")
+    ends: list[int] = []
+    # Engines read config.json where generation_config.json is absent; SGLang does in any case.
+    for file in (folder / "generation_config.json", folder / CONFIG):
+        if not ends and file.exists():
+            named = read_json(file).get("eos_token_id")
+            ends = [end for end in (named if isinstance(named, list) else [named]) if end is not None]
+            if wrong := [end for end in ends if type(end) is not int or end < 0]:
+                raise UserError(
+                    f"{file} has eos_token_id {wrong[0]!r}, where the number of a token belongs; correct it"
+                )
     return tuple(sorted({tokenizer.eos_token_id, *extra, *ends} - {None}))

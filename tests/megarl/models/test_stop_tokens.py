@@ -25,6 +25,8 @@ def test_responses_end_at_the_token_of_config_json_where_no_other_file_names_one
     edit(folder / "tokenizer_config.json", eos_token=None)
     edit(folder / "config.json", eos_token_id=usual[0])
     assert read_model(ModelConfig(str(folder)), []).stop_token_ids == usual
+    (folder / "generation_config.json").write_text('{"temperature": 1.0}')
+    assert read_model(ModelConfig(str(folder)), []).stop_token_ids == usual
     edit(folder / "config.json", eos_token_id=None)
     check_ends(read_model(ModelConfig(str(folder)), [5]))
     with pytest.raises(UserError, match=r"no token would end a response: .* or set rollout\.stop_token_ids"):
