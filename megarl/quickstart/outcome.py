@@ -15,7 +15,7 @@ class Outcome(NamedTuple):
     tolerance: float
     """By how much the two may be apart."""
     bar: float | None
-    """The least that a run of the model's own number of steps reaches; None for another number."""
+    """The least that a run like this reaches; None for another number of steps than the model's own."""
 
     @property
     def export_is_confirmed(self) -> bool:
