@@ -18,7 +18,7 @@ from megarl.resharding.direct.relay_readiness import RelayReadiness
 from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.staging import Staging
 from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
-from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous
 from megarl.resharding.direct.wire import Announcement
 from megatron_ext import device
 from megatron_ext.loopback import LOOPBACK
@@ -89,17 +89,17 @@ class Destination:
         self._take(version, lambda receiver: names.update(receiver.compare(version, staged)))
         return names | self._staging.differing() if self._staging is not None else names
 
-    def disconnect(self) -> Sequence[object]:
+    def disconnect(self) -> Sequence[RecvEndpoint]:
         """End the links and let go of what peers gave. Neighbours may map what this rank gave them until `close`.
 
-        Returns what is to be kept as long as the process. See `RecvEndpoint.close`.
+        Returns the endpoints that are to be closed again later. See `RecvEndpoint.close`.
         """
         self._to_neighbours.disconnect()
         receivers = filter(None, (self._from_sources, self._from_neighbours))
         return [each for receiver in receivers for each in receiver.close()]
 
-    def close(self) -> Sequence[object]:
-        """End the links and let go of all memory but what is returned, when neighbours have let go of it."""
+    def close(self) -> Sequence[RecvEndpoint]:
+        """End the links and let go of all memory but that of the endpoints returned; neighbours have let go of it."""
         kept = self.disconnect()
         self._to_neighbours.close()
         return kept

@@ -137,8 +137,8 @@ class Receiver:
         # `connect` notifies over links that are made from here on.
         notify_failure(self._links, reason)
 
-    def close(self) -> Sequence[object]:
-        """End the links and let go of all memory but what is returned. See `RecvEndpoint.close`."""
+    def close(self) -> Sequence[RecvEndpoint]:
+        """End the links and let go of all memory but that of an endpoint returned. See `RecvEndpoint.close`."""
         for link in self._links.values():
             link.close()
         self._views, self._held, self._whole = {}, {}, None

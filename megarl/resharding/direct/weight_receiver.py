@@ -11,7 +11,7 @@ from megarl.resharding.direct.connections import Address, TransferError
 from megarl.resharding.direct.destination import Destination
 from megarl.resharding.direct.staging import Staging
 from megarl.resharding.direct.transfer_spec import TransferSpec
-from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous
 from megarl.resharding.direct.transports.nixl_agent import has_port, is_installed
 from megarl.resharding.direct.wire import Failure
 
@@ -40,8 +40,8 @@ class WeightReceiver:
         self._worker = worker
         self._destination: Destination | None = None
         self._is_disconnected = False
-        self._read_into: list[object] = []
-        """Memory of transfers that are closed, into which something may still be read."""
+        self._still_read: list[RecvEndpoint] = []
+        """Endpoints of transfers that are closed, into whose memory something may still be read."""
 
     def open(self, spec: TransferSpec, replica: int) -> Address:
         """Prepare to be written along `spec`, of which the engine is number `replica`; an earlier transfer is closed.
@@ -49,6 +49,8 @@ class WeightReceiver:
         Where neighbours that pass something on find this worker.
         """
         self.close()
+        # A read that a lost machine does not answer ends by itself, over InfiniBand after eight seconds.
+        self._still_read = [each for endpoint in self._still_read for each in endpoint.close()]
         rank = replica * len(spec.traces) + self._worker
         tensors = local_tensors(self._model.loaded_parameters(), spec.traces[self._worker].shard)
         messages = spec.incoming(rank)
@@ -89,12 +91,12 @@ class WeightReceiver:
         """
         self._is_disconnected = True
         if self._destination is not None:
-            self._read_into += self._destination.disconnect()
+            self._still_read += self._destination.disconnect()
 
     def close(self) -> None:
         """Free what belongs to the transfer that was opened, if any, when neighbours have let go of it."""
         if self._destination is not None:
-            self._read_into += self._destination.close()
+            self._still_read += self._destination.close()
             self._destination = None
 
     def _of_transfer(self, action: Callable[[Destination], R]) -> R:

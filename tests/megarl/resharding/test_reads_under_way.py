@@ -103,7 +103,7 @@ class Silent:
     close = disconnect
 
 
-def test_what_is_read_into_for_too_long_stays_and_the_failure_is_told(nixl):
+def test_what_is_read_into_for_too_long_stays_until_the_next_transfer_and_the_failure_is_told(nixl):
     destination = reading(nixl)
     places = [torch.zeros(8, dtype=torch.uint8)]
     destination.take_into(places)
@@ -119,6 +119,13 @@ def test_what_is_read_into_for_too_long_stays_and_the_failure_is_told(nixl):
     gc.collect()
     assert [each() is None for each in memory] == [False] * 4
     assert {"releaseXferReq", "invalidateRemoteMD", "deregisterMem"}.isdisjoint(nixl.asked)
+    # The reads have ended by the time of the next transfer, which is never opened here.
+    nixl.statuses = iter(lambda: DONE, None)
+    with pytest.raises(AttributeError, match="loaded_parameters"):
+        receiver.open(SimpleNamespace(traces=[None]), 0)
+    gc.collect()
+    assert [each() is None for each in memory] == [True] * 4
+    assert nixl.asked[-5:] == ["releaseXferReq", "releaseXferReq", "invalidateRemoteMD", *["deregisterMem"] * 2]
 
 
 LARGE = 2**25

@@ -1,5 +1,8 @@
 """The process group of a refit, made by hand."""
 
+import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -51,6 +54,27 @@ def test_a_rank_that_waits_at_the_store_for_another_gives_it_up():
         error = pool.submit(tcp._join, rendezvous, 0).exception()
     assert isinstance(error, TransferError)
     assert str(error) == "fewer than 2 ranks came to the store for 0.3 s (refit.timeout_s)"
+
+
+LEAVE = """
+import sys, time
+from megarl.resharding.direct.transports import tcp
+from megarl.resharding.direct.transports.endpoint import Rendezvous
+tcp._abort_rendezvous(Rendezvous("tcp", b"key", [], ("127.0.0.1", int(sys.argv[1])), 1, 5.0), "rank 0 died")
+time.sleep(1.6)
+sys.exit(3)
+"""
+
+
+def test_a_store_that_is_gone_keeps_nobody_and_is_named():
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+    gone = Rendezvous("tcp", b"key", [], (LOOPBACK, port), 1, 5.0)
+    with pytest.raises(TransferError, match=rf"^the store at {LOOPBACK}:{port} is not reached: Connection refused$"):
+        tcp._join(gone, 0)
+    # torch would still be trying in a thread, whose end would be that of the process.
+    left = subprocess.run([sys.executable, "-c", LEAVE, str(port)], capture_output=True, text=True, timeout=60)
+    assert left.returncode == 3, left.stderr
 
 
 def test_a_bucket_that_is_not_on_the_host_goes_by_way_of_it():

@@ -125,10 +125,10 @@ class RecvEndpoint(Protocol):
         The `zero_copy` pieces, in the order of the message, are read where they are.
         """
 
-    def close(self) -> Sequence[object]:
-        """Free what belongs to the transfer, but for what is returned, which is to be kept as long as the process.
+    def close(self) -> "Sequence[RecvEndpoint]":
+        """Free what belongs to the transfer, and return nothing; or the endpoints that are to be closed again later.
 
-        There may still be a read into it under way.
+        Something may still be read into their memory, which has to stay until then.
         """
 
 

@@ -12,6 +12,7 @@ from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.transports.endpoint import (
     BUCKETS,
     OnlyBuckets,
+    RecvEndpoint,
     Rendezvous,
     Transport,
     ZeroCopyPiece,
@@ -155,7 +156,7 @@ class MappedRecvEndpoint(OnlyBuckets):
         """See `RecvEndpoint.pull`."""
         return lambda: self._segments[source][bucket].memory
 
-    def close(self) -> Sequence[object]:
+    def close(self) -> Sequence[RecvEndpoint]:
         """Unmap the segments."""
         for mapped in self._segments.values():
             for segment in mapped:

@@ -34,7 +34,9 @@ _PROGRESS_US = 10_000
 _POLL_S = 1e-4
 _CHECK_S = 0.1
 _DRAIN_S = 2.0
-"""The time in which reads have to end before their agent is closed: those of ranks that live take milliseconds."""
+"""The time in which reads have to end before their agent is closed: those of ranks that live mostly take milliseconds,
+and those of a machine that is gone, over InfiniBand, eight seconds.
+"""
 
 
 @dataclass(frozen=True)
@@ -149,8 +151,8 @@ class NixlAgent:
     def close(self) -> bool:
         """End all connections, and let nobody read any more; False if a read of its own goes on, and with it all else.
 
-        This agent and the memory that it reads into have to stay then, as long as the process. NIXL (1.5) does not end
-        what is under way: it frees what the read still needs, and that UCX uses it afterwards ends the process; the
+        This agent and the memory that it reads into have to stay then, until it is closed again. NIXL (1.5) does not
+        end what is under way: it frees what the read still needs, and that UCX uses it afterwards ends the process; the
         other one, too, where UCX sends replies, as it does over sockets.
         """
         if self._agent is None:

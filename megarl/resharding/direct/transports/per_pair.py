@@ -85,7 +85,7 @@ class PerPairRecvEndpoint:
         """See `RecvEndpoint.pull`."""
         return self._way(source).pull(source, bucket, size_bytes, zero_copy)
 
-    def close(self) -> Sequence[object]:
+    def close(self) -> Sequence[RecvEndpoint]:
         """Leave the peers of both ways. See `RecvEndpoint.close`."""
         return [*self._between.close(), *self._within.close()]
 

@@ -142,12 +142,13 @@ class RdmaRecvEndpoint:
         reads = _reads(own[:size_bytes], self._offers[source].memory.addresses[bucket], zero_copy)
         return partial(self._finish, self._begin_reads(source, list(reads)), own)
 
-    def close(self) -> Sequence[object]:
+    def close(self) -> "Sequence[RdmaRecvEndpoint]":
         """Leave the sources and free the buckets, unless a read goes on for too long. See `NixlAgent.close`."""
         self._buckets = []
         if not self._agent.close():
-            return [self._agent, *self._own, *self._places]
+            return [self]
         _close(self._own)
+        self._places = ()
         return ()
 
     @contextmanager

@@ -24,6 +24,7 @@ from megarl.resharding.direct.connections import Address, TransferError
 from megarl.resharding.direct.transports.endpoint import (
     BUCKETS,
     OnlyBuckets,
+    RecvEndpoint,
     Rendezvous,
     Transport,
     ZeroCopyPiece,
@@ -104,7 +105,7 @@ class TcpRecvEndpoint(OnlyBuckets):
             work = self._group.recv([own.on_host[:size_bytes]], source, bucket)
         return partial(self._finish, work, source, own, size_bytes)
 
-    def close(self) -> Sequence[object]:
+    def close(self) -> Sequence[RecvEndpoint]:
         """Leave the group."""
         self._wires = []
         del self._group
@@ -149,12 +150,13 @@ def _join(rendezvous: Rendezvous, rank: int) -> Any:
     size = len(rendezvous.listeners) + rendezvous.destinations
     with _errors("rendezvous", rank):
         # Inside gloo a rank would wait for one that is gone until the time is over, and hear of nothing.
-        store = _answered(timeout, partial(_wait_for_all, rendezvous.store, size, timeout))
-        return _answered(timeout, partial(_gloo, store, rank, size, timeout))
+        wait_for_all = partial(_wait_for_all, rendezvous.store, size, timeout)
+        store = _answered(timeout, wait_for_all, _named(rendezvous.store))
+        return _answered(timeout, partial(_gloo, store, rank, size, timeout), "another rank")
 
 
-def _answered(timeout: timedelta, ask: Callable[[], R]) -> R:
-    """The answer of the store. Raises TransferError if there is none in time, and else what `ask` does.
+def _answered(timeout: timedelta, ask: Callable[[], R], who: str) -> R:
+    """The answer that `ask` gets from `who`. Raises TransferError if there is none in time, and else what `ask` does.
 
     torch waits without end for a store whose process stands still, and the thread that asks is left behind then.
     """
@@ -164,7 +166,7 @@ def _answered(timeout: timedelta, ask: Callable[[], R]) -> R:
     try:
         return answer.result(seconds + _LATE_S)
     except TimeoutError:
-        raise TransferError(f"the store said nothing for {seconds:g} s (refit.timeout_s)") from None
+        raise TransferError(f"{who} said nothing for {seconds:g} s (refit.timeout_s)") from None
     finally:
         # An error holds this frame, and would be held by it.
         del answer
@@ -177,7 +179,17 @@ def _ask(answer: Future[R], ask: Callable[[], R]) -> None:
         answer.set_exception(error.with_traceback(None))
 
 
+def _named(address: Address) -> str:
+    return "the store at {}:{}".format(*address)
+
+
 def _store(address: Address, timeout: timedelta) -> dist.TCPStore:
+    """The store, which was made before anybody heard of it. Raises TransferError if it is not reached."""
+    # torch would go on trying for longer than it was told, and end the process if that ends meanwhile.
+    try:
+        socket.create_connection(address, timeout.total_seconds()).close()
+    except OSError as error:
+        raise TransferError(f"{_named(address)} is not reached: {error.strerror or error}") from error
     return dist.TCPStore(*address, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
@@ -200,7 +212,7 @@ def _abort_rendezvous(rendezvous: Rendezvous, reason: str) -> None:
     """Let the ranks give up that wait at the store for others, unless all have come, or it does not answer."""
     assert rendezvous.store is not None
     with suppress(dist.DistError, TransferError):
-        _answered(_ANSWER, partial(_leave_news, rendezvous.store, reason))
+        _answered(_ANSWER, partial(_leave_news, rendezvous.store, reason), _named(rendezvous.store))
 
 
 def _leave_news(address: Address, news: str) -> None:
