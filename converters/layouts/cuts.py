@@ -43,7 +43,10 @@ class CutRules:
 
 MEGATRON = CutRules(repeats_heads=False, vocabulary_multiple=1)
 ENGINES = CutRules(repeats_heads=True, vocabulary_multiple=64)
-"""Rules of vLLM and SGLang: QKVParallelLinear and VocabParallelEmbedding of both."""
+"""Rules of vLLM and SGLang: QKVParallelLinear and VocabParallelEmbedding of both.
+
+Where workers cannot share out a vocabulary so filled up, SGLang fills it up further, and vLLM does not start.
+"""
 
 
 def interval(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
