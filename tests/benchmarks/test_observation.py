@@ -21,6 +21,7 @@ with (folder / "metrics.jsonl").open("w") as file:
 """
 
 
+@pytest.mark.long
 def test_only_the_steps_of_the_window_are_measured(tmp_path: Path) -> None:
     window = Window(warm_up=1, steps=5)
     output = tmp_path / "run"

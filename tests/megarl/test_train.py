@@ -20,6 +20,7 @@ def test_it_evaluates_after_every_so_many_steps_and_the_last_or_never(every: int
     assert [step for step in range(1, 6) if evaluates_after(step, loop)] == steps
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared_cluster")
 def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path: Path) -> None:
     files = write_arithmetic(tmp_path / "data", held_out=8)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import write_model
 
+pytestmark = pytest.mark.long
 # 64 ranks, each with two files, and as many shards.
 WIDE = {"num_hidden_layers": 16, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}
 SIZES = ("--tp", "4", "--pp", "16", "--make-vocab-size-divisible-by", "1")

@@ -77,7 +77,11 @@ def transfer(transport="rdma", with_checksum=True):
 
         def refit(version, **options):
             sending = pool.submit(sender.send, version, **options)
-            receiver.receive(version)
+            try:
+                receiver.receive(version)
+            finally:
+                # Closed before it hears of a failure, it would wait for an answer until its time is over.
+                sending.exception()
             return sending.result()
 
         try:
