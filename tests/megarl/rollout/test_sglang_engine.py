@@ -395,14 +395,23 @@ def test_parameters_that_no_checkpoint_brings_are_not_expected_of_a_refit():
     assert list(tracing.loaded_parameters(model)) == ["attn.weight"]
 
 
-# The last one: the server that others use is at an end with it.
-@pytest.mark.parametrize("engine", SERVERS, indirect=True)
-def test_a_server_ends_that_is_to_resume_memory_which_it_holds(engine):
-    server = engine._server
+@pytest.fixture
+def ending(request):
+    """An engine over a server of either kind, which may end: others start another one."""
+    if request.param == "stand-in":
+        yield request.getfixturevalue("fresh").engine
+    else:
+        yield request.getfixturevalue("sglang_served").engine
+        request.getfixturevalue("sglang_engines").close()
+
+
+@pytest.mark.parametrize("ending", SERVERS, indirect=True)
+def test_a_server_ends_that_is_to_resume_memory_which_it_holds(ending):
+    server = ending._server
     server.client.post("/release_memory_occupation", tags=["weights"])
     server.client.post("/resume_memory_occupation", tags=["weights"])
     with pytest.raises(ServerGoneError):
         server.client.post("/resume_memory_occupation", tags=["weights"])
     server.wait()
     with pytest.raises(EngineDiedError, match="SGLang engine"):
-        engine.version()
+        ending.version()
