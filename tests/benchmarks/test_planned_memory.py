@@ -13,7 +13,7 @@ TWO_RANKS = [name for name, sizes in planned_memory.LAYOUTS.items() if sizes.wor
 @pytest.mark.parametrize(
     ("model", "layouts", "recomputed"),
     [
-        ("qwen3_moe", TWO_RANKS, {}),
+        pytest.param("qwen3_moe", TWO_RANKS, {}, marks=pytest.mark.long),
         ("deepseek_v3", ["one rank"], {}),
         pytest.param("deepseek_v3", ["PP 2", "EP 2", "DP 2, FSDP2"], FULL, marks=pytest.mark.long),
     ],

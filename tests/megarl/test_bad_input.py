@@ -198,6 +198,7 @@ def test_port_in_use(run, cluster):
     assert "cluster.rendezvous_port" in message
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("deep_ep") is not None, reason="needed without DeepEP only")
 def test_deepep_that_ranks_do_not_have(run, cluster):
     flex = ("megatron.moe_token_dispatcher_type=flex", "megatron.moe_enable_deepep=true")

@@ -74,6 +74,7 @@ def test_rays_own_processes_may_have_many_files_open(node):
     assert soft >= min(hard, MANY_FILES) > FEW_FILES
 
 
+@pytest.mark.long
 def test_workers_have_the_package_of_who_joined_and_not_of_the_folder_it_is_in(node, tmp_path):
     _, address, environment = node
     (tmp_path / "checkout/megarl").mkdir(parents=True)

@@ -142,6 +142,7 @@ def repeat_and_lose_a_rank(open_run, capsys):
         job.refit(job.state.step + 1)
 
 
+@pytest.mark.long
 def test_what_is_not_to_be_verified_is_taken_as_it_comes(open_run):
     with open_run("rollout.engine=transformers", "megatron.context_parallel_size=2", "refit.verify=off") as job:
         job.refit(0)

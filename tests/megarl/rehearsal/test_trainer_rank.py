@@ -59,6 +59,7 @@ def test_state_is_that_of_real_ranks_after_a_real_step(folder: Path) -> None:
     assert all(0 < each.predictions < each.activations.peak for each in rehearsed)
 
 
+@pytest.mark.long
 def test_an_adapter_is_rehearsed_with_its_model(folder: Path) -> None:
     options = replace(OPTIONS, adapter=AdapterOptions(Lora(3, 12.0), seed=7))
     (rank,) = rehearse_ranks(TrainedModel("trainer", read_json(folder / CONFIG), options), [0], SMALL)

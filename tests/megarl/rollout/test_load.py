@@ -77,6 +77,7 @@ def preempted_as_on_a_gpu(folder, room, prompt):
     return serve(forget_after=None), serve(forget_after=20), went_on
 
 
+@pytest.mark.long
 def test_they_are_counted_on_a_gpu_too(folders, endless_prompt):
     room = room_for(folders[0])
     with vllm_pool() as process:

@@ -2,6 +2,8 @@
 
 from unittest.mock import patch
 
+import pytest
+
 
 def _chosen(capability):
     """Names of the kernels on a GPU of this compute capability: by default, and where CUTLASS is asked for."""
@@ -34,6 +36,7 @@ def _chosen(capability):
     return choose("auto"), choose("cutlass")
 
 
+@pytest.mark.long
 def test_blackwell_multiplies_whole_numbers_by_triton(ranks):
     cutlass, triton = (f"{name}Int8ScaledMMLinearKernel" for name in ("Cutlass", "Triton"))
     assert ranks.alone(_chosen, 90) == (cutlass, cutlass)
