@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from megatron_ext import device
 
 
-def keep_empty_rows_from_kernels() -> None:
-    """Kernels for lists of tensors lose their place at one without elements, as ranks behind its last row have it.
+def leave_out_empty_tensors() -> None:
+    """Give kernels for lists of tensors none without elements, as ranks past the last row of a parameter have.
 
     A launch takes as many tensors as fit, and is started within the loop over the parts of a tensor. An empty one at
     the end starts none: what is still to be launched is left out. One that takes a launch's last place lets the next

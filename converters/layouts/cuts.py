@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from converters.architectures import Dimension, Kind
 from converters.boxes import Box
@@ -30,56 +31,10 @@ class Cut:
         return sum(piece.stop - piece.start for piece in self.pieces) + self.padding
 
 
-@dataclass(frozen=True)
-class CutRules:
-    """Where programs that cut a model over ranks differ: attention with few heads of keys, and the vocabulary."""
-
-    repeats_heads: bool
-    """Whether ranks that share a head of keys and values have all of it each. If not, a cut goes through its group of
-    heads."""
-    vocabulary_multiple: int
-    """The vocabulary is filled up to a multiple of this."""
-
-
-MEGATRON = CutRules(repeats_heads=False, vocabulary_multiple=1)
-ENGINES = CutRules(repeats_heads=True, vocabulary_multiple=64)
-"""Rules of vLLM and SGLang: QKVParallelLinear and VocabParallelEmbedding of both.
-
-Where workers cannot share out a vocabulary so filled up, SGLang fills it up further, and vLLM does not start.
-"""
-
-
 def interval(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
     """The box of a tensor of `shape` that is whole but along `axis`."""
     box = Box.whole(shape)
     return Box((*box.start[:axis], start, *box.start[axis + 1 :]), (*box.stop[:axis], stop, *box.stop[axis + 1 :]))
-
-
-def cut(
-    kind: Kind, dimensions: Sequence[Sequence[Dimension]], part: int, parts: int, rules: CutRules = MEGATRON
-) -> Cut:
-    """Part `part` of `parts` of a parameter of `kind`, whose HuggingFace tensors have these `dimensions`.
-
-    `undividable` must find nothing.
-    """
-    if kind is Kind.VOCABULARY:
-        return _vocabulary(dimensions, part, parts, rules.vocabulary_multiple)
-    if kind is Kind.QKV and rules.repeats_heads:
-        return _whole_heads(dimensions, part, parts)
-    return _CUTS[kind](dimensions, part, parts)
-
-
-def undividable(
-    kind: Kind, dimensions: Sequence[Sequence[Dimension]], parts: int, rules: CutRules = MEGATRON
-) -> Dimension | None:
-    """The dimension that does not allow `parts` parts of a parameter of `kind`; None where all do."""
-    if kind in (Kind.REPLICATED, Kind.VOCABULARY):
-        return None
-    if kind is Kind.QKV:
-        of_heads = _undividable_heads if rules.repeats_heads else _undividable_qkv
-        return of_heads(dimensions[0][0], dimensions[1][0], parts)
-    cut_dimensions = (shape[1 if kind is Kind.ROW else 0] for shape in dimensions)
-    return next((dimension for dimension in cut_dimensions if dimension.units % parts), None)
 
 
 def _undividable_qkv(query: Dimension, key_value: Dimension, parts: int) -> Dimension | None:
@@ -154,7 +109,8 @@ def _between(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
     return inside
 
 
-def _vocabulary(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int, multiple: int) -> Cut:
+def _vocabulary(multiple: int, dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cut:
+    """Rows of a vocabulary, filled up to the multiple, or to one for each part where these cannot share that out."""
     size = dimensions[0][0].size
     rows = _filled_up(size, multiple)
     length = (rows if rows % parts == 0 else _filled_up(size, multiple * parts)) // parts
@@ -166,10 +122,42 @@ def _filled_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-_CUTS: Mapping[Kind, Callable[[Sequence[Sequence[Dimension]], int, int], Cut]] = {
-    Kind.REPLICATED: _replicated,
-    Kind.COLUMN: _column,
-    Kind.ROW: _row,
-    Kind.GATED: _gated,
-    Kind.QKV: _qkv,
-}
+@dataclass(frozen=True)
+class CutRules:
+    """A program's way to cut a model over ranks."""
+
+    cuts: Mapping[Kind, Callable[[Sequence[Sequence[Dimension]], int, int], Cut]]
+    """Kind of parameter -> its cut."""
+    undividable_qkv: Callable[[Dimension, Dimension, int], Dimension | None]
+    """The one of the heads of queries, and of keys and values, that does not allow so many parts."""
+
+
+_ALIKE = {Kind.REPLICATED: _replicated, Kind.COLUMN: _column, Kind.ROW: _row, Kind.GATED: _gated}
+MEGATRON = CutRules({**_ALIKE, Kind.QKV: _qkv, Kind.VOCABULARY: partial(_vocabulary, 1)}, _undividable_qkv)
+ENGINES = CutRules({**_ALIKE, Kind.QKV: _whole_heads, Kind.VOCABULARY: partial(_vocabulary, 64)}, _undividable_heads)
+"""Rules of vLLM and SGLang: QKVParallelLinear and VocabParallelEmbedding of both.
+
+Where workers cannot share out a vocabulary so filled up, SGLang fills it up further, and vLLM does not start.
+"""
+
+
+def cut(
+    kind: Kind, dimensions: Sequence[Sequence[Dimension]], part: int, parts: int, rules: CutRules = MEGATRON
+) -> Cut:
+    """Part `part` of `parts` of a parameter of `kind`, whose HuggingFace tensors have these `dimensions`.
+
+    `undividable` must find nothing.
+    """
+    return rules.cuts[kind](dimensions, part, parts)
+
+
+def undividable(
+    kind: Kind, dimensions: Sequence[Sequence[Dimension]], parts: int, rules: CutRules = MEGATRON
+) -> Dimension | None:
+    """The dimension that does not allow `parts` parts of a parameter of `kind`; None where all do."""
+    if kind in (Kind.REPLICATED, Kind.VOCABULARY):
+        return None
+    if kind is Kind.QKV:
+        return rules.undividable_qkv(dimensions[0][0], dimensions[1][0], parts)
+    cut_dimensions = (shape[1 if kind is Kind.ROW else 0] for shape in dimensions)
+    return next((dimension for dimension in cut_dimensions if dimension.units % parts), None)

@@ -1,4 +1,4 @@
-"""The layout of a model on Megatron ranks: TP, PP, virtual PP, EP and ETP; and on an engine's, cut as far like them."""
+"""The layout of a model on Megatron ranks: TP, PP, virtual PP, EP and ETP."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,11 +10,11 @@ from converters.boxes import Box
 from converters.errors import UserError, nearest_sizes
 from converters.layout import Layout, Placement, Shape, Shard
 from converters.layouts.chunk_names import chunk_prefixes
-from converters.layouts.cuts import ENGINES, MEGATRON, CutRules, cut, interval, undividable
+from converters.layouts.cuts import MEGATRON, CutRules, cut, interval, undividable
 from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 from converters.layouts.rows import cut_rows
 
-__all__ = ["ModuleNames", "ParallelSizes", "check_divisible", "engine_layout", "megatron_layout"]
+__all__ = ["ModuleNames", "ParallelSizes", "check_divisible", "cut_layout", "megatron_layout"]
 
 ModuleNames = Literal["local", "te"]
 """Parameter names of megatron-core's local specs with SequentialMLP, or of its Transformer Engine specs."""
@@ -27,20 +27,13 @@ def megatron_layout(architecture: Architecture, parallel: ParallelSizes, *, modu
     are the rows that it has.
     Raises UserError where heads, experts, layers or MLP widths cannot be divided by the sizes.
     """
-    return _layout(architecture, parallel, module_names, MEGATRON)
+    return cut_layout(architecture, parallel, module_names, MEGATRON)
 
 
-def engine_layout(architecture: Architecture, parallel: ParallelSizes) -> Layout:
-    """The layout on the workers of an engine of vLLM or SGLang, with sizes that have no pipeline.
-
-    Tensors lie where Megatron's ranks have them, but for heads of keys and values, which workers have alike where there
-    are fewer heads than workers, and for the vocabulary. Workers call and stack tensors in another way.
-    Raises UserError as `megatron_layout`.
-    """
-    return _layout(architecture, parallel, "local", ENGINES)
-
-
-def _layout(architecture: Architecture, parallel: ParallelSizes, module_names: ModuleNames, rules: CutRules) -> Layout:
+def cut_layout(
+    architecture: Architecture, parallel: ParallelSizes, module_names: ModuleNames, rules: CutRules
+) -> Layout:
+    """The layout on ranks of these sizes, by any rules. Raises UserError as `megatron_layout`."""
     check_divisible(architecture, parallel, rules)
     cuts = _Cuts(architecture, parallel, module_names, rules)
     return Layout(parallel.world_size, architecture.hf_shapes, cuts.shard, cuts.only)

@@ -235,14 +235,15 @@ def _check_in_vocabulary(tokens: list[int], architecture: Architecture) -> None:
 
 
 def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> tuple[int, ...]:
-    ends: list[int] = []
     # Engines read config.json where generation_config.json is absent; SGLang does in any case.
-    for file in (folder / "generation_config.json", folder / CONFIG):
-        if not ends and file.exists():
-            named = read_json(file).get("eos_token_id")
-            ends = [end for end in (named if isinstance(named, list) else [named]) if end is not None]
-            if wrong := [end for end in ends if type(end) is not int or end < 0]:
-                raise UserError(
-                    f"{file} has eos_token_id {wrong[0]!r}, where the number of a token belongs; correct it"
-                )
+    ends = _ends_in(folder / "generation_config.json") or _ends_in(folder / CONFIG)
     return tuple(sorted({tokenizer.eos_token_id, *extra, *ends} - {None}))
+
+
+def _ends_in(file: Path) -> list[int]:
+    """The end tokens that a file names, which may be absent."""
+    named = read_json(file).get("eos_token_id") if file.exists() else None
+    ends = [end for end in (named if isinstance(named, list) else [named]) if end is not None]
+    if wrong := [end for end in ends if type(end) is not int or end < 0]:
+        raise UserError(f"{file} has eos_token_id {wrong[0]!r}, where the number of a token belongs; correct it")
+    return ends

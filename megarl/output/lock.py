@@ -9,6 +9,7 @@ from pathlib import Path
 
 from converters.errors import UserError
 from converters.file_lock import lock_file, remove_locked
+from megarl.output.places import CHECKPOINTS
 from megarl.process.errors import MayPass
 
 LOCK = ".lock"
@@ -47,7 +48,7 @@ def sole_writer(folder: Path) -> Iterator[Path]:
             f"another run is writing {folder} ({_holder(folder)}): wait for it, stop it, remove {folder / LOCK} if its"
             " machine is gone, or choose another output_dir"
         )
-        held.has_run_before = any(folder.glob("checkpoints/iter_*"))
+        held.has_run_before = any((folder / CHECKPOINTS).glob("iter_*[0-9]"))
         raise held from error
     except OSError as error:
         where = error.filename or folder

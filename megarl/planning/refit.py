@@ -11,7 +11,8 @@ from converters.cost import Traffic, formats, traffic
 from converters.errors import UserError, names_as_given
 from converters.formats.safetensors import read_json
 from converters.layout import Layout
-from converters.layouts.megatron import ParallelSizes, engine_layout, megatron_layout
+from converters.layouts.engine import engine_layout
+from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.number_formats import NumberFormat
 from converters.number_formats.number_format import WHOLE_ROW
 from converters.plan import Plan

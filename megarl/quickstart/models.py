@@ -19,7 +19,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 """By the names that `megarl quickstart --schedule` takes, the overrides: async is one version ahead."""
 
 
-MEASURED = (AS_TRAINED, "fp8_block")
+_MEASURED = (AS_TRAINED, "fp8_block")
 """Forms of the engine's weights in which quickstarts were run to their last step, in vLLM and in SGLang."""
 
 
@@ -45,13 +45,17 @@ class QuickstartModel:
     in_blocks: tuple[str, ...] = ()
     """The overrides by which the job differs with these sizes."""
     bar: float = 0.6
-    """The least held-out accuracy after all steps, with weights in one of `MEASURED`: 0.71 and more was measured."""
+    """The least held-out accuracy after all steps; 0.71 and more was measured."""
 
     def write(self, folder: Path, weights: str) -> Path:
         """Write the model for engines that hold the weights in the format of this name."""
         if weights == AS_TRAINED or self.write_in_blocks is None:
             return self.write_model(folder)
         return self.write_in_blocks(folder)
+
+    def bar_in_format(self, weights: str) -> float | None:
+        """The bar with engines that hold the weights in the format of this name; None where nothing was measured."""
+        return self.bar if weights in _MEASURED else None
 
     def in_format(self, weights: str) -> tuple[str, ...]:
         """Overrides for engines that hold the weights in the format of this name: the trainer's are in bf16 then.

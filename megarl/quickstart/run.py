@@ -25,7 +25,7 @@ from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import ArithmeticFiles
 from megarl.quickstart.gaps import log_prob_gaps
 from megarl.quickstart.gpus import ACCURACY_TOLERANCE, BF16, overrides_for
-from megarl.quickstart.models import MEASURED, MODELS, SCHEDULES, QuickstartModel
+from megarl.quickstart.models import MODELS, SCHEDULES, QuickstartModel
 from megarl.quickstart.outcome import Outcome
 from megarl.quickstart.questions import QuestionFiles
 from megarl.rollout import engine_kind
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace, output: Path) -> int:
                 with fresh_engines(replace(plain, output_dir=str(output / "gaps"))) as fresh:
                     sampled[job.model.dtype] = fresh.sample()
                 gaps = log_prob_gaps(replace(job, output_dir=str(output / "gaps")), output / EXPORT, sampled)
-    bar = chosen.bar if options.steps is None and options.weights in MEASURED else None
+    bar = chosen.bar_in_format(options.weights) if options.steps is None else None
     return _report(console, job, output, confirmed, bar, gaps, seconds)
 
 

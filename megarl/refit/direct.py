@@ -95,7 +95,7 @@ class DirectPath:
         if self._receivers.matches(engines):
             return
         new = engines.excluding(self._traced)
-        # Before: one that is restarted meanwhile may be asked too late.
+        # Noted before the trace: an engine that is restarted during it is another worker, and is asked again.
         workers = new.workers()
         if len(new) and self._trace(new) != self._spec.traces:
             raise RuntimeError("an engine that was restarted keeps its weights elsewhere than before")

@@ -25,15 +25,19 @@ class Rdma:
 NO_RDMA = Rdma(by_hardware=False, restriction="")
 """Where nothing goes by it."""
 
+_BRING_UP = "If the machines have ports, bring them up and show them to the containers; else"
 _WITHOUT_PORTS = {
-    "auto": ("tcp", ", as {} on a network slower than a few Gbit/s refit.delta=true lets changes alone travel"),
+    "auto": (
+        "tcp",
+        f", as {{}}. {_BRING_UP} on a network slower than a few Gbit/s refit.delta=true lets changes alone travel",
+    ),
     "rdma": (
         "rdma",
-        ", but by way of sockets: {} set refit.transport=auto, which is tcp there: an engine that dies while it reads"
-        " through sockets may end trainer ranks, and the run then goes on from its last checkpoint",
+        f", but by way of sockets: {{}}. {_BRING_UP} set refit.transport=auto, which is tcp there: an engine that dies"
+        " while it reads through sockets may end trainer ranks, and the run then goes on from its last checkpoint",
     ),
 }
-"""By what is asked for, the transport of processes without ports, and the end of the sentence that says so."""
+"""By what is asked for, the transport where processes lack ports, and what is said of it and of the lack."""
 
 
 def between_machines(trainer: TrainerGroup, engines: Engines, asked: str, timeout_s: float) -> tuple[str, Rdma]:
@@ -71,14 +75,9 @@ def without_nixl(of_workers: Sequence[bool]) -> str:
 
 
 def without_ports(of_ranks: Sequence[bool], of_workers: Sequence[bool]) -> str:
-    """Which processes have no port for RDMA that is up, and what to do first; empty if all have."""
+    """Which processes have no port for RDMA that is up; empty if all have."""
     named = _named([not has_port for has_port in of_ranks], [not has_port for has_port in of_workers])
-    if not named:
-        return ""
-    return (
-        f"no active port of InfiniBand, RoCE or EFA is seen by {named} (ibstat, /dev/infiniband). If the machines have"
-        " ports, bring them up and show them to the containers; else"
-    )
+    return f"no active port of InfiniBand, RoCE or EFA is seen by {named} (ibstat, /dev/infiniband)" if named else ""
 
 
 def without_gpudirect(of_ranks: Sequence[str], of_workers: Sequence[str]) -> str:

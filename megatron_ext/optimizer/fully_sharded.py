@@ -33,7 +33,7 @@ class FullySharded(TorchFullyShardedDataParallel):
 def wrap_fully_sharded(chunk: torch.nn.Module, fields: Mapping[str, Any]) -> FullySharded:
     """Cut the parameters of `chunk`, which are the whole ones until then; `fields` are of its configuration."""
     compat.shard_on_this_device(wrapper)
-    transformer_engine_compat.keep_empty_rows_from_kernels()
+    transformer_engine_compat.leave_out_empty_tensors()
     config = DistributedDataParallelConfig(**{**fields, "use_distributed_optimizer": False})
     # By default RotaryEmbedding, too, and beside modules of Transformer Engine the output layer, which is cut with all.
     wrapped = FullySharded(chunk.config, config, chunk, sub_modules_to_wrap={TransformerLayer, LanguageModelEmbedding})

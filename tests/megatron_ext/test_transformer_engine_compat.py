@@ -7,7 +7,7 @@ import torch
 from played_fused_adam import CHUNK, MOST_TENSORS, MultiTensorApply, beside_fused_adam, launched
 from torch import Tensor
 
-from megatron_ext.transformer_engine_compat import keep_empty_rows_from_kernels
+from megatron_ext.transformer_engine_compat import leave_out_empty_tensors
 
 MANY = [1] * (MOST_TENSORS[2] - 1)
 ALL_LOST, ONE_LOST = [3, 2 * CHUNK + 1, 0], [*MANY, 1, 5, 0]
@@ -31,7 +31,7 @@ def given_to_kernel(sizes: list[int]) -> list[list[Tensor]]:
 
     with beside_fused_adam():
         for _ in range(2):
-            keep_empty_rows_from_kernels()
+            leave_out_empty_tensors()
         return MultiTensorApply(CHUNK)(kernel, torch.zeros(1), lists_of(sizes), "a", 2)
 
 

@@ -290,7 +290,7 @@ _NO_LINEAR_LAYERS = ("embed_tokens", "head")
 """Ends of the names of modules that SGLang would give the methods of a linear layer if it was told to ignore them."""
 
 
-def _told(number_format: "NumberFormat", architecture: "Architecture") -> dict[str, Any]:
+def _quantisation_config(number_format: "NumberFormat", architecture: "Architecture") -> dict[str, Any]:
     """The `quantization_config`: of INT8 per channel in SGLang's own form, see `megarl.rollout.sglang.int8`."""
     config = quantisation(number_format, architecture)
     if number_format.name != _INT8:
@@ -310,7 +310,7 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
             )
     tensor, expert = (arguments.get(f"{kind}_size") or 1 for kind in ("tp", "ep"))
     number_format.check(architecture, tensor, max(1, tensor // expert))
-    return {**arguments, OVERRIDES: json.dumps({QUANTISATION: _told(number_format, architecture)})}
+    return {**arguments, OVERRIDES: json.dumps({QUANTISATION: _quantisation_config(number_format, architecture)})}
 
 
 SGLANG = EngineKind(

@@ -92,6 +92,7 @@ def test_a_lock_that_another_client_of_nfs_has_removed_is_as_good_as_gone(tmp_pa
         (tmp_path / "run" / "metrics.jsonl").touch()
         monkeypatch.setattr(os, "fstat", stale)
     monkeypatch.undo()
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [LOCK, "metrics.jsonl"]
 
 
 def test_nothing_is_left_where_nothing_was_written(tmp_path):

@@ -7,7 +7,8 @@ from small_configs import CONFIGS
 
 from converters.architectures import read_architecture
 from converters.cost import formats
-from converters.layouts.megatron import ParallelSizes, engine_layout, megatron_layout
+from converters.layouts.engine import engine_layout
+from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.number_formats import FP8_BLOCK
 from megarl.config.folder import known_model
 from megarl.planning.memory.engine import engine_memory, engine_weight_bytes, engine_weights, kv_token_bytes

@@ -1,17 +1,12 @@
 """Heads and vocabularies of planned engines beside what SGLang's own layers load."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
+from in_sglang import output_of
 
 from converters.architectures import Dimension, Kind
 from converters.layouts.cuts import ENGINES, cut
-from megarl.rollout.sglang.installation import installation
 
-PROGRAM = Path(__file__).parent / "cut_in_sglang.py"
 CASES = [
     # Workers, query heads, heads of keys, rows of a head, size of the vocabulary.
     (2, 8, 8, 4, 128),
@@ -20,14 +15,6 @@ CASES = [
     (8, 16, 4, 2, 65),
     (3, 6, 3, 4, 65),
 ]
-
-
-def in_sglang(folder, given):
-    python, paths = installation()
-    torch.save(given, folder / "given.pt")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
-    subprocess.run([python, PROGRAM, folder], env=environment, check=True, timeout=250)
-    return torch.load(folder / "made.pt")
 
 
 def planned(worker, workers, heads, groups, head_dim, vocabulary):
@@ -48,7 +35,9 @@ def planned(worker, workers, heads, groups, head_dim, vocabulary):
 
 @pytest.mark.sglang
 def test_a_planned_worker_has_the_rows_that_sglang_loads(tmp_path):
-    made = in_sglang(tmp_path, CASES)
+    torch.save(CASES, tmp_path / "given.pt")
+    output_of("cut_in_sglang.py", tmp_path)
+    made = torch.load(tmp_path / "made.pt")
     for case, workers in zip(CASES, made, strict=True):
         found = [[part.tolist() for part in of_worker] for of_worker in workers]
         assert found == [planned(worker, *case) for worker in range(case[0])], case

@@ -1,19 +1,15 @@
 """INT8 per channel in SGLang: what its own layers do, with the hooks and without; no server is started."""
 
 import json
-import os
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from in_sglang import output_of
 
 from converters.number_formats import INT8_CHANNEL
 from megarl.rollout.sglang import cpu, int8
-from megarl.rollout.sglang.installation import installation
 
-PROGRAM = Path(__file__).with_name("int8_in_sglang.py")
 EXPERTS = {
     "w13_weight": [3, 64, 64],
     "w2_weight": [3, 64, 32],
@@ -25,10 +21,7 @@ LINEAR = {"weight": [32, 64], "weight_scale": [32, 1]}
 
 @pytest.fixture(scope="module")
 def layers():
-    python, paths = installation()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
-    run = subprocess.run([python, PROGRAM], env=environment, check=True, timeout=200, stdout=subprocess.PIPE, text=True)
-    return json.loads(run.stdout.splitlines()[-1])
+    return json.loads(output_of("int8_in_sglang.py").splitlines()[-1])
 
 
 @pytest.mark.sglang

@@ -1,15 +1,12 @@
 """The code here, and what it says of SGLang, beside the installed one; no server is started (`make test-sglang`)."""
 
 import json
-import os
-import subprocess
-from pathlib import Path
 
 import pytest
+from in_sglang import output_of
 
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import Request, SamplingParameters
-from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.environment import WITHHELD
 from megarl.rollout.sglang.kind import EXPERT_EXCHANGES, EXPERT_KERNELS, GRAPH_CHOICES, SGLANG
 from megarl.rollout.sglang.samples import NEUTRAL, Limits, question
@@ -26,13 +23,7 @@ MADE_BY_ITSELF = {
 @pytest.fixture(scope="module")
 def itself(tmp_path_factory):
     folders = [write_tiny_model(name, tmp_path_factory.mktemp(name)) for name in ("qwen3", "deepseek_v3")]
-    python, paths = installation.installation()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
-    program = Path(__file__).with_name("sglang_itself.py")
-    printed = subprocess.run(
-        [python, program, *folders], env=environment, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
-    return json.loads(printed.splitlines()[-1])
+    return json.loads(output_of("sglang_itself.py", *folders).splitlines()[-1])
 
 
 def test_the_tables_name_arguments_that_the_server_has(itself):

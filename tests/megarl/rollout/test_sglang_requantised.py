@@ -1,24 +1,10 @@
 """Block FP8 with powers of two beside SGLang's own function that quantises weights anew on Blackwell."""
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
+from in_sglang import output_of
 
 from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
-from megarl.rollout.sglang.installation import installation
-
-PROGRAM = Path(__file__).parent / "requantise_in_sglang.py"
-
-
-def in_sglang(folder, given):
-    python, paths = installation()
-    torch.save(given, folder / "given.pt")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "SGLANG_USE_CPU_ENGINE": "1"}
-    subprocess.run([python, PROGRAM, folder], env=environment, check=True, timeout=200)
-    return torch.load(folder / "made.pt")
 
 
 @pytest.mark.sglang
@@ -29,7 +15,9 @@ def test_what_sglang_quantises_anew_keeps_every_value(tmp_path):
     weight[:128, 128:256] = torch.logspace(-6, 0, 128) * 227
     formats = (FP8_BLOCK, FP8_BLOCK_UE8M0)
     given = {each.name: each.quantise(weight.to(torch.bfloat16)) for each in formats}
-    made = in_sglang(tmp_path, given)
+    torch.save(given, tmp_path / "given.pt")
+    output_of("requantise_in_sglang.py", tmp_path)
+    made = torch.load(tmp_path / "made.pt")
     same = {
         each.name: torch.equal(
             each.dequantise(*given[each.name], torch.float32), each.dequantise(*made[each.name], torch.float32)

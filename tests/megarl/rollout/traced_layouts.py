@@ -2,7 +2,7 @@
 
 import torch
 
-from converters.layouts.megatron import engine_layout
+from converters.layouts.engine import engine_layout
 
 
 def held_elements(shard, hf_shapes):

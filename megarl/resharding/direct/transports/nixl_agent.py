@@ -171,7 +171,7 @@ class NixlAgent:
         return True
 
     def _drain(self) -> bool:
-        """Wait until no read is under way, for a short time; whether that came to be. How a read ends says nobody."""
+        """Wait for a short time until no read is under way, however reads end; whether that came to be."""
         deadline = time.monotonic() + _DRAIN_S
         while not all(map(self._is_over, self._reads)):
             if time.monotonic() > deadline:
