@@ -1,5 +1,6 @@
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from engine_host import END_ID, GREEDY, PROMPTS
@@ -52,14 +53,19 @@ def _token_ids(answers):
     return [[generation.token_ids.tolist() for generation in generations] for generations in answers]
 
 
+def _log_probs(answers):
+    return np.concatenate([generation.log_probs for generations in answers for generation in generations])
+
+
 def test_a_seed_gives_the_same_samples_whatever_else_is_served(served, kind):
     requests = [Request(prompt, SamplingParameters(samples=6, max_tokens=12, seed=3)) for prompt in PROMPTS]
     answers = served.engine.generate(requests)
-    assert served.engine.generate(requests) == answers
+    again = served.engine.generate(requests)
     alone = [served.engine.generate([request])[0] for request in requests]
-    assert _token_ids(alone) == _token_ids(answers)
-    # Bit for bit in their log-probs, too.
-    assert alone == answers or kind == "sglang"
+    for others in (again, alone):
+        assert _token_ids(others) == _token_ids(answers)
+        # SGLang forms its batches by what has come at a step: other sizes, and other last bits of the log-probs.
+        assert others == answers or (kind == "sglang" and np.allclose(_log_probs(others), _log_probs(answers)))
 
 
 def test_neighbouring_seeds_have_different_streams(served):
