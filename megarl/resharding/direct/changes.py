@@ -30,6 +30,10 @@ class SentMessages:
     def __init__(self) -> None:
         self._sent: dict[MessageId, tuple[int, Tensor]] = {}
 
+    def forget(self, message: MessageId) -> None:
+        """Let a message travel whole when it is next sent."""
+        del self._sent[message]
+
     def replace(self, message: MessageId, version: int, memory: Tensor) -> tuple[TransferStats, int | None]:
         """Keep a packed message (uint8) as that of `version`, and let `memory` begin with its changes.
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from selectors import BaseSelector
+from selectors import EVENT_READ, BaseSelector
 
 from torch import Tensor
 
@@ -118,7 +118,7 @@ class Receiver:
         """
         names: set[str] = set()
 
-        def take(incoming: _Incoming) -> None:
+        def take(incoming: _Incoming) -> bool:
             if incoming.announcement.changes_since is not None:
                 raise TransferError("weights are compared whole, and changes came")
             found = set(differing(self._views_of(incoming), written))
@@ -127,6 +127,7 @@ class Receiver:
             self._stream.synchronize()
             if not found:
                 self._note(incoming)
+            return True
 
         self._take_all(version, take, in_place=False)
         return names
@@ -169,8 +170,8 @@ class Receiver:
         if reasons:
             raise TransferError(reasons[0])
 
-    def _take_all(self, version: int, take: Callable[[_Incoming], None], *, in_place: bool) -> None:
-        """Call `take` with each message of all sources, as they come.
+    def _take_all(self, version: int, take: Callable[[_Incoming], bool], *, in_place: bool) -> None:
+        """Call `take` with each message of all sources, as they come; one that it cannot take comes again, whole.
 
         With `in_place` what can skip the buckets is in its place before; without, all of a message is in a bucket.
         """
@@ -193,9 +194,16 @@ class Receiver:
                     pull = self._endpoint.pull(source, announcement.bucket, announcement.size_bytes, zero_copy)
                     pulled.append(_Incoming(source, announcement, pull, all(each.into is None for each in zero_copy)))
                 incoming = pulled.popleft()
-                take(incoming)
-                self._links[incoming.source].send(Acknowledgement(incoming.announcement.bucket))
-                self._on_taken(incoming.source, incoming.announcement)
+                link, announcement = self._links[incoming.source], incoming.announcement
+                is_taken = take(incoming)
+                link.send(Acknowledgement(announcement.bucket, resend_whole=not is_taken))
+                if is_taken:
+                    self._on_taken(incoming.source, announcement)
+                elif link in missing:
+                    missing[link][1].add(announcement.number)
+                else:
+                    missing[link] = incoming.source, {announcement.number}
+                    selector.register(link, EVENT_READ)
 
     def _announcements(
         self, selector: BaseSelector, missing: dict[Link, tuple[int, set[int]]], version: int, *, wait: bool
@@ -226,10 +234,6 @@ class Receiver:
         whole = self._messages[source][number].size_bytes
         if size != whole if since is None else size >= whole:
             raise TransferError(f"{peer} sent message {number} with {size} bytes")
-        held = self._held.get((source, number))
-        if since is not None and since != held:
-            here = "nothing" if held is None else f"version {held}"
-            raise TransferError(f"{peer} sent changes since version {since} of message {number}, and {here} is here")
 
     def _zero_copy_of(self, source: int, announcement: Announcement, *, in_place: bool) -> list[ZeroCopyPiece]:
         found = self._zero_copy[source].get(announcement.number, {}).values() if announcement.zero_copy else ()
@@ -242,17 +246,26 @@ class Receiver:
         announcement = incoming.announcement
         self._held[incoming.source, announcement.number] = announcement.version
 
-    def _write(self, incoming: _Incoming) -> None:
+    def _write(self, incoming: _Incoming) -> bool:
+        """Write a message into the tensors. False if these have other bytes than its changes are of."""
         announcement = incoming.announcement
+        since = announcement.changes_since
+        if since is not None and since != self._held.get((incoming.source, announcement.number)):
+            # Some transports end a message when it is pulled.
+            incoming.pull()
+            return False
         with named("write a message"):
             found = unpack(self._views_of(incoming), with_checksum=announcement.checksum is not None)
         if found != announcement.checksum:
+            if since is not None:
+                return False
             raise TransferError(
                 f"message {announcement.number} of {self._links[incoming.source].peer} came with checksum {found} in "
                 f"the place of {announcement.checksum}"
             )
         self._stream.synchronize()
         self._note(incoming)
+        return True
 
     def _views_of(self, incoming: _Incoming) -> list[Block]:
         """The views of a whole message, wherever it is whole."""

@@ -1,6 +1,7 @@
 """The sending side: packs a rank's messages into two buckets in turn and announces each to its destination."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from selectors import BaseSelector
 
 import numpy as np
@@ -35,6 +36,13 @@ from megarl.resharding.transfer_stats import TransferStats
 from megatron_ext import device
 
 
+@dataclass(frozen=True)
+class _InFlight:
+    link: Link
+    message: MessageId
+    version: int
+
+
 class Sender:
     """The part of sending rank `rank` in every refit: `messages` says what it sends to whom, out of its `tensors`.
 
@@ -60,8 +68,8 @@ class Sender:
         """Addresses of the tensors that receivers may read where they are."""
         self._zero_copy: dict[int, Mapping[int, tuple[int, ...]]] = {}
         """By destination, the pieces of each message that it reads so."""
-        self._readers: list[Link | None] = [None] * BUCKETS
-        """Link to the peer that has not acknowledged the bucket yet, for each bucket."""
+        self._in_flight: list[_InFlight | None] = [None] * BUCKETS
+        """The message in each bucket, until its peer has acknowledged it."""
         self._sent: SentMessages | None = None
         self._stream = device.SideStream()
 
@@ -104,7 +112,8 @@ class Sender:
         """Send everything, as it is now, as `version`; returns when all receivers have it. How much was sent.
 
         With `delta` a message travels as its changes since the last version that went over this connection, if there
-        was one with `delta` and changes are fewer bytes; with a checksum of the whole message in any case. Raises
+        was one with `delta` and changes are fewer bytes; with a checksum of the whole message in any case. A receiver
+        that has another version, or other weights, gets it whole. Raises
         TransferError if a receiver is gone, silent or failed.
         """
         self._sent = (self._sent or SentMessages()) if delta else None
@@ -129,9 +138,9 @@ class Sender:
                 with named("send a message"):
                     moved += self._send(message, version, position % BUCKETS, skips=skips)
                 # The next message is chosen when there is a bucket for it.
-                self._wait_for_bucket(selector, (position + 1) % BUCKETS)
+                moved += self._wait_for_bucket(selector, (position + 1) % BUCKETS)
             for bucket in range(BUCKETS):
-                self._wait_for_bucket(selector, bucket)
+                moved += self._wait_for_bucket(selector, bucket)
         return moved
 
     def abort(self, reason: str) -> None:
@@ -202,13 +211,23 @@ class Sender:
             moved, since = self._sent.replace(chosen, version, memory)
         self._stream.synchronize()
         self._endpoint.push(bucket, moved.size_bytes, destination)
-        self._readers[bucket] = link = self._links[destination]
+        link = self._links[destination]
+        self._in_flight[bucket] = _InFlight(link, chosen, version)
         link.send(Announcement(version, number, bucket, moved.size_bytes, checksum, since, bool(zero_copy)))
         return moved
 
-    def _wait_for_bucket(self, selector: BaseSelector, bucket: int) -> None:
-        while self._readers[bucket]:
-            reading = {link for link in self._readers if link}
+    def _wait_for_bucket(self, selector: BaseSelector, bucket: int) -> TransferStats:
+        """Wait until a bucket is free. How much was sent meanwhile: messages that have to come whole."""
+        moved = TransferStats()
+        while self._in_flight[bucket]:
+            reading = {each.link for each in self._in_flight if each}
             # Others that are heard of have failed.
             for link in ready(selector, reading, self._timeout_s):
-                self._readers[link.receive(Acknowledgement).bucket] = None
+                acknowledgement = link.receive(Acknowledgement)
+                sent, self._in_flight[acknowledgement.bucket] = self._in_flight[acknowledgement.bucket], None
+                if acknowledgement.resend_whole:
+                    assert sent is not None
+                    assert self._sent is not None
+                    self._sent.forget(sent.message)
+                    moved += self._send(sent.message, sent.version, acknowledgement.bucket, skips=False)
+        return moved

@@ -55,12 +55,14 @@ class Announcement:
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """The destination needs the bucket no more.
+    """The destination needs what is in the bucket no more.
 
     Example: `Acknowledgement(bucket=1)`.
     """
 
     bucket: int
+    resend_whole: bool = False
+    """Whether the message came as changes of another one than is there, and has to come whole."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Failure:
 _ANNOUNCED, _ACKNOWLEDGED, _PICKLED = b"a", b"k", b"p"
 _ANNOUNCEMENT = Struct("<c4qQq3?")
 """Checksum and earlier version are followed by whether there is one."""
-_ACKNOWLEDGEMENT = Struct("<cq")
+_ACKNOWLEDGEMENT = Struct("<cq?")
 
 
 def encode(message: Any) -> bytes:
@@ -86,7 +88,7 @@ def encode(message: Any) -> bytes:
         numbers = message.version, message.number, message.bucket, message.size_bytes, checksum or 0, since or 0
         return _ANNOUNCEMENT.pack(_ANNOUNCED, *numbers, checksum is not None, since is not None, message.zero_copy)
     if isinstance(message, Acknowledgement):
-        return _ACKNOWLEDGEMENT.pack(_ACKNOWLEDGED, message.bucket)
+        return _ACKNOWLEDGEMENT.pack(_ACKNOWLEDGED, message.bucket, message.resend_whole)
     return _PICKLED + pickle.dumps(message)
 
 
@@ -99,5 +101,6 @@ def decode(data: bytes) -> Any:
         known = checksum if has_checksum else None, since if is_changes else None
         return Announcement(version, number, bucket, size_bytes, *known, zero_copy)
     if kind == _ACKNOWLEDGED:
-        return Acknowledgement(_ACKNOWLEDGEMENT.unpack(data)[1])
+        _, bucket, resend_whole = _ACKNOWLEDGEMENT.unpack(data)
+        return Acknowledgement(bucket, resend_whole)
     return pickle.loads(data[1:])

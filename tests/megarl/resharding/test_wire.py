@@ -19,7 +19,7 @@ ANNOUNCEMENTS = st.builds(
 OTHERS = st.sampled_from([Hello(4, "9f86"), Connected({0: (0, 1), 3: ()}), Failure("trainer rank 3 is gone"), None])
 
 
-@given(ANNOUNCEMENTS | st.builds(Acknowledgement, COUNTS) | OTHERS)
+@given(ANNOUNCEMENTS | st.builds(Acknowledgement, COUNTS, st.booleans()) | OTHERS)
 def test_a_message_comes_out_of_its_bytes_as_it_went_in(message):
     found = decode(encode(message))
     assert (type(found), found) == (type(message), message)
