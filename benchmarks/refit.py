@@ -15,7 +15,7 @@ from pathlib import Path
 
 from machine import at_least_one, describe
 from resharding.contenders.table import CONTENDERS, IN_FP8, ON_GPU
-from resharding.models import ENGINE, ENGINES, MODELS, TRAINER, TRAINERS
+from resharding.models import DEFAULT_MODELS, ENGINE, ENGINES, MODELS, TRAINER, TRAINERS
 from resharding.report import page
 from resharding.rounds import measure
 from resharding.scenario import Scenario
@@ -88,7 +88,7 @@ def _write_json(file: Path, facts: Mapping[str, str], results: Mapping[str, Resu
 
 def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS), help="which to move")
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=DEFAULT_MODELS, help="which to move")
     parser.add_argument("--rounds", type=at_least_one, default=20, help="runs of each contender")
     parser.add_argument("--bucket-mb", type=float, default=16, metavar="MB", help="10^6 bytes, of each bucket")
     parser.add_argument("--engine", choices=_LAYOUTS, default="vllm", help="where the engine's layout comes from")

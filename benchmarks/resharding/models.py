@@ -17,11 +17,12 @@ TRAINERS: Mapping[str, ParallelSizes] = {
 }
 """Trainers with whole experts."""
 ENGINES: Mapping[str, ParallelSizes] = {
-    f"TP{workers}": ParallelSizes(world_size=workers, tensor_model_parallel_size=workers) for workers in (2, 1, 4)
+    f"TP{workers}": ParallelSizes(world_size=workers, tensor_model_parallel_size=workers) for workers in (2, 1, 3, 4)
 }
 """Engines, experts cut too."""
 TRAINER = "TP2 x EP2 x PP2"
 ENGINE = "TP2"
+DEFAULT_MODELS = ("qwen3_moe", "deepseek_v3")
 
 _COMMON: Mapping[str, Any] = {
     "hidden_act": "silu",
@@ -72,6 +73,22 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_experts": 6,
         "num_experts_per_tok": 4,
         "vocab_size": 2048,
+    },
+    # The same in 4 experts of 1,024 rows.
+    "qwen3_moe_wide_100mb": {
+        **_QWEN3_MOE,
+        "hidden_size": 1024,
+        "moe_intermediate_size": 1024,
+        "num_experts": 4,
+        "num_experts_per_tok": 4,
+        "vocab_size": 2048,
+    },
+    # The first with heads and words that three workers have equal shares of.
+    "qwen3_moe_thirds": {
+        **_QWEN3_MOE,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 6,
+        "vocab_size": 4608,
     },
     # The widths of Moonlight-16B-A3B, and DeepSeek-V3's latent queries: a dense layer and one of 8 experts.
     "deepseek_v3": {

@@ -11,7 +11,8 @@ _NOTES = """\
   process of its own, with one thread for tensors; the values are bf16 (a router's bias fp32).
 - The models have the widths of Qwen3-30B-A3B and of Moonlight-16B-A3B (DeepSeek-V3's architecture, here with its latent
   queries too), and few layers, experts and words; `qwen3_moe_wide` has experts of 1,024 rows, whole blocks of FP8 for
-  each of four workers. There are no layers of multi-token prediction.
+  each of four workers, and `qwen3_moe_thirds` heads and words of which three have equal shares.
+  There are no layers of multi-token prediction.
 - All contenders run in the same processes and take turns, each round beginning with another. Seconds go from the
   moment at which all ranks begin to the one at which the last has ended; CPU seconds are those of all ranks.
   Connections, plans and views are made before, once, as they are in a training run.

@@ -32,7 +32,7 @@ SMALL = Scenario(make_config("qwen3_moe"), None, 700)
     ("name", "trainer", "engine"),
     [
         *((name, "TP2 x EP2 x PP2", "TP2") for name in MODELS),
-        *(("qwen3_moe", "one rank", engine) for engine in ENGINES),
+        *(("qwen3_moe_thirds" if engine == "TP3" else "qwen3_moe", "one rank", engine) for engine in ENGINES),
     ],
 )
 def test_models_have_their_size_and_no_byte_moves_that_is_not_needed(name, trainer, engine):
@@ -56,9 +56,15 @@ def test_an_engine_in_fp8_gets_half_the_bytes_where_its_cuts_leave_blocks_whole(
     assert Scenario(MODELS["qwen3_moe_100mb"], None, 16_000_000, "one rank", "TP4").fp8_engine is None
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_wide_model_has_whole_blocks_for_each_of_the_workers(engine):
-    scenario = Scenario(MODELS["qwen3_moe_wide"], None, 16_000_000, "TP2 x EP2 x PP2", engine)
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        *((name, engine) for name in ("qwen3_moe_wide", "qwen3_moe_wide_100mb") for engine in ("TP1", "TP2", "TP4")),
+        ("qwen3_moe_thirds", "TP3"),
+    ],
+)
+def test_a_wide_model_has_whole_blocks_for_each_of_the_workers(name, engine):
+    scenario = Scenario(MODELS[name], None, 16_000_000, "TP2 x EP2 x PP2", engine)
     came = [scenario.incoming(scenario.fp8_engine, rank) for rank in range(ENGINES[engine].world_size)]
     received = sum(message.size_bytes for of_rank in came for each in of_rank.values() for message in each)
     assert received == pytest.approx(scenario.needed_bytes(scenario.fp8_engine), rel=1e-3)

@@ -32,7 +32,8 @@ class Direct:
         ucx_tls: str = "",
         delta: bool = False,
     ) -> None:
-        self._party, self._destination, self._with_checksum = party, destination, with_checksum
+        self._party, self._destination = party, destination
+        self._with_checksum, self._with_changes = with_checksum, delta
         transport = transport or MAPPED_MEMORY_TRANSPORT["gloo" if party.scenario.device == "cpu" else "nccl"]
         layout = party.layout(destination)
         derive = party.scenario.outgoing if party.is_source else party.scenario.incoming
@@ -74,7 +75,7 @@ class Direct:
         listeners = [address for *_, address in said[: party.sources]]
         store = (LOOPBACK, port) if port else None
         rendezvous = Rendezvous(transport, key, listeners, store, len(party.workers), DEADLINE_S)
-        return replace(rendezvous, with_checksum=self._with_checksum)
+        return replace(rendezvous, with_checksum=self._with_checksum, with_changes=self._with_changes)
 
 
 class DirectChanges(Direct):
