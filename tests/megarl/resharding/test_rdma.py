@@ -125,7 +125,7 @@ def test_software_stands_in_for_hardware_where_there_are_no_ports_or_no_gpus(
     monkeypatch.setattr(device, "backend", lambda: backend)
     rendezvous = replace(RENDEZVOUS, by_hardware=has_ports)
     source, destination = RDMA.send_endpoint(rendezvous, 3, SIZE), RDMA.recv_endpoint(rendezvous, 0, SIZE, list)
-    refused = ["PROTO_EMULATION_ENABLE=n"] if (has_ports, backend) == (True, "nccl") else []
+    refused = ["PROTO_EMULATION_ENABLE=n", "IB_TX_INLINE_RESP=0"] if (has_ports, backend) == (True, "nccl") else []
     assert [list(ucx) for ucx in engine_config] == [["TCP_TX_SEG_SIZE=512k", "TCP_RX_SEG_SIZE=512k", *refused]] * 2
     # Memory of the host has a way without software here.
     meet(source, destination)
