@@ -24,12 +24,13 @@ from megarl.resharding.direct.messages import digest
 from megarl.resharding.direct.messages_by_peer import MessageId, MessagesByPeer, largest_bytes
 from megarl.resharding.direct.packing import addresses, blocks, differing, pack, unpack
 from megarl.resharding.direct.transports import transport_of
-from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous, ZeroCopyPiece, new_bucket
+from megarl.resharding.direct.transports.endpoint import RecvEndpoint, Rendezvous, ZeroCopyPiece, own_memory
 from megarl.resharding.direct.wire import Acknowledgement, Announcement, Connected, Hello
 from megarl.resharding.direct.zero_copy import zero_copy_pieces
 from megarl.resharding.kernels import Block
 from megarl.resharding.kernels.first_launch import launch_gather, launch_scatter
 from megatron_ext import device
+from megatron_ext.cuda_memory import OwnMemory
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class Receiver:
         """By source, and the number of a message among its own, the pieces that can skip the buckets."""
         self._held: dict[MessageId, int] = {}
         """The version of each message that is in the tensors, by this connection."""
-        self._whole: Tensor | None = None
-        """Memory in which a message becomes whole that comes as changes; there once one does."""
+        self._whole: OwnMemory | None = None
+        """Memory in which a message becomes whole that comes as changes."""
         self._stream = device.SideStream()
 
     def connect(self) -> None:
@@ -83,6 +84,9 @@ class Receiver:
             if self._aborted:
                 raise TransferError(self._aborted)
             largest = largest_bytes(self._messages)
+            if rendezvous.with_changes and largest:
+                # Now, while it can be refused: an engine takes more of a GPU once it serves.
+                self._whole = own_memory(largest)
             self._endpoint = transport_of(rendezvous).recv_endpoint(rendezvous, self._rank, largest, self._check_on_all)
             source_of = {link: source for source, link in self._links.items()}
             for link, offer in as_they_come(source_of, object, rendezvous.timeout_s):
@@ -142,7 +146,9 @@ class Receiver:
         """End the links and let go of all memory but that of an endpoint returned. See `RecvEndpoint.close`."""
         for link in self._links.values():
             link.close()
-        self._views, self._held, self._whole = {}, {}, None
+        self._views, self._held = {}, {}
+        if self._whole is not None:
+            self._whole.close()
         endpoint, self._endpoint = self._endpoint, None
         return () if endpoint is None else endpoint.close()
 
@@ -272,10 +278,9 @@ class Receiver:
         bucket = incoming.pull()
         if incoming.announcement.changes_since is None:
             return self._views_in(bucket, incoming)
-        if self._whole is None:
-            self._whole = new_bucket(largest_bytes(self._messages))
-        views = self._views_in(self._whole, incoming)
-        self._become_whole(views, bucket, incoming)
+        assert self._whole is not None
+        views = self._views_in(self._whole.tensor, incoming)
+        self._become_whole(views, self._whole.tensor, bucket, incoming)
         return views
 
     def _views_in(self, bucket: Tensor, incoming: _Incoming) -> list[Block]:
@@ -289,11 +294,10 @@ class Receiver:
             )
         return self._views[key]
 
-    def _become_whole(self, views: list[Block], bucket: Tensor, incoming: _Incoming) -> None:
-        """Have in the memory of `views` what is in the tensors, with the changes in `bucket`."""
-        assert self._whole is not None
+    def _become_whole(self, views: list[Block], whole: Tensor, bucket: Tensor, incoming: _Incoming) -> None:
+        """Have in `whole`, which `views` are of, what is in the tensors, with the changes in `bucket`."""
         announcement = incoming.announcement
-        memory = self._whole[: self._messages[incoming.source][announcement.number].size_bytes]
+        memory = whole[: self._messages[incoming.source][announcement.number].size_bytes]
         memory.zero_()
         pack(views, with_checksum=False)
         try:

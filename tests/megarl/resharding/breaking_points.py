@@ -7,11 +7,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from played_cuda import OUT_OF_MEMORY
+
 from megarl.resharding.direct import connections
 from megarl.resharding.direct import receiver as receiving
 from megarl.resharding.direct import sender as sending
 from megarl.resharding.direct.connections import Link
 from megarl.resharding.direct.wire import Acknowledgement, Announcement
+from megatron_ext import cuda_memory
 
 
 def _kill(*_, **_options):
@@ -45,6 +48,11 @@ def _linger(*_, **_options):
     time.sleep(1.0)
 
 
+def _fill_gpu(*_, **_options):
+    # Torch's own memory is given back, and asked for again.
+    cuda_memory.runtime().refusals["cudaMalloc"] = [OUT_OF_MEMORY] * 2
+
+
 def wait_until_still(pid, *_, **_options):
     """Wait for all threads of a process: one may go on for a while after another has stopped."""
     deadline = time.monotonic() + 20
@@ -70,6 +78,7 @@ ACTIONS = {
     "fail late": _fail_late,
     "corrupt": _corrupt,
     "garble": _garble,
+    "fill the GPU": _fill_gpu,
 }
 POINTS = {
     "accept": (sending.Listener, "accept", None),

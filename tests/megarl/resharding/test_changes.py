@@ -127,6 +127,13 @@ def test_weights_are_not_compared_with_changes(set_up):
     assert any("weights are compared whole, and changes came" in error for error in found[2:])
 
 
+def test_a_gpu_without_room_for_what_becomes_whole_is_told_of_when_ranks_meet(set_up):
+    stage = set_up(replace(SCENE, transport="rdma", played_cuda=True))
+    stage.destinations[1].break_at("connected", 1, "fill the GPU")
+    found = failures(stage.begin_connect())
+    assert any(error.startswith("TransferError: GPU ") and "has no memory for a bucket" in error for error in found[2:])
+
+
 @pytest.mark.parametrize("with_checksum", [True, False])
 def test_changes_always_come_with_a_checksum(set_up, with_checksum):
     stage = set_up(SCENE)

@@ -55,6 +55,7 @@ class Stage:
             scene.timeout_s,
             relay_listeners,
             with_checksum=with_checksum,
+            with_changes=True,
         )
         return (
             rendezvous

@@ -163,12 +163,7 @@ class Transport:
 
 def new_buckets(size_bytes: int) -> list[Tensor]:
     """The buckets of a rank (uint8 [size_bytes]), on its device."""
-    return [new_bucket(size_bytes) for _ in range(BUCKETS)]
-
-
-def new_bucket(size_bytes: int) -> Tensor:
-    """One of them."""
-    return torch.zeros(size_bytes, dtype=torch.uint8, device=device.device())
+    return [torch.zeros(size_bytes, dtype=torch.uint8, device=device.device()) for _ in range(BUCKETS)]
 
 
 def own_memory(size_bytes: int) -> OwnMemory:
