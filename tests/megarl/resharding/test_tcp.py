@@ -88,3 +88,12 @@ def test_a_bucket_that_is_not_on_the_host_goes_by_way_of_it():
     there = tcp.Wire.of(bucket)
     assert there.on_host is there.bucket is bucket
     assert there.filled(2).data_ptr() == bucket.data_ptr()
+
+
+def test_a_rank_that_ends_while_all_connect_is_told_of():
+    words = "Gloo connectFullMesh failed with [pair.cc:553] Connection closed by peer [127.0.0.1]:18638"
+    with (
+        pytest.raises(TransferError, match=r"^rendezvous rank 2 failed, as a rank is gone: Gloo"),
+        tcp._errors("rendezvous", 2),
+    ):
+        raise RuntimeError(words)

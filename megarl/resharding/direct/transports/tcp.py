@@ -37,6 +37,9 @@ _ANSWER = timedelta(seconds=5)
 _LATE_S = 1.0
 """Seconds for which torch's own error is waited for when the time is over: it says more."""
 
+_CAUSES = (("Timed out", " (refit.timeout_s)"), ("closed by peer", ", as a rank is gone"))
+"""Gloo's words, and ours."""
+
 R = TypeVar("R")
 
 
@@ -243,8 +246,8 @@ def _errors(action: str, rank: int) -> Iterator[None]:
     except TransferError:
         raise
     except RuntimeError as error:  # all that gloo raises
-        advice = " (refit.timeout_s)" if "Timed out" in str(error) else ""
-        raise TransferError(f"{action} rank {rank} failed{advice}: {error}") from error
+        cause = next((cause for said, cause in _CAUSES if said in str(error)), "")
+        raise TransferError(f"{action} rank {rank} failed{cause}: {error}") from error
 
 
 TCP = Transport(TcpSendEndpoint, TcpRecvEndpoint, _abort_rendezvous, needs_store=True)
