@@ -114,6 +114,7 @@ _REFUSED: Mapping[str, Refusal] = {
         "a refit or sleep would fail on keys and values that are on their way to the host's memory: an engine that is"
         " paused does not look whether they have arrived"
     ),
+    "enable_pdmux": Refusal("it goes on sampling while weights change: its loop does not look whether it is paused"),
     "hicache_storage_backend": Refusal(OUTLIVES_WEIGHTS),
     "enable_lmcache": Refusal(OUTLIVES_WEIGHTS),
     "enable_flexkv": Refusal(OUTLIVES_WEIGHTS),

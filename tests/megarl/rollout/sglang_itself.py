@@ -3,9 +3,11 @@
 It runs in the environment that has SGLang: `python sglang_itself.py FOLDER ...`, folders of models.
 """
 
+import inspect
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -38,6 +40,7 @@ from sglang.srt.environ import EnvField, Envs  # noqa: E402
 from sglang.srt.layers.moe import topk  # noqa: E402
 from sglang.srt.layers.moe.utils import MoeA2ABackend, MoeRunnerBackend, RoutingMethodType  # noqa: E402
 from sglang.srt.layers.quantization import fp8  # noqa: E402
+from sglang.srt.managers import scheduler  # noqa: E402
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput  # noqa: E402
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager  # noqa: E402
 from sglang.srt.model_executor.model_runner_components import weight_updater  # noqa: E402
@@ -164,6 +167,14 @@ def seconds_of_an_answer_before_all_released():
     return said[1] - said[0]
 
 
+def loops():
+    """Each loop that a scheduler may be in -> whether it looks if it is paused."""
+    named = re.findall(r"scheduler\.(event_loop_\w+)\(", inspect.getsource(scheduler._dispatch_event_loop_once))
+    # One is there on Apple's chips alone.
+    there = {name: getattr(scheduler.Scheduler, name) for name in named if hasattr(scheduler.Scheduler, name)}
+    return {name: "self._engine_paused" in inspect.getsource(loop) for name, loop in there.items()}
+
+
 def experts_in_blocks():
     """Kernel of experts -> whether SGLang leaves them as they were loaded in block FP8, and our reason if it may not.
 
@@ -271,6 +282,7 @@ def main():
         "updates": answers,
         "ends": ends(),
         "choices in the kernel": choices_in_the_kernel(),
+        "loops": loops(),
         "expert kernels": [each.value for each in MoeRunnerBackend],
         "experts in blocks": experts_in_blocks(),
         "expert exchanges": [each.value for each in MoeA2ABackend],

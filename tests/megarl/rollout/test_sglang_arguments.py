@@ -137,6 +137,7 @@ def test_a_request_leaves_nothing_of_its_distribution_to_the_defaults_of_a_serve
         ({"radix_cache_backend": "flexkv"}, "outlive the weights"),
         ({"enable_flexkv": True}, "outlive the weights"),
         ({"enable_hierarchical_cache": True}, "an engine that is paused does not look whether they have arrived"),
+        ({"enable_pdmux": True}, "goes on sampling while weights change"),
         ({"elastic_ep_backend": "mooncake"}, "experts would move"),
         ({"attn_dp_size": 2}, "one group of tensor-parallel workers"),
         ({"delete_ckpt_after_loading": True}, "the model's folder"),

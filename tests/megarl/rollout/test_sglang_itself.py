@@ -5,6 +5,7 @@ import json
 import pytest
 from in_sglang import output_of
 
+from converters.errors import UserError
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.rollout.sglang.environment import WITHHELD
@@ -49,6 +50,21 @@ def test_experts_in_blocks_are_written_straight_where_sglang_leaves_them_as_they
     straight = {backend for backend, (_, reason) in found.items() if reason is None}
     assert straight == {"triton", "flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm"}
     assert all(is_kept for is_kept, reason in found.values() if reason is None)
+
+
+def test_a_server_whose_loop_goes_on_while_it_is_paused_is_refused(itself):
+    loops = itself["loops"]
+    asked_for = {
+        "event_loop_pdmux": {"enable_pdmux": True},
+        "event_loop_pp": {"pp_size": 2},
+        "event_loop_pp_disagg_prefill": {"disaggregation_mode": "prefill"},
+        "event_loop_pp_disagg_decode": {"disaggregation_mode": "decode"},
+    }
+    assert {name for name, is_held in loops.items() if not is_held} == asked_for.keys()
+    assert {"event_loop_normal", "event_loop_overlap"} <= loops.keys()
+    for given in asked_for.values():
+        with pytest.raises(UserError, match="is not supported"):
+            SGLANG.check(given)
 
 
 def test_experts_are_chosen_where_they_are_told_of(itself):
