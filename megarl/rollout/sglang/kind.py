@@ -153,6 +153,8 @@ _REFUSED: Mapping[str, Refusal] = {
     "kt_weight_path": Refusal(_OTHER_MODEL),
     "enable_w4a4_mxfp4_megamoe": Refusal(_OTHER_MODEL),
     "forward_hooks": Refusal(_OTHER_MODEL, (None,)),
+    # The other choice has experts drawn at random, for benchmarks.
+    "ep_dispatch_algorithm": Refusal(_OTHER_MODEL, (None, "static", "dynamic", "lp")),
     "delete_ckpt_after_loading": Refusal("the trainer, and servers that start later, read the model's folder, too"),
     OVERRIDES: Refusal(f"{_OTHER_CONFIG}; change config.json"),
     "decrypted_config_file": Refusal(f"{_OTHER_CONFIG}; change config.json"),

@@ -90,7 +90,7 @@ def test_what_would_sample_from_another_distribution_is_refused(folders, given):
 
 def test_what_is_switched_off_is_not_refused(folders):
     given = {"enable_watermark": False, "preferred_sampling_params": None, "weight_cache_mode": "off"}
-    given |= {"dcp_size": 2, "dcp_replicate_q_proj": False, "dwdp_size": 1}
+    given |= {"dcp_size": 2, "ep_dispatch_algorithm": "dynamic", "dcp_replicate_q_proj": False, "dwdp_size": 1}
     assert given.items() <= server_arguments(folders[0], given, 1, "key").items()
 
 
@@ -128,6 +128,7 @@ def test_a_request_leaves_nothing_of_its_distribution_to_the_defaults_of_a_serve
         ({"kt_weight_path": "experts"}, "another model than is trained"),
         ({"enable_w4a4_mxfp4_megamoe": True}, "another model than is trained"),
         ({"forward_hooks": [{"name": "scale"}]}, "another model than is trained"),
+        ({"ep_dispatch_algorithm": "fake"}, "another model than is trained, .*; use static or dynamic or lp"),
         ({"load_format": "flash_rl"}, "in another form; use auto or safetensors"),
         ({"load_format": "bitsandbytes"}, "in another form"),
         ({"model_config_parser": "mistral"}, "trainer follows config.json"),
