@@ -4,9 +4,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.rollout.sglang.hooks import cut_by_top_k_first, keep_logits_in_float32, keep_one_mask_column
+from megarl.rollout.sglang.hooks import (
+    cut_by_top_k_first,
+    draw_by_seed,
+    keep_logits_in_float32,
+    keep_one_mask_column,
+)
 
 ALL = 1 << 30
 """SGLang's `top_k` of a sample from all tokens."""
@@ -125,3 +131,45 @@ def test_routers_tell_apart_what_half_precision_does_not():
     exact = (hidden.double() @ gate.weight.double().T).topk(4).indices
     torch.testing.assert_close(logits.topk(4).indices, exact)
     assert not torch.equal(rounded.topk(4).indices, exact)
+
+
+class Copies(TorchFunctionMode):
+    """Notes how seeds come to a GPU that is not there: they stay where they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.noted = []
+
+    def __torch_function__(self, function, _types, arguments=(), named=None):
+        named = dict(named or {})
+        if function is torch.tensor:
+            self.noted.append(("tensor", named.pop("device", None), named.pop("pin_memory", False)))
+        if function is torch.Tensor.to:
+            self.noted.append(("to", *arguments[1:], named.get("non_blocking", False)))
+            return arguments[0]
+        return function(*arguments, **named)
+
+
+def of_seeds(*seeds):
+    return SimpleNamespace(
+        reqs=[SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed)) for seed in seeds]
+    )
+
+
+def test_seeds_are_copied_to_the_gpu_without_waiting_for_it():
+    """From pinned memory: without, the copy waits although it is told not to."""
+    gpu = torch.device("cuda", 0)
+    info = SimpleNamespace(temperatures=SimpleNamespace(device=gpu))
+    with Copies() as copies:
+        draw_by_seed(info, object, of_seeds(5, 2**40))
+    assert copies.noted == [("tensor", None, True), ("to", gpu, True)]
+    assert info.sampling_seed.tolist() == [5, 2**40]
+
+
+def test_seeds_are_those_of_all_samples_or_none():
+    info = SimpleNamespace(temperatures=torch.ones(2, 1), sampling_seed="as it was")
+    draw_by_seed(info, object, of_seeds(5, None))
+    assert info.sampling_seed == "as it was"
+    draw_by_seed(info, object, of_seeds(5, 7))
+    assert info.sampling_seed.tolist() == [5, 7]
+    assert info.sampling_seed.dtype == torch.int64
