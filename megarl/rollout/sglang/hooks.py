@@ -23,8 +23,10 @@ _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader"
 _ENDS = "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id"
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
+_SAVER = "sglang.srt.utils.torch_memory_saver_adapter._TorchMemorySaverAdapterReal"
 _ROUTING_IN_KERNEL = "sglang.srt.layers.moe.topk._can_bypass_trtllm_routing"
 _ROUTED = ("sglang.srt.models.qwen3_moe.Qwen3MoeSparseMoeBlock", "sglang.srt.models.mixtral.MixtralMoE")
+_LIBRARY_PATH = "LD_LIBRARY_PATH"
 _NAMES_OF_SEGMENTS = (
     "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name",
     "sglang.srt.distributed.parallel_state.make_shm_name",
@@ -46,6 +48,7 @@ def register() -> None:
     HookRegistry.register(f"{_UPDATER}.begin_weight_update", wait_for_what_runs, HookType.BEFORE)
     release = f"{_UPDATER_OF_SCHEDULER}.release_memory_occupation"
     HookRegistry.register(release, wait_until_all_have_released, HookType.AFTER)
+    HookRegistry.register(f"{_SAVER}.configure_subprocess", find_cuda_runtime, HookType.BEFORE)
     HookRegistry.register(_ROUTING_IN_KERNEL, choose_experts_where_they_are_told, HookType.AROUND)
     for block in _ROUTED:
         HookRegistry.register(f"{block}.__init__", keep_logits_in_float32, HookType.AFTER)
@@ -188,6 +191,19 @@ def wait_until_all_have_released(_answer: Any, updater: Any, *_: Any) -> None:
     would take memory of a GPU that still holds them.
     """
     torch.distributed.barrier(group=updater.tp_cpu_group)
+
+
+def find_cuda_runtime(_saver: Any) -> None:
+    """Let processes find CUDA's runtime among the packages beside torch, after all places that are given.
+
+    SGLang 0.5.23 has its workers preload torch_memory_saver 0.0.9.post1, which needs the runtime before there is a
+    torch that knows the place: where the machine's loader finds none, not even Python starts.
+    """
+    major = (torch.version.cuda or "").split(".")[0]
+    found = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/libcudart.so.{major}")) if major else []
+    places = os.environ.get(_LIBRARY_PATH, "").split(os.pathsep)
+    if found and (folder := str(found[0].parent)) not in places:
+        os.environ[_LIBRARY_PATH] = os.pathsep.join([*filter(None, places), folder])
 
 
 def choose_experts_where_they_are_told(original: Callable[[Any], bool], config: Any) -> bool:

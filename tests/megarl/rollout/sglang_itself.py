@@ -47,6 +47,7 @@ from sglang.srt.model_executor.model_runner_components import weight_updater  # 
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from sglang.srt.sampling.sampling_params import SamplingParams  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
+from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 WRITES = {
@@ -175,6 +176,22 @@ def loops():
     return {name: "self._engine_paused" in inspect.getsource(loop) for name, loop in there.items()}
 
 
+def preloading(folder):
+    """What a worker of a server that sleeps preloads, and where its loader looks for the libraries which that needs."""
+    runtime = Path(folder, "nvidia", "cu13", "lib", "libcudart.so.13")
+    runtime.parent.mkdir(parents=True)
+    runtime.touch()
+    saver = TorchMemorySaverAdapter.create(enable=True)
+    with (
+        mock.patch.dict(os.environ, {"LD_LIBRARY_PATH": "/own"}),
+        mock.patch.object(torch, "__file__", f"{folder}/torch/__init__.py"),
+        mock.patch.object(torch.version, "cuda", "13.0"),
+        saver.configure_subprocess(),
+    ):
+        places = [os.path.relpath(each, folder) for each in os.environ["LD_LIBRARY_PATH"].split(":")[1:]]
+        return {"library": os.environ["LD_PRELOAD"], "places": places}
+
+
 def experts_in_blocks():
     """Kernel of experts -> whether SGLang leaves them as they were loaded in block FP8, and our reason if it may not.
 
@@ -276,8 +293,11 @@ def main():
     hooks.register()
     HookRegistry.apply_hooks()
     early.append(seconds_of_an_answer_before_all_released())
+    with tempfile.TemporaryDirectory() as folder:
+        preloads = preloading(folder)
     found = {
         "early": early,
+        "preloads": preloads,
         "shares": shares(sys.argv[1:]),
         "updates": answers,
         "ends": ends(),

@@ -1,5 +1,6 @@
 """Hooks in SGLang's processes, on functions with the rules of SGLang's."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.rollout.sglang.hooks import (
     cut_by_top_k_first,
     draw_by_seed,
+    find_cuda_runtime,
     keep_logits_in_float32,
     keep_one_mask_column,
 )
@@ -173,3 +175,37 @@ def test_seeds_are_those_of_all_samples_or_none():
     draw_by_seed(info, object, of_seeds(5, 7))
     assert info.sampling_seed.tolist() == [5, 7]
     assert info.sampling_seed.dtype == torch.int64
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Folders of packages in which a torch of a version of CUDA finds the runtimes that are named."""
+
+    def installed(cuda, *runtimes):
+        monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        for runtime in runtimes:
+            library = tmp_path / "nvidia" / runtime
+            library.parent.mkdir(parents=True, exist_ok=True)
+            library.touch()
+        return tmp_path / "nvidia"
+
+    return installed
+
+
+@pytest.mark.parametrize(
+    ("cuda", "folder"), [("13.0", "cu13/lib"), ("12.9", "cuda_runtime/lib"), ("14.0", None), (None, None)]
+)
+@pytest.mark.parametrize("given", [None, "", "/own", "/own:/usr/local/cuda/lib64"])
+def test_processes_find_the_runtime_that_torch_has_after_what_is_given(packages, monkeypatch, cuda, folder, given):
+    there = packages(cuda, "cu13/lib/libcudart.so.13", "cuda_runtime/lib/libcudart.so.12")
+    if given is None:
+        monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
+    else:
+        monkeypatch.setenv("LD_LIBRARY_PATH", given)
+    # Once for each worker.
+    for _ in range(2):
+        find_cuda_runtime(object())
+    found = f"{there / folder}" if folder else None
+    expected = f"{given}:{found}" if given and found else found or given
+    assert os.environ.get("LD_LIBRARY_PATH") == expected

@@ -1,6 +1,7 @@
 """The code here, and what it says of SGLang, beside the installed one; no server is started (`make test-sglang`)."""
 
 import json
+import subprocess
 
 import pytest
 from in_sglang import output_of
@@ -113,6 +114,17 @@ def test_memory_was_released_by_all_workers_when_one_says_so(itself):
     by_itself, with_hooks = itself["early"]
     assert by_itself > 1
     assert abs(with_hooks) < 0.5
+
+
+def test_a_worker_that_sleeps_finds_the_runtime_which_it_preloads(itself):
+    """Goes, with the hook, when the library says itself where the runtime lies."""
+    needs = subprocess.run(
+        ["readelf", "--dynamic", itself["preloads"]["library"]], check=True, capture_output=True, text=True
+    ).stdout
+    assert "Shared library: [libcudart.so.13]" in needs
+    assert "RPATH" not in needs
+    assert "RUNPATH" not in needs
+    assert itself["preloads"]["places"] == ["nvidia/cu13/lib"]
 
 
 def test_the_share_of_a_gpu_that_it_takes_is_known(itself):
