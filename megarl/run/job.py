@@ -233,7 +233,8 @@ def _rollouts(
 
 def _timeline(config: MegarlConfig, models: _Models, scorer: Scorer) -> Timeline:
     ranks = [worker for group in (models.trainer, *models.auxiliary.groups) for worker in group.workers]
-    return Timeline(config.tracking.profile, Path(config.output_dir), ranks, models.engines, scorer)
+    folder = Path(config.output_dir)
+    return Timeline(config.tracking.profile, folder, ranks, models.engines, scorer, models.gpus)
 
 
 def _schedule(config: MegarlConfig, version: int) -> Schedule:

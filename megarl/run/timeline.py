@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from converters.durable import complete
+from megarl.cluster.colocation import GpuSharing, OwnGpus
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker import Worker
@@ -24,10 +25,12 @@ class Timeline:
         workers: Sequence[Worker],
         engines: EngineGroup | None,
         scorer: Scorer | None,
+        gpus: GpuSharing | None = None,
     ) -> None:
-        """`workers` are the processes that are neither engines nor reward workers."""
+        """`workers` are the processes that are neither engines nor reward workers, `gpus` those of the engines."""
         self._step, self._folder = step, output_dir / PROFILES
         self._workers, self._engines, self._scorer = workers, engines, scorer
+        self._gpus = gpus or OwnGpus()
 
     @contextmanager
     def record(self, step: int) -> Iterator[None]:
@@ -37,12 +40,14 @@ class Timeline:
             return
         controller = Profiler()
         wait([worker.begin_start_profiler() for worker in self._workers])
-        if self._engines:
-            self._engines.start_profiler()
         if self._scorer:
             self._scorer.start_noting()
         controller.start()
         try:
+            if self._engines:
+                # A step begins with their turn anyway, and after a checkpoint some cannot be called before.
+                self._gpus.switch_to(self._engines)
+                self._engines.start_profiler()
             yield
         finally:
             # Also where the step fails: a run that goes on in this process may come to record it again.

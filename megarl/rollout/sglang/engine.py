@@ -26,6 +26,7 @@ from megarl.rollout.sglang.in_flight import InFlight
 from megarl.rollout.sglang.kind import SGLANG
 from megarl.rollout.sglang.process import Server
 from megarl.rollout.sglang.samples import ADAPTER, Limits
+from megarl.rollout.worker_memory import require
 from megatron_ext import device
 
 _NOTHING = base64.b64encode(pickle.dumps([])).decode()
@@ -271,6 +272,9 @@ class SglangEngine(EngineOfWorkers):
                 self._resume_stepping()
 
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
+        # At both ends of a session SGLang reads weights, and on a GPU its processes end where these are away.
+        if device.backend() != "gloo":
+            require(self._away, "weights")
         server, count = self._running(), self._worker_count()
         with self._session():
             server.calls.put_call(method, arguments)

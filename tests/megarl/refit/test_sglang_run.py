@@ -1,23 +1,26 @@
 """A whole job whose engine is SGLang's, over a server with its rules and over its own: refits, and a killed server."""
 
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+import ray
 from safetensors.torch import load_file
 
 from megarl.cluster.ray.runtime import ray_cluster
 from megarl.config.compose import compose
-from megarl.output.places import ADAPTER, EXPORT
+from megarl.output.places import ADAPTER, EXPORT, PROFILES
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.protocol import Request, SamplingParameters
-from megarl.rollout.sglang import installation
+from megarl.rollout.sglang import engine, installation
 from megarl.rollout.sglang.kind import VERSIONS
 from megarl.run.job import open_job
 from megarl.run.opening import RunSetup
-from megarl.schema import ClusterConfig
+from megarl.schema import ClusterConfig, PoolConfig
 from megarl.tracking.clock import Clock
 from megarl.train import train_step
 
@@ -144,3 +147,30 @@ def check_greedy(job, adapter):
         assert log_prob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
     assert len(turn.token_ids) > 0
     assert set(turn.versions.tolist()) == {job.state.step}
+
+
+@pytest.mark.long
+def test_the_step_after_a_checkpoint_is_recorded_where_gpus_are_shared(stand_in, config):
+    """The checkpoint is written in the trainers' turn, and workers of an engine are called in its own."""
+    config.cluster.pools = {"all": PoolConfig(["trainer", "engine"], nodes=1, shared=True)}
+    config.tracking.profile = 2
+    with ray_cluster(ClusterConfig()), open_job(RunSetup.read(config, "train")) as job:
+        job.refit(0)
+        # On a CPU memory is no matter of the server's: until now it has released none.
+        job.gpus.switch_to(job.engines)
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        ray.get(job.engines.handles[0].worker.actor.__ray_call__.remote(let_the_server_sleep))
+        for step in (1, 2):
+            with job.timeline.record(step):
+                metrics = train_step(job, Clock())
+            job.save()
+        assert metrics["engines/restarts"] == 0
+        (timeline,) = Path(config.output_dir, PROFILES).iterdir()
+    events = json.loads(timeline.read_text())["traceEvents"]
+    recorded = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert recorded == {"controller", "trainer_0", "engine_0", "engine_0 worker 0", "reward workers"}
+
+
+def let_the_server_sleep(_actor):
+    """As on GPUs."""
+    engine.device = SimpleNamespace(backend=lambda: "nccl")

@@ -1,9 +1,11 @@
 """A server with the rules of SGLang's that costs a second to start; a program: `sglang_stand_in.py FOLDER`.
 
 It samples from a model that sees the last token alone: the logits are its row of `model.embed_tokens.weight` times
-`lm_head.weight`. Each of its rules is checked against SGLang's own server, too (`sglang_rules.py`), but one that holds
-on GPUs alone and was read: memory that is released ends the server when it is to be released again. SGLang calls
-`TorchMemorySaver::pause`, which ends its process: torch_memory_saver 0.0.9.post1, csrc/core.cpp, lines 115 to 121.
+`lm_head.weight`. Each of its rules is checked against SGLang's own server, too (`sglang_rules.py`), but two that hold
+on GPUs alone and were read. Memory that is released ends the server when it is to be released again: SGLang calls
+`TorchMemorySaver::pause`, which ends its process (torch_memory_saver 0.0.9.post1, csrc/core.cpp, lines 115 to 121). And
+so does a session for weights that begins or ends while these are released: at both ends SGLang reads some of them, as
+`Fp8KVCacheMethod.process_weights_after_loading` does the scales of keys and values.
 """
 
 import asyncio
@@ -61,7 +63,11 @@ class StandIn:
         self._model = Model(folder)
         self._adapters = Adapters(config, arguments) if arguments.get("enable_lora") else None
         self._runner = SimpleNamespace(
-            model=self._model, weight_updater=SimpleNamespace(tp_rank=0), lora_manager=self._adapters
+            model=self._model,
+            weight_updater=SimpleNamespace(tp_rank=0),
+            lora_manager=self._adapters,
+            # It keeps no keys and values.
+            token_to_kv_pool=None,
         )
         self._version = arguments["weight_version"]
         self._limit = min(arguments.get("context_length", 2048), arguments["max_total_tokens"]) - 1
@@ -155,12 +161,18 @@ class StandIn:
     def _begin_weight_update(self):
         if self._in_session:
             raise RefusedError("a weight-update session is already open; call end_weight_update() first")
+        self._read_weights()
         self._in_session = True
 
     def _end_weight_update(self):
         if not self._in_session:
             raise RefusedError("no weight-update session is open; call begin_weight_update() first")
+        self._read_weights()
         self._in_session = False
+
+    def _read_weights(self):
+        if "weights" in self._released:
+            os._exit(1)
 
     def _update_weights_from_tensor(self, serialized_named_tensors, load_format, flush_cache):
         if not self._in_session:

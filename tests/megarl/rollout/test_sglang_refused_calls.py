@@ -85,6 +85,19 @@ def test_memory_of_a_gpu_that_is_released_is_not_released_again(engine, assert_s
     assert_serves()
 
 
+def test_workers_of_a_gpu_are_called_while_their_weights_are_there_alone(engine, assert_serves, monkeypatch):
+    """The server would end: it reads weights before and after each call."""
+    monkeypatch.setattr("megarl.rollout.sglang.engine.device.backend", lambda: "nccl")
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="sleeps, without its weights: it is not its turn"):
+        engine.start_profiler()
+    engine.wake_up(["weights"])
+    engine.start_profiler()
+    engine.wake_up(["kv_cache"])
+    assert_serves()
+    assert len(engine.stop_profiler()) == 1
+
+
 def test_it_goes_on_where_some_requests_could_not_be_ended(engine, assert_serves, pool, monkeypatch):
     def fail(*_):
         raise ZeroDivisionError

@@ -1,6 +1,7 @@
 """The recorded step of a run, also where it fails and is done again in the same process."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch.autograd.profiler
@@ -21,3 +22,13 @@ def test_a_step_that_failed_is_recorded_when_it_is_done_again(tmp_path):
         pass
     events = json.loads((tmp_path / PROFILES / "step_2.json").read_text())["traceEvents"]
     assert "again" in [event["name"] for event in events]
+
+
+def test_engines_are_recorded_from_their_turn_on(tmp_path):
+    """After a checkpoint it is the trainers', and SGLang's workers cannot be called."""
+    calls = []
+    engines = SimpleNamespace(start_profiler=lambda: calls.append("start"), stop_profiler=lambda: {"engine": []})
+    gpus = SimpleNamespace(switch_to=calls.append)
+    with Timeline(2, tmp_path, [], engines, None, gpus).record(2):
+        calls.append("step")
+    assert calls == [engines, "start", "step"]
