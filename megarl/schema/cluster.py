@@ -63,7 +63,8 @@ class ClusterConfig:
     silence_timeout_s: float = 600.0
     """How long a rank or an engine may give no sign of life, in seconds, before it is ended and treated as one that
     died. A process answers beside what it does, an engine that serves between two of its steps: this is longer than
-    any step. During a refit an engine is busy for as long as that lasts; see `refit.timeout_s`."""
+    any step, and than an engine takes to give its memory to a trainer or to have it back. During a refit an engine is
+    busy for as long as that lasts; see `refit.timeout_s`."""
     engine_start_timeout_s: float = 3600.0
     """How long an engine whose processes are up may take to start, in seconds, in a run's beginning or in place of one
     that died, before it is treated as one that died itself: longer than the largest model takes to load, compile and

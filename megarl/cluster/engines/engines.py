@@ -20,7 +20,7 @@ from megarl.cluster.engines.engine_heartbeats import INTERVAL_S
 from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
 from megarl.cluster.engines.restarts import Restarts
 from megarl.cluster.engines.router import Router
-from megarl.cluster.workers.calls import wait
+from megarl.cluster.workers.calls import LONGEST_S, wait
 from megarl.cluster.workers.streams import results_of
 from megarl.cluster.workers.worker import Call, Worker, WorkerFailed
 from megarl.data import Turn
@@ -34,6 +34,7 @@ R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 REFIT_LIMIT = "refit.timeout_s"
 """The key of the time in which an engine answers in a refit."""
+_SILENCE_LIMIT = "cluster.silence_timeout_s"
 
 
 @dataclass(frozen=True)
@@ -206,13 +207,13 @@ class Engines:
         """
         self._restarts.pause()
         self._queue.sleep(self.handles)
-        self._call(self.up, Engine.sleep)
+        self._call_in_time(Engine.sleep)
         self.restart_dead()
         self._restarts.pause()
 
     def wake_up(self, parts: Collection[EngineMemory]) -> None:
         """Let the engines have these parts back. When all is awake, those that died may start."""
-        self._call(self.up, Engine.wake_up, sorted(parts))
+        self._call_in_time(Engine.wake_up, sorted(parts))
         if "kv_cache" in parts:
             self._queue.wake_up(self.handles)
             self._restarts.resume()
@@ -295,12 +296,22 @@ class Engines:
         calls = [(each, each.begin(method, *arguments)) for each in handles]
         return [result for _, result in self._wait_for_survivors(calls)]
 
-    def _wait_for_survivors(self, calls: Sequence[tuple[EngineHandle, Call[R]]]) -> list[tuple[Worker, R]]:
-        """Wait for calls of processes of engines; the results of those that do not die."""
-        results = list[tuple[Worker, R]]()
+    def _call_in_time(self, method: Callable[[Engine, *Ts], object], *arguments: *Ts) -> None:
+        """Call a method of all that are up; those that do not answer for as long as they may be silent have died.
+
+        In a refit nobody else asks them between two steps meanwhile.
+        """
+        calls = [(each, each.begin(method, *arguments)) for each in self.up]
+        self._wait_for_survivors(calls, self.handles[0].worker.silence_s, _SILENCE_LIMIT)
+
+    def _wait_for_survivors(
+        self, calls: Sequence[tuple[EngineHandle, Call[R]]], timeout_s: float = LONGEST_S, key: str = ""
+    ) -> list[tuple[Worker, R]]:
+        """Wait for calls of processes of engines, as `wait`; the results of those that do not die."""
+        results, began_s = list[tuple[Worker, R]](), time.monotonic()
         for handle, call in calls:
             try:
-                results += ((call.worker, result) for result in wait([call]))
+                results += ((call.worker, result) for result in wait([call], timeout_s, key, since_s=began_s))
             except WorkerFailed:
                 if handle.is_up:
                     raise

@@ -19,7 +19,7 @@ R = TypeVar("R", covariant=True)
 
 # How long the others are given to say that they failed, too.
 _CONSEQUENCES_S = 5.0
-_LONGEST_S = 24 * 3600.0
+LONGEST_S = 24 * 3600.0
 """No call takes so long, not even one that writes files, which may take half of it."""
 _IN_VAIN = re.compile(r"Timed out waiting \d+ms for|[Ww]ait timeout after \d+ms")
 """In the error of a collective that waited for somebody in vain, or of its store."""
@@ -27,15 +27,17 @@ HEARTBEAT_INTERVAL_S = 5.0
 """How often workers that are waited for are asked for a heartbeat: there may be thousands."""
 
 
-def wait(calls: Sequence[Call[R]], timeout_s: float = _LONGEST_S, key: str = "") -> list[R]:
+def wait(
+    calls: Sequence[Call[R]], timeout_s: float = LONGEST_S, key: str = "", *, since_s: float | None = None
+) -> list[R]:
     """Results of all `calls`, in order; raises as soon as one of them fails.
 
     The others may wait for the failed one in a collective, so waiting for them first would never end.
     Raises UserError or RunFailed if that was raised in the worker, WorkerGone if a process died, was silent for longer
     than it may be or has not answered after `timeout_s`, which the configuration has under this `key`, else
-    WorkerFailed with the reason and the end of its log.
+    WorkerFailed with the reason and the end of its log. The time begins now, or began at `since_s`.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = (time.monotonic() if since_s is None else since_s) + timeout_s
     pending, results = list(calls), dict[ray.ObjectRef, R]()
     heartbeats = Heartbeats[Worker, Call[Any]](HEARTBEAT_INTERVAL_S)
     while pending:
@@ -61,7 +63,7 @@ def wait_together(
     at_first: Callable[[Exception], None] = lambda _failure: None,
     *,
     last: Collection[Call[Any]] = (),
-    timeout_s: float = _LONGEST_S,
+    timeout_s: float = LONGEST_S,
     key: str = "",
 ) -> None:
     """Wait for calls of workers, of any groups, that need each other.

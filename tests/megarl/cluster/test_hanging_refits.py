@@ -1,4 +1,4 @@
-"""Engines that hang while they take weights through their loader: the refit goes on without them."""
+"""Engines that hang in a refit: it goes on without them."""
 
 from types import SimpleNamespace
 
@@ -50,3 +50,21 @@ def test_an_engine_that_hangs_in_its_loader_is_ended_and_the_others_have_the_wei
     for restart in (1, 2):
         assert f" gave no answer for {LIMIT_S} s; engine_" in said
         assert f"(restart {restart} of 2), and the others go on" in said
+
+
+def test_one_that_hangs_as_it_gets_its_memory_back_is_ended_although_a_refit_keeps_others_from_asking_it(
+    open_group, script, capsys
+):
+    with open_group(2, restarts=1, silence_timeout_s=10) as (engines, refit):
+        refit(0)
+        # The thread that asks engines between two steps is there.
+        assert answered(engines) == EXPECTED
+        engines.sleep()
+        script("wake_up", suffix=".hang")
+        with engines.undisturbed():
+            engines.wake_up(["weights"])
+        engines.wake_up(["kv_cache"])
+        assert eventually(lambda: back(engines))
+    said = capsys.readouterr().err
+    assert " gave no answer for 10 s; engine_" in said
+    assert "(restart 1 of 1), and the others go on" in said
