@@ -33,7 +33,7 @@ class EngineHandle:
         """`max_concurrent_samples` is how many samples it computes at the same time, where that is known."""
         most = max_concurrent_samples
         self._room = None if most is None else most + max(1, most // _AT_HAND)
-        self.worker, *self.parts = processes
+        self._take(processes)
         self._state: EngineState = "starting"
         self.version = -1
         """The version of the weights that it serves; -1 are none."""
@@ -145,8 +145,12 @@ class EngineHandle:
 
     def renew(self, processes: Sequence[Worker]) -> None:
         """Go on with new processes in place of those that died; `note_started` says that it is up again."""
-        self.worker, *self.parts = processes
+        self._take(processes)
         self._state, self.version = "restarting", -1
+
+    def _take(self, processes: Sequence[Worker]) -> None:
+        self.worker, *self.parts = processes
+        self.worker.needs = self.parts
 
     def begin_update(self, version: int, names: list[str]) -> Call[None]:
         """Begin to fence it, for tensors of these `names` or of those behind a reference.

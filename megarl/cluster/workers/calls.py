@@ -100,9 +100,21 @@ def wait_together(
 
 
 def end_silent(workers: Collection[Worker], heartbeats: Heartbeats[Worker, Call[Any]]) -> None:
-    """Look for heartbeats of workers that are waited for; those that were silent too long end, and so do calls."""
-    for worker in heartbeats.look({worker: worker.begin_node for worker in workers}).silent:
+    """Look for heartbeats of workers that are waited for, and of those that they need.
+
+    A worker that was silent too long ends, and so does one that needs one that is gone; then their calls end, too.
+    """
+    needed = {each for worker in workers for each in worker.needs}
+    looked = heartbeats.look({each: each.begin_node for each in {*workers, *needed}})
+    for worker in looked.silent:
         worker.end_silent()
+    for call in looked.ended:
+        if call.worker in needed:
+            answer_of(call)  # notes a death
+    for worker in workers:
+        gone = next((each.failure for each in worker.needs if isinstance(each.failure, WorkerGone)), None)
+        if gone is not None and not isinstance(worker.failure, WorkerGone):
+            worker.end_without(gone)
 
 
 def unfinished(calls: Sequence[Call[R]], timeout_s: float = 0.0) -> list[Call[R]]:

@@ -47,6 +47,8 @@ class Worker:
         self.silence_s = seats.silence_s
         """How long it may give no sign of life."""
         self.failure: WorkerFailed | None = None
+        self.needs: Sequence[Worker] = ()
+        """Others without which none of its calls ends."""
         shared = seats.shared_gpus
         gpus = 0 if shared else role.gpus
         threads = {"max_concurrency": calls_at_once, "concurrency_groups": {_SIGNS: 1}}
@@ -123,6 +125,11 @@ class Worker:
         )
         self.kill()
         return self.failure
+
+    def end_without(self, gone: WorkerGone) -> None:
+        """End a worker of which one that it needs is gone: it would wait for it for ever."""
+        self.failure = gone
+        self.kill()
 
 
 @dataclass(frozen=True)

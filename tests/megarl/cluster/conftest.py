@@ -66,11 +66,15 @@ def open_group(tmp_path):
         gpus=lambda _engines: None,
         make_path=lambda _engines: OnThePath(),
         refit_timeout_s=60,
+        nodes=1,
         **cluster,
     ):
-        config, limits = RolloutConfig(engine="echo", replicas=replicas), ClusterConfig(**cluster)
+        """Engines over several `nodes` have a place for each on this one."""
+        limits = ClusterConfig(**cluster)
+        places = RolloutConfig(engine="echo", replicas=replicas * nodes)
+        config = RolloutConfig(engine="echo", replicas=replicas, engine_args={"nodes": nodes})
         with (
-            reserve([engine_role(ClusterConfig(), config)], limits) as seats,
+            reserve([engine_role(ClusterConfig(), places)], limits) as seats,
             EngineGroup(config, seats[ENGINE], tmp_path, restarts, limits.engine_start_timeout_s) as engines,
         ):
             engines.wait_started(engines.begin_start(Path("model"), load_weights=False))

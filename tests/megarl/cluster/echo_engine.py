@@ -201,6 +201,19 @@ class EchoPart:
         os._exit(7)
 
 
+class LivingPart:
+    """A process of an engine on another machine, which does nothing and stays."""
+
+    def __init__(self, model_path, arguments):
+        pass
+
+    def start(self):
+        pass
+
+    def close(self):
+        pass
+
+
 def tell(number, request):
     """News of the second sample, and death; or an answer that goes on behind what was told."""
     import numpy as np

@@ -1,12 +1,17 @@
-"""Engines that hang in a refit: it goes on without them."""
+"""Engines that hang in a refit, or of which a part is gone: it goes on without them."""
 
+import threading
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from echo_kind import ECHO
 from eventually import eventually
 from test_restarts import EXPECTED, answered, back, states
 
+import megarl.rollout
 from megarl.refit.loader import LoaderPath
 from megarl.schema import RefitConfig
 
@@ -68,3 +73,20 @@ def test_one_that_hangs_as_it_gets_its_memory_back_is_ended_although_a_refit_kee
     said = capsys.readouterr().err
     assert " gave no answer for 10 s; engine_" in said
     assert "(restart 1 of 1), and the others go on" in said
+
+
+def test_an_engine_of_which_a_part_dies_in_a_refit_is_known_to_be_dead_before_the_time_of_the_refit_is_over(
+    open_group, script, capsys, monkeypatch
+):
+    living = replace(ECHO, part_class=("echo_engine", "LivingPart"), part_arguments=lambda _number, _first: {})
+    monkeypatch.setitem(megarl.rollout.ENGINES, "echo", living)
+    with open_group(1, restarts=1, nodes=2, refit_timeout_s=600) as (engines, refit):
+        refit(0)
+        script("commit_update", suffix=".hang")
+        (part,) = engines.handles[0].parts
+        threading.Timer(3, part.kill).start()
+        began = time.monotonic()
+        assert refit(1)["refit/repeated"] == 1
+        assert time.monotonic() - began < 60
+        assert states(engines) == [("serving", 1, 0)]
+    assert "the process of engine_1 died; engine_0 is started again (restart 1 of 1)" in capsys.readouterr().err
