@@ -51,7 +51,10 @@ class Server:
         self.client = Client(f"http://127.0.0.1:{port}", key)
 
     def start(self) -> dict[str, Any]:
-        """Wait until it serves, and give what it says of itself. Raises UserError if it does not start.
+        """Wait until it serves, and give what it says of itself.
+
+        Raises UserError where it refuses its arguments, and RuntimeError where it ends for any other reason: it may
+        have met the memory of others, or been killed, and start another time.
 
         It may take as long as a run lets its engines take (`cluster.engine_start_timeout_s`).
         """
@@ -94,6 +97,6 @@ class Server:
         refused = self._folder / REFUSED
         if refused.exists():
             return UserError(refused.read_text())
-        return UserError(
+        return RuntimeError(
             f"SGLang's server ended with exit code {self._process.returncode} before it served: its last lines say why"
         )

@@ -353,19 +353,21 @@ def test_the_tokens_of_a_sample_that_has_ended_are_not_told_of_as_of_one_that_go
 
 
 @pytest.mark.parametrize(
-    ("program", "message"),
+    ("program", "error", "message"),
     [
-        (f"printf 'one sentence' > \"$3/{REFUSED}\"; exit 2", "^one sentence$"),
-        ("exit 3", "ended with exit code 3 before it served"),
+        (f"printf 'one sentence' > \"$3/{REFUSED}\"; exit 2", UserError, "^one sentence$"),
+        # No bad input: it may start another time.
+        ("exit 3", RuntimeError, "ended with exit code 3 before it served"),
+        ("kill -KILL $$", RuntimeError, "ended with exit code -9 before it served"),
     ],
 )
-def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch, folders, program, message):
+def test_a_server_that_does_not_start_says_why(tmp_path, monkeypatch, folders, program, error, message):
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{program}\n")
     python.chmod(0o755)
     monkeypatch.setenv(installation.PYTHON_VARIABLE, str(python))
     engine = SglangEngine(folders[0], USUAL)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(error, match=message):
         engine.start()
     engine.close()
 
