@@ -8,7 +8,15 @@ from math import inf
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import ObjectLostError, OutOfMemoryError, RayActorError, RayTaskError
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnschedulableError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayTaskError,
+    RuntimeEnvSetupError,
+)
 
 from converters.errors import UserError
 from megarl.cluster.workers.heartbeats import Heartbeats
@@ -225,6 +233,12 @@ def answer_of(done: Call[R]) -> "R | Failed":
             "leave the machine to the run, or make it smaller (loop.max_tokens_per_micro_batch, fewer ranks or engines)"
         )
         done.worker.failure = WorkerGone(happened, f"{advice}; {GOES_ON}", log)
+    except (ActorPlacementGroupRemoved, ActorUnschedulableError, RuntimeEnvSetupError) as error:
+        # They are no RayActorError: its process never was.
+        reason = str(error).splitlines()[0].removesuffix(".")
+        happened = f"Ray could not make the process of {log.stem} ({reason})"
+        done.worker.failure = failure = WorkerGone(happened, f"see to its machine, and Ray's logs; {GOES_ON}", log)
+        failure.details = f"{error}\n{failure.details}"
     except RayActorError as error:
         happened = f"the process of {log.stem} died"
         if "node has died" in str(error):

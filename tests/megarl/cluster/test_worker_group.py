@@ -340,6 +340,30 @@ def test_what_ray_ends_for_memory_is_a_sentence_and_on_one_machine_it_ends_nothi
     assert "MemoryMonitor disabled" in raylet.read_text()
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ray.exceptions.RuntimeEnvSetupError("No space left on device"), "Failed to set up runtime environment"),
+        (ray.exceptions.ActorUnschedulableError("it is removed."), "The actor is not schedulable: it is removed"),
+        (
+            ray.exceptions.ActorPlacementGroupRemoved(),
+            "The placement group corresponding to this Actor has been removed",
+        ),
+    ],
+)
+def test_a_process_that_ray_cannot_make_is_gone(monkeypatch, tmp_path, error, reason):
+    def get(_call):
+        raise error
+
+    monkeypatch.setattr(ray, "get", get)
+    worker = SimpleNamespace(log=tmp_path / "engine_3.log", failure=None)
+    failure = calls.answer_of(Call(worker, None)).failure
+    assert isinstance(failure, WorkerGone)
+    assert failure is worker.failure
+    assert failure.sentence.startswith(f"Ray could not make the process of engine_3 ({reason}): see to its machine")
+    assert failure.details.startswith(str(error))
+
+
 def play(group, *parts, at_first=lambda _failure: None):
     """Each worker its part, in which they need each other."""
     wait_together(group.begin_each(Program.play, [(part,) for part in parts]), ConnectionError, at_first)
