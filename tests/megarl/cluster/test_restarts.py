@@ -1,8 +1,6 @@
 """Engines that die and are restarted: the engines echo, and die where a script says so."""
 
 import re
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -12,7 +10,6 @@ from eventually import eventually, has_ended
 from megarl.cluster.workers.worker import WorkerGone
 from megarl.data import Turn
 from megarl.process.errors import MachinesUnfit, exit_code_of
-from megarl.process.writers import end_other_writers
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.run.checkpoints import checkpoints_folder
 from megarl.run.resumption import machines_were_fit_with_a_checkpoint
@@ -222,21 +219,3 @@ def test_an_engine_that_does_not_start_is_bad_input_only_where_none_has_started_
     checkpoint_folder.begin(checkpoints_folder(config), 20)
     checkpoint_folder.commit(checkpoints_folder(config), 20, {"step": 20}, keep=1)
     assert exit_code() == 1
-
-
-def test_processes_that_a_dead_one_left_are_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("megarl.process.writers._LEAVE_S", 0.2)
-    log = tmp_path / "engine_0.log"
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with log.open("w") as output, (tmp_path / "engine_1.log").open("w") as another:
-        # As one whose parent is gone.
-        left = subprocess.Popen(sleep, stdout=output, start_new_session=True)
-        stays = subprocess.Popen(sleep, stdout=another)
-    try:
-        end_other_writers(log)
-        assert has_ended(psutil.Process(left.pid))
-        assert not has_ended(psutil.Process(stays.pid))
-    finally:
-        for process in (left, stays):
-            process.kill()
-            process.wait()

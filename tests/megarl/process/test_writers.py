@@ -1,0 +1,71 @@
+"""Processes that a dead one left behind, by the log that they write to: nothing of them is left when all are ended."""
+
+import platform
+import subprocess
+import sys
+
+import psutil
+from eventually import eventually, has_ended
+
+from megarl.process.writers import end_other_writers
+
+
+def test_processes_that_a_dead_one_left_are_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr("megarl.process.writers._LEAVE_S", 0.2)
+    log = tmp_path / "engine_0.log"
+    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with log.open("w") as output, (tmp_path / "engine_1.log").open("w") as another:
+        # As one whose parent is gone.
+        left = subprocess.Popen(sleep, stdout=output, start_new_session=True)
+        stays = subprocess.Popen(sleep, stdout=another)
+    try:
+        end_other_writers(log)
+        assert has_ended(psutil.Process(left.pid))
+        assert not has_ended(psutil.Process(stays.pid))
+    finally:
+        for process in (left, stays):
+            process.kill()
+            process.wait()
+
+
+def end_child(tmp_path, program, ready):
+    """Begin a Python program that has a log as its output, and end it as one that writes to that log."""
+    log = tmp_path / "engine_0.log"
+    with log.open("w") as output:
+        child = subprocess.Popen([sys.executable, "-c", program], stdout=output, stderr=output)
+    try:
+        assert eventually(lambda: ready(child, log))
+        end_other_writers(log)
+        assert child.poll() is not None
+    finally:
+        child.kill()
+        child.wait()
+
+
+EXIT_THREAD = 60 if platform.machine() == "x86_64" else 93
+FIRST_THREAD_ENDS = f"""
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+ctypes.CDLL(None).syscall({EXIT_THREAD}, 0)
+"""
+
+
+def test_one_of_which_only_the_first_thread_has_ended_is_no_dead_process(tmp_path, monkeypatch):
+    # As where another one waits in a call of a driver, which holds memory of a GPU.
+    monkeypatch.setattr("megarl.process.writers._LEAVE_S", 0.2)
+    end_child(tmp_path, FIRST_THREAD_ENDS, lambda child, _log: psutil.Process(child.pid).status() == "zombie")
+
+
+WITHOUT_ITS_FILES = """
+import os, time
+print("began", flush=True)
+time.sleep(1)
+os.closerange(0, 3)
+time.sleep(600)
+"""
+
+
+def test_one_that_has_lost_its_files_and_is_there_still_is_waited_for(tmp_path, monkeypatch):
+    # As the kernel takes them from it before the driver has freed what belongs to them.
+    monkeypatch.setattr("megarl.process.writers._LEAVE_S", 2.0)
+    end_child(tmp_path, WITHOUT_ITS_FILES, lambda _child, log: log.read_text())
