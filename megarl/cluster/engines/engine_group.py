@@ -84,7 +84,10 @@ class EngineGroup(Engines):
         """
         self._starter.set_arguments(model_path, load_weights=load_weights, adapter=adapter)
         self.nodes()  # first of all there has to be room for them
-        self._wait_beginning([call for handle in self.handles for call in self._starter.begin_make(handle)])
+        making = {handle: self._starter.make(handle) for handle in self.handles}
+        # One that dies meanwhile is made anew by its restart.
+        while steps := [calls for handle, each in making.items() if handle.is_up and (calls := next(each, None))]:
+            self._wait_beginning([call for calls in steps for call in calls])
         return [call for handle in self.up for call in handle.begin_start()]
 
     def wait_started(self, calls: Sequence[Call[None]]) -> None:

@@ -1,11 +1,11 @@
 """One engine as the controller knows it: its process, state, weights and load."""
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, TypeVarTuple
 
-from megarl.cluster.engines.reachability import check_that_all_meet, listen
+from megarl.cluster.engines.reachability import meeting
 from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.streams import Stream
 from megarl.cluster.workers.worker import Call, Worker, WorkerFailed, WorkerGone
@@ -111,18 +111,22 @@ class EngineHandle:
         """The one that answers, and those on other machines."""
         return [self.worker, *self.parts]
 
-    def begin_make(self, kind: EngineKind, model_path: Path, arguments: Arguments) -> list[Call[None]]:
-        """Begin to make the engine in its processes. Raises UserError where these do not see each other."""
+    def make(self, kind: EngineKind, model_path: Path, arguments: Arguments) -> Iterator[Sequence[Call[Any]]]:
+        """Make the engine in its processes: yields the calls of each step, which have to end before the next one.
+
+        Raises UserError where the processes do not see each other.
+        """
         if not self.parts:
-            return [self.worker.begin_make(*kind.engine_class, model_path, arguments)]
+            yield [self.worker.begin_make(*kind.engine_class, model_path, arguments)]
+            return
         assert kind.part_class is not None, f"{kind.title} spans one machine"
-        processes = self.processes
-        check_that_all_meet(processes, listen(processes))
-        (first,) = wait([self.worker.begin_free_address()])
+        yield from meeting(self.processes)
+        yield [looking := self.worker.begin_free_address()]
+        (first,) = wait([looking])
         made = [kind.engine_class, *[kind.part_class] * len(self.parts)]
-        return [
+        yield [
             process.begin_make(*own, model_path, {**arguments, **kind.part_arguments(number, first)})
-            for number, (process, own) in enumerate(zip(processes, made, strict=True))
+            for number, (process, own) in enumerate(zip(self.processes, made, strict=True))
         ]
 
     def begin_start(self) -> list[Call[None]]:

@@ -49,16 +49,16 @@ class EngineStarter:
         if not self._reads_again:
             self._arguments = {**self._arguments, **self._kind.without_weights}
 
-    def begin_make(self, handle: EngineHandle) -> list[Call[None]]:
-        """Begin to make an engine in its processes."""
-        return handle.begin_make(self._kind, self._model_path, self._arguments)
+    def make(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
+        """See `EngineHandle.make`."""
+        return handle.make(self._kind, self._model_path, self._arguments)
 
     def prepare(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
         """See `restarts.Start`."""
         handle.renew([self._processes.renew(process) for process in handle.processes])
         # Another may not begin while anything of the first has its memory, its ports or its GPUs.
         yield [process.begin_end_others() for process in handle.processes]
-        yield self.begin_make(handle)
+        yield from self.make(handle)
 
     def load(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
         """See `restarts.Start`."""

@@ -1,21 +1,31 @@
 """Whether the processes of an engine over machines see each other, before each of them waits for the others."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from megarl.cluster.workers.calls import wait
-from megarl.cluster.workers.worker import Worker
+from megarl.cluster.workers.worker import Call, Worker
 from megarl.cluster.workers.worker_actor import SocketAddress
 from megarl.process.errors import MachinesUnfit
 
 
-def listen(processes: Sequence[Worker]) -> list[SocketAddress]:
-    """Let each process listen at an address of its machine, until its object is made."""
-    return wait([process.begin_listen() for process in processes])
+def meeting(processes: Sequence[Worker]) -> Iterator[Sequence[Call[Any]]]:
+    """Let each process look whether it sees all: yields the calls of each step, which have to end before the next one.
+
+    Raises UserError for a process that does not reach another. They listen until their objects are made.
+    """
+    listening = [process.begin_listen() for process in processes]
+    yield listening
+    addresses = wait(listening)
+    looking = [process.begin_unreached(addresses) for process in processes]
+    yield looking
+    check_that_all_meet(processes, addresses, wait(looking))
 
 
-def check_that_all_meet(processes: Sequence[Worker], addresses: Sequence[SocketAddress]) -> None:
-    """Raise UserError for a process that does not reach the address of another."""
-    unreached = wait([process.begin_unreached(addresses) for process in processes])
+def check_that_all_meet(
+    processes: Sequence[Worker], addresses: Sequence[SocketAddress], unreached: Sequence[Mapping[int, str]]
+) -> None:
+    """Raise UserError for a process that does not reach the address of another; `unreached` says why, for each."""
     for process, reasons in zip(processes, unreached, strict=True):
         for number, reason in reasons.items():
             host, port = addresses[number]

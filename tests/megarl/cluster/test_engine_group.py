@@ -17,9 +17,10 @@ from converters.errors import UserError
 from megarl.cluster.engines import router
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.engines.engine_handle import EngineHandle
-from megarl.cluster.engines.reachability import check_that_all_meet, listen
+from megarl.cluster.engines.reachability import check_that_all_meet, meeting
 from megarl.cluster.placement.reservation import reserve
 from megarl.cluster.placement.roles import ENGINE, engine_role
+from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker import WorkerGone
 from megarl.process.ports import free_port
 from megarl.schema import ClusterConfig, RolloutConfig
@@ -54,14 +55,13 @@ def start_one_over_machines(open_group, started):
         # One engine of both processes, on two machines as far as they know.
         workers = engines.processes.workers
         engines.handles = [EngineHandle(workers)]
-        addresses = listen(workers)
+        list(map(wait, meeting(workers)))
         started += actors()
         assert len(started) == 2
-        check_that_all_meet(workers, addresses)
-        nobody = ("127.0.0.1", free_port("127.0.0.1"))
-        says = rf"^engine_0 does not reach engine_1 at 127\.0\.0\.1:{nobody[1]} \(.*refused\): the machines"
+        addresses = [*wait([workers[0].begin_listen()]), ("127.0.0.1", free_port("127.0.0.1"))]
+        says = rf"^engine_0 does not reach engine_1 at 127\.0\.0\.1:{addresses[1][1]} \(.*refused\): the machines"
         with pytest.raises(UserError, match=says):
-            check_that_all_meet(workers, [addresses[0], nobody])
+            check_that_all_meet(workers, addresses, wait([worker.begin_unreached(addresses) for worker in workers]))
         engines.wait_started(engines.begin_start(Path("model"), load_weights=True))
 
 

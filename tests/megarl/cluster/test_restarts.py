@@ -1,13 +1,19 @@
 """Engines that die and are restarted: the engines echo, and die where a script says so."""
 
+import os
 import re
+import signal
+import time
+from dataclasses import replace
 
 import psutil
 import pytest
 from echo_engine import SLOW, TELLING, ask
+from echo_kind import ECHO
 from eventually import eventually, has_ended
 
-from megarl.cluster.workers.worker import WorkerGone
+import megarl.rollout
+from megarl.cluster.workers.worker import Worker, WorkerGone
 from megarl.data import Turn
 from megarl.process.errors import MachinesUnfit, exit_code_of
 from megarl.rollout.protocol import Request, SamplingParameters
@@ -219,3 +225,29 @@ def test_an_engine_that_does_not_start_is_bad_input_only_where_none_has_started_
     checkpoint_folder.begin(checkpoints_folder(config), 20)
     checkpoint_folder.commit(checkpoints_folder(config), 20, {"step": 20}, keep=1)
     assert exit_code() == 1
+
+
+@pytest.mark.long
+def test_a_process_that_stands_still_before_its_engine_is_made_holds_nobody_up(open_group, script, monkeypatch):
+    living = replace(ECHO, part_class=("echo_engine", "LivingPart"), part_arguments=lambda _number, _first: {})
+    monkeypatch.setitem(megarl.rollout.ENGINES, "echo", living)
+    stopped, begin_listen = [], Worker.begin_listen
+
+    def stop_and_begin(worker):
+        if not stopped:
+            stopped.append(int(re.findall(r" is process (\d+) on ", worker.log.read_text())[-1]))
+            os.kill(stopped[0], signal.SIGSTOP)
+        return begin_listen(worker)
+
+    with open_group(1, restarts=1, nodes=2, silence_timeout_s=20) as (engines, refit):
+        refit(0)
+        assert answered(engines) == EXPECTED
+        monkeypatch.setattr(Worker, "begin_listen", stop_and_begin)
+        engines.handles[0].parts[0].kill()
+        assert eventually(lambda: stopped)
+        # The thread that restarts it, and whoever else would go on with that.
+        before_s = time.monotonic()
+        assert not eventually(engines.recover, timeout_s=4)
+        assert time.monotonic() < before_s + 8
+        os.kill(stopped[0], signal.SIGCONT)
+        assert eventually(lambda: back(engines))
