@@ -13,6 +13,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megarl.resharding.loader.buckets import Bucket, loadable
 from megarl.resharding.shared_memory import map_segment
+from megarl.rollout.vllm.held_experts import experts_held, without_others
 from megarl.rollout.vllm.reload import Reload
 
 BACKEND = "shm"
@@ -50,6 +51,7 @@ class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
         # After an update that failed half-way, layers still wait for tensors that will never come.
         if self._reload is not None:
             self._reload.finish()
+        self._held = experts_held(self.model)
         self._reload = Reload(self.model, self.model_config)
         self._first_reload = self._first_reload or self._reload
 
@@ -58,8 +60,8 @@ class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: BucketWritten) -> None:
-        """Load one bucket into the model."""
-        bucket = update_info.bucket
+        """Load one bucket into the model, without the experts of other workers, which nobody copies or quantises."""
+        bucket = without_others(update_info.bucket, self._held)
         with torch.no_grad():
             # Copies, because vLLM keeps the tensors until their layer is complete and the segment is soon overwritten.
             self.model.load_weights(list(loadable(bucket, self._memories[bucket.segment])))

@@ -1,14 +1,21 @@
 """Reloads of vLLM's models: what CUDA graphs would have captured stays where it was."""
 
+import re
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
+from vllm_ranks import random_tensors
 
 from converters.architectures import read_architecture
-from converters.number_formats import MXFP8, NVFP4
+from converters.number_formats import INT8_CHANNEL, MXFP8, NVFP4, NumberFormat
 from megarl.quickstart.tiny_models import IN_BLOCKS
+from megarl.resharding.loader.buckets import Quantised, cut_into_buckets, views
+from megarl.resharding.shared_memory import Segment
 from megarl.rollout.vllm.kind import VLLM
+
+SHARED_OUT = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 
 
 def codes(shapes, names, number_format, seed=1):
@@ -22,12 +29,18 @@ def codes(shapes, names, number_format, seed=1):
             yield name, weight
 
 
-def quantised(tiny_config, name, number_format, **fields):
+def quantised(tiny_config, name, number_format, engine_args=None, **fields):
     """A folder with a model's config, the engine's arguments, and what `codes` takes."""
     folder, config = tiny_config(name, **{**IN_BLOCKS.get(name, IN_BLOCKS["qwen3"]), **fields})
     architecture = read_architecture(config)
     names = number_format.quantised_names(architecture)
-    return folder, VLLM.quantised({}, number_format, architecture), architecture.hf_shapes, names, number_format
+    return (
+        folder,
+        VLLM.quantised(engine_args or {}, number_format, architecture),
+        architecture.hf_shapes,
+        names,
+        number_format,
+    )
 
 
 def _reload(rank, *weights):
@@ -148,3 +161,104 @@ def test_layers_are_complete_with_what_a_refit_brings(ranks, tiny_config, number
     folder, given, *weights = quantised(tiny_config, "qwen3_moe", number_format)
     # These two have rows of padding.
     assert ranks(_waiting, folder, given, *weights) == [{"VocabParallelEmbedding", "ParallelLMHead"}]
+
+
+def _as_kernels_keep_experts(layer):
+    pass
+
+
+def _as_humming_leaves_experts(layer):
+    """In plain parameters, which have no loader."""
+    for name in [name for name, _ in layer.named_parameters(recurse=False) if name.startswith(("w13_", "w2_"))]:
+        parameter = getattr(layer, name)
+        delattr(layer, name)
+        setattr(layer, name, torch.nn.Parameter(parameter.data, requires_grad=False))
+
+
+def _as_it_travels(shapes, names, number_format):
+    """Weights, with codes and scales beside them or in their place."""
+    weights = random_tensors(shapes)
+    return weights | {made: each for name in names for made, each in number_format.tensors(name, weights[name])}
+
+
+def _refit_by_buckets(rank, leave_experts, shapes, names, number_format):
+    """A refit with a tensor in each bucket.
+
+    Returns the experts that the model's loader met, those that were quantised here, and whether each layer has its own.
+    """
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+
+    from megarl.rollout.vllm.weight_transfer import BucketWritten, Segments, SharedMemoryTransfer
+
+    experts = {name: module for name, module in rank.model.named_modules() if isinstance(module, RoutedExperts)}
+    method = type(next(iter(experts.values())).quant_method)
+    process = method.process_weights_after_loading
+
+    def process_and_leave(self, layer):
+        process(self, layer)
+        leave_experts(layer)
+
+    for layer in experts.values():
+        leave_experts(layer)
+    tensors = _as_it_travels(shapes, names, number_format)
+    quantised = Quantised(number_format, names, names if number_format.elements_per_code > 1 else ())
+    segment = Segment(2**20)
+    transfer = SharedMemoryTransfer(rank.config.weight_transfer_config, rank.config, torch.device("cpu"), rank.model)
+    transfer.init_transfer_engine(Segments([segment.handle()], 2**20))
+    with (
+        patch.object(method, "process_weights_after_loading", process_and_leave),
+        patch.object(NumberFormat, "tensors", autospec=True, side_effect=NumberFormat.tensors) as quantise,
+        patch.object(rank.model, "load_weights", wraps=rank.model.load_weights) as load,
+    ):
+        transfer.start_weight_update()
+        for name, shape in shapes.items():
+            (bucket,) = cut_into_buckets({name: shape}, {name: torch.float32}, 2**20, 1, quantised)
+            for each, view in views(bucket, segment.memory).items():
+                view.copy_(tensors[each])
+            transfer.receive_weights(BucketWritten(bucket))
+        transfer.finish_weight_update()
+    met = [name for call in load.call_args_list for name, _ in call.args[0]]
+    quantised_here = [call.args[1] for call in quantise.call_args_list]
+    right = [_has_its_own(layer, name, tensors, number_format.codes_suffix) for name, layer in experts.items()]
+    return _experts_among(met), _experts_among(quantised_here), right
+
+
+def _has_its_own(layer, name, tensors, suffix):
+    """Whether the codes of a layer are those of its experts: the first half of all on the first rank."""
+    prefix = name[: name.index("experts")]
+    experts = sorted(_experts_among(each for each in tensors if each.startswith(prefix)))
+    half = len(experts) // 2
+    codes = [
+        [tensors[f"{prefix}experts.{expert}.{kind}_proj.weight{suffix}"] for kind in ("gate", "up", "down")]
+        for expert in (experts[:half] if torch.distributed.get_rank() == 0 else experts[half:])
+    ]
+    w13 = torch.stack([torch.cat([gate, up]) for gate, up, _ in codes])
+    w2 = torch.stack([down for _, _, down in codes])
+    pairs = (layer.w13_weight, w13), (layer.w2_weight, w2)
+    return all(torch.equal(held.view(torch.uint8), made.view(torch.uint8)) for held, made in pairs)
+
+
+def _experts_among(names):
+    return {int(found[1]) for name in names if (found := re.search(r"\.experts\.(\d+)\.", name))}
+
+
+@pytest.mark.parametrize(
+    ("name", "number_format", "leave_experts"),
+    [
+        ("qwen3_moe", NVFP4, _as_kernels_keep_experts),
+        ("deepseek_v3", NVFP4, _as_kernels_keep_experts),
+        ("qwen3_moe", MXFP8, _as_humming_leaves_experts),
+        ("qwen3_moe", INT8_CHANNEL, _as_kernels_keep_experts),
+    ],
+    ids=lambda each: getattr(each, "name", None),
+)
+def test_a_worker_loads_its_own_experts_and_meets_no_others(ranks, tiny_config, name, number_format, leave_experts):
+    folder, given, *weights = quantised(tiny_config, name, number_format, SHARED_OUT)
+    results = ranks(_refit_by_buckets, folder, given, leave_experts, *weights)
+    experts = _experts_among(weights[0])
+    first = set(range(len(experts) // 2))
+    for (met, quantised_here, right), held in zip(results, (first, experts - first), strict=True):
+        assert met == held
+        assert quantised_here == (held if number_format is NVFP4 else set())
+        assert right
+        assert all(right)
