@@ -20,6 +20,7 @@ from megarl.rollout.profiled_worker import ProfiledWorker
 from megarl.rollout.vllm import (
     adapter_slot,
     cpu,
+    dummy_scales,
     int8,
     kv_scales,
     made_parameters,
@@ -40,6 +41,7 @@ routers.keep_logits_in_float32()
 quantised_load.quantise_what_is_read()
 made_parameters.note_biases()
 int8.leave_blackwell_to_triton()
+dummy_scales.begin_with_scales_of_one()
 if current_platform.is_cpu():
     cpu.corrections.install()
     cpu.fp8.install()
