@@ -15,6 +15,7 @@ from megarl.rollout.protocol import Request
 
 CUT_IN_TWO = {**IN_BLOCKS["qwen3_moe"], "num_key_value_heads": 8, "moe_intermediate_size": 256}
 """With which each half of a matrix is in whole blocks, too."""
+SHARED_OUT = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 ENGINES = [
     # But for its experts as Qwen3, of which `tests/megarl/refit/test_refit.py` has a whole run.
     ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], FP8_BLOCK),
@@ -22,6 +23,7 @@ ENGINES = [
     ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], INT8_CHANNEL),
     pytest.param("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], MXFP8, marks=pytest.mark.long),
     ("vllm", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], NVFP4),
+    pytest.param("vllm", SHARED_OUT, "qwen3_moe", IN_BLOCKS["qwen3_moe"], NVFP4, marks=pytest.mark.long),
     pytest.param("vllm", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"], NVFP4, marks=pytest.mark.long),
     pytest.param("vllm", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"], FP8_BLOCK, marks=pytest.mark.long),
     pytest.param("sglang", {"load_format": "dummy"}, "qwen3", IN_BLOCKS["qwen3"], FP8_BLOCK, marks=pytest.mark.sglang),
