@@ -8,6 +8,7 @@ from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.worker import WorkerFailed
 from megarl.refit.log_prob_check import LogProbCheck
 from megarl.refit.path import WeightPath
+from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.transfer_stats import TransferStats
 from megarl.rollout.protocol import KeysAndValues
 
@@ -104,6 +105,10 @@ class Refit:
             except WorkerFailed as failure:
                 repeated = True
                 if self._engines.restart_dead():
+                    continue
+                # Of a transfer nobody knows at first who is to blame.
+                may_send_again = not recovered and isinstance(failure.error, TransferError)
+                if not may_send_again and self._engines.retry_restart(failure):
                     continue
                 if recovered:
                     raise

@@ -206,6 +206,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("refit/repeated", "", "1 if the transfer failed and was made again"),
     Metric("refit/log_prob_difference", "nats", "largest mean of a response in the check of refit.verify=logprobs"),
     Metric("engines/restarts", "", "how many times in this run an engine died and was restarted"),
+    Metric(
+        "engines/failed_starts",
+        "",
+        "how many times since the last step an engine that died did not come back, and is started once more",
+    ),
+    Metric("engines/down", "", "engines that died and do not serve again yet, at the end of the step"),
     Metric("engines/seconds_down", "s", "longest time from a death to serving again, of the engines that came back"),
     Metric(
         "throughput/engines_idle",

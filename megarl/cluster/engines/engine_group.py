@@ -109,6 +109,7 @@ class EngineGroup(Engines):
         versions, parts = wait(self.begin(Engine.version)), wait(self.begin(Engine.worker_parts))
         for handle, version, worker_parts in zip(self.handles, versions, parts, strict=True):
             handle.note_started(version, worker_parts)
+        self._restarts.note_started(self.handles)
 
     def _wait_beginning(self, calls: Sequence[Call[None]]) -> None:
         """Wait until engines have started; restart an engine that dies meanwhile, and drop its calls."""

@@ -88,8 +88,8 @@ class EngineHandle:
 
     @property
     def state(self) -> EngineState:
-        """The present state; "down" as soon as a death is known."""
-        return self._state if self.death is None else "down"
+        """The present state; "down" as soon as a death is known, but of one that is restarting `Restarts` hears."""
+        return self._state if self.death is None or self._state == "restarting" else "down"
 
     @property
     def is_up(self) -> bool:

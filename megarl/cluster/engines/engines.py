@@ -105,6 +105,13 @@ class Engines:
             self._restarts.begin(handle)
         return bool(dead)
 
+    def retry_restart(self, failure: WorkerFailed) -> bool:
+        """Start an engine anew that has no weights since its restart and met this failure; whether there is one.
+
+        Raises as `Restarts.begin`.
+        """
+        return self._restarts.retry(failure)
+
     def undisturbed(self) -> AbstractContextManager[object]:
         """Let nobody else begin or go on with a restart meanwhile; requests wait for their answers."""
         return self._restarts.lock

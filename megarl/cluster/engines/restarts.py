@@ -19,6 +19,8 @@ from megarl.process.logs import say
 Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
 """Goes on with an engine step by step: yields the calls, at least one, that have to end before the next step."""
 _POLL_S = 1.0
+_WAITS_S = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 600.0)
+"""Before each further try of an engine that did not come back: memory, ports and disks may."""
 
 
 class StartStages(NamedTuple):
@@ -50,11 +52,25 @@ class _Restart:
     is_up: bool = False
     """Whether the first step has ended: its processes are up, and of the dead ones nothing is left."""
     stage: Literal["prepare", "prepared", "load", "loaded"] = "prepare"
+    number: int = 1
+    """Which try this is since its death."""
+    begins_at_s: float = 0.0
+    """When its first step may be taken, the end of what is left of an earlier try."""
+    goes_on_at_s: float = 0.0
+    """When the steps behind that may be."""
     heartbeats: Heartbeats[Worker, Call[Any]] = field(default_factory=lambda: Heartbeats(HEARTBEAT_INTERVAL_S))
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it is not time yet for its next step."""
+        return time.monotonic() < (self.goes_on_at_s if self.is_up else self.begins_at_s)
 
 
 class Restarts:
     """The restarts of a run's engines, at most `max_restarts`, with those before the checkpoint that it goes on from.
+
+    One that does not come back is no further restart: it is tried again, a few times with growing waits, while the
+    others go on. But where not all engines of the run have started before, its arguments may be wrong, and it counts.
 
     One whose machine is gone is not restarted: its place is there, and the next try of the run finds it another.
 
@@ -73,8 +89,11 @@ class Restarts:
         self._up_within_s, self._start_within_s = up_within_s, start_within_s
         self._first: _Cause | None = None
         self._under_way: dict[EngineHandle, _Restart] = {}
+        self._started: list[EngineHandle] = []
+        """The engines of the run, once all have started."""
         self._is_paused = False
         self._seconds: list[float] = []
+        self._failed_starts = 0
         self.lock = RLock()
         """Guards the restarts, which the router's thread and the thread of refits both advance."""
 
@@ -99,9 +118,24 @@ class Restarts:
         One that somebody else has begun to start is left alone.
         """
         with self.lock:
-            if (failure := handle.death) is not None:
-                before = self._under_way.get(handle)
-                self._begin(handle, failure, before.died_s if before else time.monotonic())
+            if (failure := handle.death) is None or handle.state != "down":
+                return
+            if (restart := self._under_way.get(handle)) is None:
+                self._begin(handle, failure, time.monotonic())
+            else:
+                self._retry(handle, failure, restart)
+
+    def retry(self, failure: WorkerFailed) -> bool:
+        """Try an engine again that was on its way back and met this failure; whether there is one. Raises as `begin`.
+
+        It may live, as one that has no memory for its first weights.
+        """
+        with self.lock:
+            for handle, restart in list(self._under_way.items()):
+                if any(process.failure is failure for process in handle.processes):
+                    self._retry(handle, failure, restart)
+                    return True
+        return False
 
     def advance(self) -> None:
         """Take all steps that can be taken without waiting. Raises as `begin`."""
@@ -120,6 +154,8 @@ class Restarts:
         """Wait until there may be a step to take, and take it. Raises as `begin`."""
         if calls := self.calls:
             ray.wait([call.reference for call in calls], num_returns=1, timeout=_POLL_S)
+        else:
+            time.sleep(_POLL_S)
         self.advance()
 
     def pause(self) -> None:
@@ -138,6 +174,10 @@ class Restarts:
             self._is_paused = False
             self.advance()
 
+    def note_started(self, handles: Sequence[EngineHandle]) -> None:
+        """Take note that these, all engines of the run, have started: one that does not now may do so later."""
+        self._started = list(handles)
+
     def note_serving(self, handle: EngineHandle) -> None:
         """Take note that an engine has its weights, if it is one that was restarted."""
         with self.lock:
@@ -155,11 +195,16 @@ class Restarts:
         self._first = _Cause(**state["first"]) if state["first"] else None
 
     def end_step(self) -> dict[str, float]:
-        """Metrics: the restarts of the run, and of those that ended since the last step the longest time."""
-        metrics = {"engines/restarts": float(self.count)}
-        if self._seconds:
-            metrics["engines/seconds_down"] = max(self._seconds)
-        self._seconds = []
+        """Metrics: the restarts of the run, and since the last step how many failed, and the longest that ended."""
+        with self.lock:
+            metrics = {
+                "engines/restarts": float(self.count),
+                "engines/failed_starts": float(self._failed_starts),
+                "engines/down": float(len(self._under_way)),
+            }
+            if self._seconds:
+                metrics["engines/seconds_down"] = max(self._seconds)
+            self._seconds, self._failed_starts = [], 0
         return metrics
 
     def _begin(self, handle: EngineHandle, failure: WorkerFailed, died_s: float) -> None:
@@ -178,20 +223,58 @@ class Restarts:
         self._under_way[handle] = restart
         self._advance(handle, restart)
 
+    def _retry(self, handle: EngineHandle, failure: WorkerFailed, failed: _Restart) -> None:
+        if handle.has_lost_its_machine:
+            raise _lost(handle)
+        if not self._started:
+            self._begin(handle, failure, failed.died_s)
+            return
+        if failed.number > len(_WAITS_S):
+            raise _in_vain(handle, failure, failed)
+        self._failed_starts += 1
+        wait_s = _WAITS_S[failed.number - 1]
+        numbered = f"try {failed.number + 1} of {len(_WAITS_S) + 1}"
+        meanwhile = "the others go on" if self._any_has_weights else "requests wait for it"
+        failed_of = f"{handle.name} did not come back ({failure.happened})"
+        say(f"{failed_of}; it is started once more in {wait_s:g} s ({numbered}), and {meanwhile}")
+        self._under_way[handle] = restart = self._next_try(handle, failed, wait_s)
+        self._advance(handle, restart)
+
+    def _next_try(self, handle: EngineHandle, failed: _Restart, wait_s: float) -> _Restart:
+        """One that ends at once what the failed one left, if that came so far, and then waits."""
+        now_s = time.monotonic()
+        begins_at_s = now_s if failed.is_up else now_s + wait_s
+        return _Restart(
+            self._start.prepare(handle),
+            failed.died_s,
+            until_s=begins_at_s + self._up_within_s,
+            number=failed.number + 1,
+            begins_at_s=begins_at_s,
+            goes_on_at_s=now_s + wait_s,
+        )
+
+    @property
+    def _any_has_weights(self) -> bool:
+        return any(handle.is_up and handle.version >= 0 for handle in self._started)
+
     def _advance(self, handle: EngineHandle, restart: _Restart) -> None:
         try:
             while self._have_ended(handle, restart):
                 restart.is_up |= bool(restart.calls)
+                restart.calls = []
+                if restart.is_early:
+                    self._look_after(handle, restart)
+                    break
                 restart.calls = list(next(restart.steps, ()))
                 if restart.is_up:
                     restart.until_s = time.monotonic() + self._start_within_s
                 if not restart.calls and not self._begins_to_load(handle, restart):
                     break
         except WorkerFailed as failure:
-            self._begin(handle, failure, restart.died_s)
+            self._retry(handle, failure, restart)
         except UserError as error:
             # It has started with the same arguments before.
-            self._begin(handle, WorkerFailed(str(error), handle.worker.log, error), restart.died_s)
+            self._retry(handle, WorkerFailed(str(error), handle.worker.log, error), restart)
         else:
             if handle.state == "serving":
                 self.note_serving(handle)
@@ -215,15 +298,20 @@ class Restarts:
         if left:
             # A call that has ended is not waited for again: the others would be asked for without a pause.
             restart.calls = [call for call in restart.calls if call.reference in left]
-        if left and restart.heartbeats.is_due:
-            # Before it is up there is nobody to ask.
-            end_silent([call.worker for call in restart.calls if restart.is_up], restart.heartbeats)
-            if handle.has_lost_its_machine:
-                raise _lost(handle)
+        if left:
+            self._look_after(handle, restart)
         if left and time.monotonic() > restart.until_s:
             # A process answers beside a start that hangs: its heartbeats say nothing of that.
             raise self._too_late(handle, restart)
         return not left
+
+    def _look_after(self, handle: EngineHandle, restart: _Restart) -> None:
+        """Now and then, end those that are silent, and see whether the machine is there."""
+        if restart.heartbeats.is_due:
+            # Before it is up there is nobody to ask.
+            end_silent([call.worker for call in restart.calls if restart.is_up], restart.heartbeats)
+            if handle.has_lost_its_machine:
+                raise _lost(handle)
 
     def _too_late(self, handle: EngineHandle, restart: _Restart) -> WorkerGone:
         if restart.is_up:
@@ -238,6 +326,13 @@ class Restarts:
 def _lost(handle: EngineHandle) -> WorkerGone:
     happened = f"{handle.name} is gone with the Ray node that it was on"
     return WorkerGone(happened, f"see to the machine; {GOES_ON}", handle.worker.log)
+
+
+def _in_vain(handle: EngineHandle, failure: WorkerFailed, failed: _Restart) -> WorkerGone:
+    """The failure of an engine that never came back: what stood in its way may be gone when the run starts anew."""
+    tried = f"{failed.number} tries within {time.monotonic() - failed.died_s:.0f} s"
+    happened = f"{handle.name} did not come back in {tried}, the last time: {failure.happened}"
+    return WorkerGone(happened, f"see to its machine and the end of its log; {GOES_ON}", handle.worker.log)
 
 
 def _one_too_many(first: _Cause, max_restarts: int, last: str) -> WorkerGone:
