@@ -106,7 +106,7 @@ class Refit:
                 repeated = True
                 if self._engines.restart_dead():
                     continue
-                # Of a transfer nobody knows at first who is to blame.
+                # A transfer that fails says little of who is to blame: the first time all of it is sent again.
                 may_send_again = not recovered and isinstance(failure.error, TransferError)
                 if not may_send_again and self._engines.retry_restart(failure):
                     continue

@@ -235,8 +235,8 @@ class Restarts:
         wait_s = _WAITS_S[failed.number - 1]
         numbered = f"try {failed.number + 1} of {len(_WAITS_S) + 1}"
         meanwhile = "the others go on" if self._any_has_weights else "requests wait for it"
-        failed_of = f"{handle.name} did not come back ({failure.happened})"
-        say(f"{failed_of}; it is started once more in {wait_s:g} s ({numbered}), and {meanwhile}")
+        event = f"{handle.name} did not come back ({failure.happened})"
+        say(f"{event}; it is started once more in {wait_s:g} s ({numbered}), and {meanwhile}")
         self._under_way[handle] = restart = self._next_try(handle, failed, wait_s)
         self._advance(handle, restart)
 

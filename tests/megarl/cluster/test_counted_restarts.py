@@ -20,7 +20,7 @@ class Engine:
 
     log: Path
     number: int
-    state: str = "restarting"
+    state: str = "down"
     has_lost_its_machine: bool = False
 
     @property

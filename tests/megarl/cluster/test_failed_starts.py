@@ -1,0 +1,333 @@
+"""Engines that died and do not come back at once are tried again; no process has to start, and the clock is played."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from megarl.cluster.engines import restarts as module
+from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.restarts import Restarts, StartStages
+from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
+
+UP_WITHIN_S = 300.0
+
+
+@dataclass(eq=False)
+class Process:
+    """As much of a worker as has to do with a start."""
+
+    log: Path
+    failure: WorkerFailed | None = None
+    has_lost_its_machine: bool = False
+    silence_s: float = 1e9
+
+    def begin_node(self) -> None:
+        """Nobody waits for it."""
+
+    def die(self) -> WorkerFailed:
+        self.failure = WorkerGone(f"the process of {self.log.stem} died", "see why", self.log)
+        return self.failure
+
+
+@dataclass
+class Clock:
+    """A time that passes when somebody sleeps."""
+
+    now_s: float = 1000.0
+    naps: int = 0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.naps += 1
+
+
+@dataclass
+class Run:
+    """An engine that died, and what becomes of its starts: the next `failing` fail, in one step of them."""
+
+    log: Path
+    clock: Clock
+    max_restarts: int = 3
+    failing: int = 0
+    failing_step: str = "start"
+    processes_die: bool = False
+    """Whether they fail by the death of their processes."""
+    has_weights: bool = True
+    events: list[tuple[float, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.engine = EngineHandle([Process(self.log)])  # type: ignore[list-item]
+        self.engine.note_committed(1)
+        stages = StartStages(self._prepare, self._load)
+        self.restarts = Restarts(self.max_restarts, stages, up_within_s=UP_WITHIN_S, start_within_s=3600)
+        self.restarts.note_started([self.engine])
+        self.died_s = self.clock.now_s
+
+    def times(self, step: str) -> list[float]:
+        """When a step was begun, since the death."""
+        return [time_s - self.died_s for time_s, begun in self.events if begun == step]
+
+    def die(self) -> None:
+        self.engine.worker.die()  # type: ignore[attr-defined]
+        self.died_s = self.clock.now_s
+        self.restarts.begin(self.engine)
+
+    def come_back(self) -> None:
+        """Wait for it, as the trainer does where nobody serves, while the router looks after dead engines, too."""
+        while self.restarts.awaits(self.engine):
+            self.restarts.wait()
+            self.restarts.begin(self.engine)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self.restarts.wait()
+
+    def _prepare(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
+        handle.renew([Process(self.log)])  # type: ignore[list-item]
+        yield [self._call("end_others")]
+        yield [self._call("make")]
+
+    def _load(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
+        yield [self._call("start")]
+        handle.note_started(1 if self.has_weights else -1, [0])
+
+    def _call(self, step: str) -> Call[Any]:
+        self.events.append((self.clock.now_s, step))
+        fails = step == self.failing_step and self.failing > 0
+        self.failing -= fails
+        return Call(self.engine.worker, Played(step, fails, self.processes_die))  # type: ignore[arg-type]
+
+
+class Played(NamedTuple):
+    """How a step of a start ends."""
+
+    step: str
+    fails: bool
+    process_dies: bool
+
+
+def wait(calls: Sequence[Call[Any]]) -> None:
+    for call in calls:
+        step, fails, process_dies = call.reference
+        if fails and process_dies:
+            raise call.worker.die()  # type: ignore[attr-defined]
+        if fails:
+            call.worker.failure = WorkerFailed(f"ValueError: no memory to {step}", call.worker.log, ValueError())
+            raise call.worker.failure
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "wait", wait)
+    monkeypatch.setattr(module, "ray", SimpleNamespace(wait=lambda references, **_: (references, [])))
+    monkeypatch.setattr("megarl.cluster.engines.engine_handle.wait", lambda calls: calls)
+    return clock
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    log = tmp_path / "engine_3.log"
+    log.write_text("the last words\n")
+    return log
+
+
+def test_a_start_that_fails_is_made_again_after_growing_waits_and_is_no_further_restart(log, clock, capsys) -> None:
+    run = Run(log, clock, failing=3)
+    run.die()
+    run.come_back()
+    assert run.engine.state == "serving"
+    # What a failed try has left is ended at once, and then there is a wait.
+    assert run.times("end_others") == [0, 0, 10, 40]
+    assert run.times("start") == [0, 10, 40, 100]
+    metrics = run.restarts.end_step()
+    assert metrics == {
+        "engines/restarts": 1,
+        "engines/failed_starts": 3,
+        "engines/down": 0,
+        "engines/seconds_down": 100,
+    }
+    assert run.restarts.end_step() == {"engines/restarts": 1, "engines/failed_starts": 0, "engines/down": 0}
+    said = capsys.readouterr().err
+    assert (
+        "engine_3 did not come back (ValueError: no memory to start); it is started once more in 30 s (try 3 of 8), "
+        "and requests wait for it\n" in said
+    )
+    # One look in a second, no more.
+    assert clock.naps == 100
+
+
+def test_waits_begin_anew_with_each_death(log, clock) -> None:
+    run = Run(log, clock)
+    for death in range(3):
+        run.failing = 2
+        run.events.clear()
+        run.die()
+        run.come_back()
+        assert run.times("start") == [0, 10, 40]
+        assert run.restarts.end_step()["engines/restarts"] == death + 1
+
+
+@pytest.mark.parametrize("deaths_before", [0, 2])
+def test_an_engine_that_never_comes_back_is_a_failure_from_which_the_run_goes_on(log, clock, deaths_before) -> None:
+    run = Run(log, clock)
+    for _ in range(deaths_before):
+        run.die()
+        run.come_back()
+    run.failing = 100
+    run.events.clear()
+    run.die()
+    with pytest.raises(WorkerGone) as caught:
+        run.come_back()
+    assert run.times("start") == [0, 10, 40, 100, 220, 520, 1120, 1720]
+    assert caught.value.sentence == (
+        "engine_3 did not come back in 8 tries within 1720 s, the last time: ValueError: no memory to start: see to "
+        "its machine and the end of its log; the same command continues from the last checkpoint"
+    )
+    assert caught.value.may_resume
+    assert caught.value.details.endswith("the last words")
+    # Whoever else waits for it is told the same.
+    with pytest.raises(WorkerGone, match=r"^engine_3 did not come back in 8 tries"):
+        run.restarts.advance()
+
+
+def test_one_that_fails_before_it_is_up_waits_first_and_is_not_late_for_that(log, clock) -> None:
+    run = Run(log, clock, failing=5, failing_step="end_others")
+    run.die()
+    run.come_back()
+    # The waits are longer than a process may take to come up.
+    assert run.times("end_others") == [0, 10, 40, 100, 220, 520]
+    assert run.times("start") == [520]
+    assert run.engine.state == "serving"
+
+
+def test_a_process_that_does_not_come_up_is_late_once_its_wait_is_over(log, clock, monkeypatch, capsys) -> None:
+    run = Run(log, clock)
+    monkeypatch.setattr(module.ray, "wait", lambda references, **_: (clock.sleep(1.0), ([], references))[1])
+    run.die()
+    run.until(lambda: len(run.times("end_others")) == 3)
+    assert run.times("end_others") == pytest.approx([0, 311, 642], abs=5)
+    assert capsys.readouterr().err.count("(the new process of engine_3 was not up after 300 s); it is started") == 2
+
+
+def test_the_trainer_does_not_wait_for_a_start_that_waits(log, clock) -> None:
+    run = Run(log, clock, failing=2)
+    run.die()
+    run.until(lambda: run.failing == 0)
+    before_s = clock.now_s
+    run.restarts.pause()
+    # All that the failed try had is ended.
+    assert clock.now_s == before_s
+    assert len(run.times("end_others")) == 3
+    clock.now_s += 100
+    run.restarts.advance()
+    # It takes no memory before its turn.
+    assert (len(run.times("make")), len(run.times("start"))) == (3, 2)
+    run.restarts.resume()
+    run.come_back()
+    assert len(run.times("start")) == 3
+
+
+def test_the_trainer_waits_until_a_failed_try_has_left_nothing(log, clock) -> None:
+    run = Run(log, clock, failing=2, failing_step="end_others")
+    run.die()
+    run.restarts.pause()
+    assert run.times("end_others") == [0, 10, 40]
+    assert clock.now_s - run.died_s == 40
+
+
+@pytest.mark.parametrize("failing_step", ["end_others", "start"])
+def test_an_engine_that_waits_for_its_start_is_not_dead_once_more(log, clock, failing_step) -> None:
+    run = Run(log, clock, failing=1, failing_step=failing_step)
+    run.die()
+    run.until(lambda: run.failing == 0)
+    begun = len(run.events)
+    # The process of the failed try, or of the next one.
+    run.engine.worker.die()
+    for _ in range(3):
+        assert run.engine.state == "restarting"
+        assert not run.engine.is_up
+        run.restarts.begin(run.engine)
+    run.restarts.advance()
+    assert (len(run.events), run.restarts.end_step()["engines/failed_starts"]) == (begun, 1)
+
+
+@pytest.mark.parametrize("failing_step", ["end_others", "make", "start"])
+def test_processes_that_die_in_a_start_are_failed_starts_one_by_one(log, clock, failing_step) -> None:
+    run = Run(log, clock, failing=2, failing_step=failing_step, processes_die=True)
+    run.die()
+    run.come_back()
+    assert run.times("start")[-1] == 40
+    metrics = run.restarts.end_step()
+    assert (metrics["engines/restarts"], metrics["engines/failed_starts"]) == (1, 2)
+
+
+def test_an_engine_whose_machine_is_lost_while_it_waits_is_given_up_at_once(log, clock, monkeypatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_INTERVAL_S", 0.0)
+    run = Run(log, clock, failing=3)
+    run.die()
+    run.until(lambda: run.failing == 0)
+    run.restarts.wait()
+    run.engine.worker.has_lost_its_machine = True
+    before_s = clock.now_s
+    with pytest.raises(WorkerGone, match=r"^engine_3 is gone with the Ray node that it was on") as caught:
+        run.restarts.wait()
+    assert caught.value.may_resume
+    assert clock.now_s - before_s < 2
+
+
+def test_before_all_engines_have_started_each_failed_start_is_a_restart(log, clock, capsys) -> None:
+    run = Run(log, clock, failing=3)
+    run.restarts.note_started([])
+    with pytest.raises(WorkerGone, match=r"^engines died more often than cluster\.max_engine_restarts=3") as caught:
+        run.die()
+    assert not caught.value.may_resume
+    assert run.times("start") == [0, 0, 0]
+    assert "(restart 3 of 3)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_an_engine_that_is_up_and_fails_as_it_gets_its_weights_is_started_anew(log, clock, capsys, lives) -> None:
+    run = Run(log, clock, has_weights=False)
+    run.die()
+    run.until(lambda: run.engine.state == "starting")
+    assert run.restarts.end_step()["engines/down"] == 1
+    failure = WorkerFailed("OutOfMemoryError: of its GPU", log, MemoryError()) if lives else run.engine.worker.die()
+    run.engine.worker.failure = failure
+    assert not run.restarts.retry(WorkerFailed("another's", log))
+    if lives:
+        # It is no death.
+        run.restarts.begin(run.engine)
+        assert run.engine.state == "starting"
+        assert run.restarts.retry(failure)
+    else:
+        run.restarts.begin(run.engine)
+    assert not run.restarts.retry(failure)
+    assert run.engine.state == "restarting"
+    run.until(lambda: run.engine.state == "starting")
+    assert run.times("start") == pytest.approx([0, 10], abs=2)
+    run.engine.note_committed(7)
+    run.restarts.note_serving(run.engine)
+    metrics = run.restarts.end_step()
+    assert (metrics["engines/restarts"], metrics["engines/failed_starts"], metrics["engines/down"]) == (1, 1, 0)
+    assert (
+        f"engine_3 did not come back ({failure.happened}); it is started once more in 10 s" in capsys.readouterr().err
+    )
+
+
+def test_it_is_said_whether_requests_wait(log, clock, capsys) -> None:
+    run = Run(log, clock, failing=1)
+    other = EngineHandle([Process(log)])
+    other.note_committed(1)
+    run.restarts.note_started([run.engine, other])
+    run.die()
+    run.come_back()
+    assert "(try 2 of 8), and the others go on\n" in capsys.readouterr().err
