@@ -58,6 +58,12 @@ def script(tmp_path, monkeypatch):
 
 
 @pytest.fixture
+def short_waits(monkeypatch):
+    """Engines that do not come back are soon started once more."""
+    monkeypatch.setattr("megarl.cluster.engines.restarts._WAITS_S", (0.1,) * 7)
+
+
+@pytest.fixture
 def open_group(tmp_path):
     @contextmanager
     def make(

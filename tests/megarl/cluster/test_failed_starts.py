@@ -323,11 +323,26 @@ def test_an_engine_that_is_up_and_fails_as_it_gets_its_weights_is_started_anew(l
     )
 
 
-def test_it_is_said_whether_requests_wait(log, clock, capsys) -> None:
+@pytest.mark.parametrize(
+    ("other_is", "said"),
+    [
+        ("serving", "the others go on"),
+        ("updated", "the others go on"),
+        ("starting", "requests wait for it"),
+        ("dead", "requests wait for it"),
+    ],
+)
+def test_it_is_said_whether_requests_wait(log, clock, capsys, other_is, said) -> None:
     run = Run(log, clock, failing=1)
     other = EngineHandle([Process(log)])
-    other.note_committed(1)
+    if other_is != "starting":
+        other.note_committed(1)
+    if other_is == "dead":
+        other.worker.die()
+    if other_is == "updated":
+        other.worker.begin = lambda *_: None
+        other.begin_update(2, [])
     run.restarts.note_started([run.engine, other])
     run.die()
     run.come_back()
-    assert "(try 2 of 8), and the others go on\n" in capsys.readouterr().err
+    assert f"(try 2 of 8), and {said}\n" in capsys.readouterr().err

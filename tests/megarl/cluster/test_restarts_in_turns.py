@@ -9,7 +9,7 @@ from megarl.cluster.colocation import SharedGpus
 from megarl.cluster.placement.roles import ENGINE, POLICY
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 
-pytestmark = [pytest.mark.usefixtures("shared_cluster"), pytest.mark.long]
+pytestmark = [pytest.mark.usefixtures("shared_cluster", "short_waits"), pytest.mark.long]
 
 
 class Trainer(TrainerGroup):
@@ -45,7 +45,7 @@ def test_engines_that_die_start_in_their_turn_and_join_with_the_next_refit(open_
         made.append(SharedGpus(engines, {POLICY, ENGINE}, None))
         return made[0]
 
-    with open_group(2, restarts=11, gpus=gpus_of, engine_start_timeout_s=20) as (engines, refit):
+    with open_group(2, restarts=9, gpus=gpus_of, engine_start_timeout_s=20) as (engines, refit):
         (gpus,), trainer = made, Trainer(tmp_path / "script")
         gpus.add(trainer)
         refit(0)
@@ -140,7 +140,8 @@ def check_that_one_that_hangs_in_its_start_keeps_no_turn(engines, refit, gpus, t
     assert eventually(lambda: answered(engines) == EXPECTED and stages(engines) == ["load"])
     gpus.switch_to(trainer)
     # Prepared anew, and no more: it is the trainer's turn.
-    assert died(engines, 10)
+    assert died(engines, 9)
+    assert engines.end_step()["engines/failed_starts"] == 1
     assert eventually(lambda: stages(engines) == ["prepared"])
     gpus.switch_to(engines)
     all_serve(engines, refit, gpus, trainer, 7)
