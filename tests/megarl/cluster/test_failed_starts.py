@@ -145,7 +145,7 @@ def test_a_start_that_fails_is_made_again_after_growing_waits_and_is_no_further_
     run.die()
     run.come_back()
     assert run.engine.state == "serving"
-    # What a failed try has left is ended at once, and then there is a wait.
+    # Everything that a failed try has left is ended at once, and then there is a wait.
     assert run.times("end_others") == [0, 0, 10, 40]
     assert run.times("start") == [0, 10, 40, 100]
     metrics = run.restarts.end_step()
