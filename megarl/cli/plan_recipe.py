@@ -106,6 +106,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     from megarl.config.purpose import check_plannable
     from megarl.config.validate import check_single_values
 
+    recipe.refuse_scale(options)
     given = [word.partition("=")[0] for word in options.overrides]
     model = options.model or recipe.named_model(options) or ""
     stand_ins = [recipe.override(key, model) for key in _OPEN if key not in given and (model or key != "model.path")]

@@ -24,6 +24,7 @@ __all__ = [
     "override",
     "print_config",
     "read_config",
+    "refuse_scale",
 ]
 TINY = "tiny"
 """The scale at which a recipe runs on a laptop: `+scale=tiny`."""
@@ -73,6 +74,15 @@ def is_scaled(options: argparse.Namespace) -> bool:
     if unknown := [scale for scale in scales if scale != TINY]:
         raise UserError(f"+scale={unknown[0]} is not known: there is +scale={TINY}")
     return bool(scales)
+
+
+def refuse_scale(options: argparse.Namespace) -> None:
+    """Raise UserError where a command that counts a recipe is asked for the tiny scale."""
+    if is_scaled(options):
+        raise UserError(
+            f"+scale={TINY} is for the commands that train: megarl plan and rehearse count a recipe at its own size;"
+            " leave it out"
+        )
 
 
 def base_of(options: argparse.Namespace) -> "MegarlConfig":

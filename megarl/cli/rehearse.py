@@ -128,6 +128,7 @@ def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     from megarl.config.validate import check_single_values
     from megarl.rehearsal.job import model_config
 
+    recipe.refuse_scale(options)
     given = [word.partition("=")[0] for word in options.overrides]
     model = options.model or recipe.named_model(options)
     stand_ins = {"output_dir": "rehearsal", **({"model.path": model} if model else {})}

@@ -326,6 +326,7 @@ def test_each_rank_of_fsdp2_sends_its_rows(model: str, capsys: pytest.CaptureFix
         (["rollout.replicas=2", "--model", "model.json"], "takes rollout.replicas=2 only with a recipe"),
         ([], "megarl plan needs a model: give --model, or a recipe"),
         (["--config-name", "quickstart"], "leaves model.path open"),
+        (["--config-name", "grpo_qwen3_moe", "+scale=tiny"], "+scale=tiny is for the commands that train: megarl plan"),
         (["--config-name", "sft_qwen3_moe"], "recipe sft_qwen3_moe is for megarl sft: take a recipe of megarl train"),
         (["--config-name", "quickstart_dpo", "--model", "qwen3_8b"], "is for megarl dpo, reward-model or spin: take"),
         (["--config-name", "mine", "--config-dir", ".", "rollout.engine_args.pipeline_parallel_size=2"], "is above 1"),

@@ -30,6 +30,7 @@ def sizes(architecture: Architecture) -> list[Box]:
         ("rollout.weights=fp9", "rollout.weights=fp9 is none of as_trained, fp8_block"),
         ("rollout.replicas=0", "rollout.replicas=0 is too small"),
         ("--prediction-layers -1", "--prediction-layers -1 is too small; give at least 0"),
+        ("+scale=tiny", "+scale=tiny is for the commands that train: megarl plan and rehearse count a recipe at its"),
     ],
 )
 def test_values_that_cannot_be_are_refused_before_anything_is_built(
