@@ -184,27 +184,31 @@ def _check_job(config: MegarlConfig) -> None:
     check_pools(config)
     check_loggers(config.tracking.loggers)
     with_kv_scales(config.rollout, config.rollout.engine_args)
+    _check_direct(config)
     if config.refit.transport == "rdma":
         check_installed()
-    _check_direct(config)
     if config.rollout.top_k != -1 and config.rollout.top_k < 1:
         raise UserError(f"rollout.top_k={config.rollout.top_k}: it must be at least 1, or -1 for every token")
 
 
 def _check_direct(config: MegarlConfig) -> None:
     """Raise UserError where a key is for direct refits, and another allows none."""
-    key = "refit.delta=true" if config.refit.delta else f"refit.path={config.refit.path}"
-    if config.refit.delta and config.refit.path == "loader":
-        raise UserError(
-            "refit.delta=true is for direct refits, and refit.path=loader allows none: set refit.path to auto, or "
-            "refit.delta to false"
-        )
-    weights = NUMBER_FORMATS.get(config.rollout.weights)
-    if weights and weights.elements_per_code > 1 and (config.refit.delta or config.refit.path == "direct"):
-        raise UserError(
-            f"{key} is for direct refits, and engines take rollout.weights={config.rollout.weights} through their own"
-            " loader only: leave it out"
-        )
+    refit, weights = config.refit, NUMBER_FORMATS.get(config.rollout.weights)
+    through_loader = (
+        f"engines take rollout.weights={config.rollout.weights} through their own loader only: leave it out"
+    )
+    asked = {
+        "refit.delta=true": (refit.delta, "refit.delta to false"),
+        f"refit.transport={refit.transport}": (refit.transport != "auto", "refit.transport to auto"),
+        "refit.path=direct": (refit.path == "direct", ""),
+    }
+    for key, (is_asked, without) in asked.items():
+        if is_asked and refit.path == "loader":
+            raise UserError(
+                f"{key} is for direct refits, and refit.path=loader allows none: set refit.path to auto, or {without}"
+            )
+        if is_asked and weights and weights.elements_per_code > 1:
+            raise UserError(f"{key} is for direct refits, and {through_loader}")
 
 
 def _check_finite(key: str, value: Any) -> None:

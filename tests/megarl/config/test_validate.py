@@ -84,6 +84,15 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
             "^refit.delta=true is for direct refits, and refit.path=loader allows none: set refit.path to auto, or ",
         ),
         (
+            ["refit.transport=rdma", "refit.path=loader"],
+            "^refit.transport=rdma is for direct refits, and refit.path=loader allows none: set refit.path to auto, or "
+            "refit.transport to auto$",
+        ),
+        (
+            ["refit.transport=shared_memory", "rollout.weights=nvfp4"],
+            "^refit.transport=shared_memory is for direct refits, and engines take rollout.weights=nvfp4 through their",
+        ),
+        (
             ["refit.delta=true", "rollout.weights=nvfp4"],
             "^refit.delta=true is for direct refits, and engines take rollout.weights=nvfp4 through their own loader",
         ),
