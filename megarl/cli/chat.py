@@ -69,6 +69,7 @@ def _run(options: argparse.Namespace) -> int:
     from megarl.config.compose import compose
     from megarl.config.input_paths import check_input_paths
 
+    recipe.refuse_flags(options)
     if not 0 <= options.temperature < math.inf:
         raise UserError(f"--temperature {options.temperature} must be a number of at least 0")
     if options.max_tokens is not None and options.max_tokens < 1:

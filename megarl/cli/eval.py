@@ -79,6 +79,7 @@ def _run(options: argparse.Namespace) -> int:
     from megarl.config.compose import compose
     from megarl.config.input_paths import check_input_paths
 
+    recipe.refuse_flags(options)
     _check(options)
     refuse_checkpoint(Path(options.model))
     with phase("reading the configuration"):

@@ -9,6 +9,7 @@ from typing import Any
 
 from converters.durable import is_disk_full
 from converters.errors import UserError, did_you_mean
+from megarl.cli.parser import CommandParser
 from megarl.cli.standard_output import watched_output
 from megarl.cli.training import TRAINING_COMMANDS
 from megarl.process.errors import RunFailed, exit_code_of
@@ -34,9 +35,9 @@ COMMANDS = {
 EXIT_USER_ERROR = 2
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> CommandParser:
     """The parser of the command and of all its subcommands; imports nothing heavy."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="megarl",
         description="Megatron-native reinforcement learning for large mixture-of-experts language models.",
         epilog="`megarl COMMAND --help` says what a command takes.",
@@ -57,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         )
         command.set_defaults(interrupted="interrupted")
         module.add_arguments(command)
-        command.set_defaults(run=module.run, command=name, takes_overrides=module.TAKES_OVERRIDES)
+        command.set_defaults(run=module.run, command=name, parser=command, takes_overrides=module.TAKES_OVERRIDES)
     return parser
 
 
@@ -96,6 +97,8 @@ def _run(arguments: Sequence[str] | None, options: argparse.Namespace) -> int:
         raise UserError(f"there is no command {words[0]}{advice}")
     _, rest = build_parser().parse_known_args(arguments, options)
     if rest and not options.takes_overrides:
+        if rest[0].startswith("--"):
+            raise options.parser.no_option(rest[0])
         raise UserError(f"megarl {options.command} does not take {rest[0]}; see megarl {options.command} --help")
     options.overrides = rest
     return options.run(options)

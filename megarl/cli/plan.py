@@ -115,6 +115,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     # Before torch is loaded, which takes seconds.
+    plan_recipe.check_overrides(options)
     _check_models(options)
     from megarl.planning.forecast import Forecast
     from megarl.planning.step.prediction import StepPrediction

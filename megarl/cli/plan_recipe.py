@@ -81,6 +81,16 @@ _READERS: Mapping[str, Callable[[str], Any]] = {"bucket_bytes": _bucket_bytes, "
 """Option that the command line gives as a text and a recipe by its value -> how the text is read."""
 
 
+def check_overrides(options: argparse.Namespace) -> None:
+    """Raise UserError for an override or a flag where there is no recipe that it could be for."""
+    if options.config_name or not options.overrides:
+        return
+    word = options.overrides[0]
+    if options.parser.nearest(word):
+        raise options.parser.no_option(word)
+    raise UserError(f"megarl plan takes {word} only with a recipe: give --config-name, too")
+
+
 def complete(options: argparse.Namespace) -> None:
     """Read the options that are texts, and give those that the command line does not have the recipe's values.
 
@@ -90,8 +100,6 @@ def complete(options: argparse.Namespace) -> None:
     found = dict(WITHOUT_A_RECIPE)
     if options.config_name:
         found |= _sizes(options)
-    elif options.overrides:
-        raise UserError(f"megarl plan takes {options.overrides[0]} only with a recipe: give --config-name, too")
     for name, value in found.items():
         if (given := getattr(options, name)) is None:
             setattr(options, name, value)

@@ -24,6 +24,7 @@ __all__ = [
     "override",
     "print_config",
     "read_config",
+    "refuse_flags",
     "refuse_scale",
 ]
 TINY = "tiny"
@@ -66,6 +67,13 @@ def assignments(options: argparse.Namespace) -> "list[Assignment]":
 def _given(options: argparse.Namespace, script: "MegatronScript | None") -> "list[Assignment]":
     scale = _scale(base_of(options)) if is_scaled(options) else []
     return [*scale, *(script.assignments if script else []), *_words(options)]
+
+
+def refuse_flags(options: argparse.Namespace) -> None:
+    """Raise UserError for a flag, where a command takes overrides and none of Megatron's flags."""
+    for word in options.overrides:
+        if word.startswith("--"):
+            raise options.parser.no_option(word)
 
 
 def is_scaled(options: argparse.Namespace) -> bool:
@@ -118,7 +126,7 @@ def _words(options: argparse.Namespace) -> "list[Assignment]":
     from megarl.config.keys import flag_hints
     from megatron_ext.options.arguments import parse_flags
 
-    flags, overrides = parse_flags(options.overrides, flag_hints())
+    flags, overrides = parse_flags(options.overrides, flag_hints(), options.parser.own_options)
     overrides = [text for text in overrides if not text.lstrip("+").startswith("scale=")]
     return [
         *(Assignment(text, "override") for text in overrides),

@@ -90,12 +90,15 @@ def _resolve(kind: FieldType, value: Any) -> Any:
     return getattr(importlib.import_module(module), name)[value]
 
 
-def parse_flags(arguments: Sequence[str], hints: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def parse_flags(
+    arguments: Sequence[str], hints: Mapping[str, str], own_options: Sequence[str] = ()
+) -> tuple[dict[str, str], list[str]]:
     """Flags in Megatron-LM's style as options, and what was no flag.
 
     `--tensor-model-parallel-size 8` (or `=8`) sets the field tensor_model_parallel_size; a boolean stands alone
     (`--sequence-parallel`, `--no-sequence-parallel`); a list takes the words up to the next flag or override. Values
-    are left as text. `hints` says, for names that are not Megatron's, what to give instead.
+    are left as text. `hints` says, for names that are not Megatron's, what to give instead; `own_options` are those of
+    the command, without dashes, which an unknown flag may have been meant to be.
 
     Raises UserError for an unknown flag and for one without its value.
     """
@@ -114,7 +117,7 @@ def parse_flags(arguments: Sequence[str], hints: Mapping[str, str]) -> tuple[dic
         if switched_off in known and "bool" in known[switched_off].kinds and not equals:
             options[switched_off] = "false"
         elif name not in known:
-            raise UserError(_unknown_flag(flag, name, known, hints))
+            raise UserError(_unknown_flag(flag, name, [*known, *own_options], hints))
         else:
             options[name] = value if equals else _take_value(flag, known[name], words)
     return options, others
@@ -141,7 +144,7 @@ def _leading_values(words: Sequence[str]) -> Iterator[str]:
         yield word
 
 
-def _unknown_flag(flag: str, name: str, known: Mapping[str, FieldType], hints: Mapping[str, str]) -> str:
+def _unknown_flag(flag: str, name: str, known: Sequence[str], hints: Mapping[str, str]) -> str:
     if name in hints:
         return f"{flag} is not an option of megatron-core; {hints[name]}"
     flags = [known_name.replace("_", "-") for known_name in known]

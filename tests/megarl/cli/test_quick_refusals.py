@@ -14,6 +14,7 @@ REFUSED = {
     "diff . nope": "nope is not a folder; give one with a checkpoint",
     "verify nope": "nope is not a folder; give one with a checkpoint",
     "plan --model nope": "--model nope is no config.json, no folder with one and none of deepseek_v3",
+    "plan --model qwen3_8b --gpu 8": "megarl plan has no option --gpu; did you mean --gpus?",
     "chat --model nope": "--model=nope is not a HuggingFace folder: it has no config.json",
     "eval --model nope --files nope.parquet": "--model=nope is not a HuggingFace folder: it has no config.json",
     "eval --model model --files nope.parquet": "--files: there is no file nope.parquet",
