@@ -30,6 +30,9 @@ PRESETS = ("algorithm",)
 """Groups of the configuration that have a folder of ready-made choices."""
 _REPLACES_NOTHING = re.compile(r"No match in the defaults list\. To append to your default list use (\S+)")
 """Hydra's words where a preset is to be replaced and the recipe has none."""
+_BUILT_ON = re.compile(r"In '([^']*)': Could not ")
+"""Hydra's words before the name of a file that is not there: the one that names it."""
+_KEY_ALONE = re.compile(r"\+*([\w.]+)")
 _WANTS_LIST = "is not a ListConfig"
 """OmegaConf's words where a list has been given one value."""
 
@@ -173,7 +176,9 @@ def _no_file(config_name: str, error: MissingConfigException, folders: Sequence[
     """The sentence for a recipe that is there, and a file that it builds on that is not."""
     group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
     if group not in PRESETS:
-        return f"recipe {config_name}: {error.args[0].splitlines()[0]}"
+        above = _BUILT_ON.match(error.args[0])
+        builder = above[1] if above else config_name
+        return f"recipe {builder} builds on {error.missing_cfg_file}, which does not exist{_names_like(name, folders)}"
     hint = _names_like(name, [folder / group for folder in folders])
     return f"recipe {config_name}: there is no preset {group}={name}{hint}"
 
@@ -200,8 +205,9 @@ def _checked_override(text: str) -> str:
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"override {text!r} is not of the form key=value: {reason}{_quoting_hint(text)}") from error
+        alone = _KEY_ALONE.fullmatch(text)
+        reason = f"give {alone[1]}=VALUE" if alone else f"{str(error).splitlines()[0]}{_quoting_hint(text)}"
+        raise UserError(f"override {text!r} is not of the form key=value: {reason}") from error
     if not override.key_or_group:
         raise UserError(f"override {text!r} is not of the form key=value: it has no key")
     if re.split("[./]", override.key_or_group)[0] == "hydra":

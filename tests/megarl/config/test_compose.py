@@ -25,7 +25,9 @@ def recipes(tmp_path: Path) -> str:
     (tmp_path / "misspelt.yaml").write_text("output_dir: out\nmodel: {path: m}\nlop: {steps: 7}\n")
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "empty.yaml").write_text("# nothing yet\n")
-    (tmp_path / "dangling.yaml").write_text("defaults: [nowhere]\n")
+    (tmp_path / "dangling.yaml").write_text("defaults: [grpo_qwen3_mo, _self_]\n")
+    (tmp_path / "built_on_dangling.yaml").write_text("defaults: [dangling, _self_]\n")
+    (tmp_path / "wrong_group.yaml").write_text("defaults: [{mine: grpo_qwen3_mo}]\n")
     return str(tmp_path)
 
 
@@ -114,7 +116,9 @@ def test_own_recipes_build_on_ours(recipes: str) -> None:
         ),
         (["loop.steps=many"], r"loop\.steps: Value 'many'"),
         (["loop.steps=null"], r"loop\.steps"),
-        (["loop.steps"], "not of the form key=value"),
+        (["loop.steps"], "^override 'loop.steps' is not of the form key=value: give loop.steps=VALUE$"),
+        (["+loop.steps"], "^override '.loop.steps' is not of the form key=value: give loop.steps=VALUE$"),
+        (["loop steps"], "^override 'loop steps' is not of the form key=value: token recognition error"),
         (["=3"], "override .=3. is not of the form key=value: it has no key"),
         (["+=3"], "override .[+]=3. is not of the form key=value: it has no key"),
         (["hydra.run.dir=out"], "override 'hydra.run.dir=out' would set Hydra's own options.* output_dir says"),
@@ -185,7 +189,11 @@ def test_keys_of_verl_that_we_share_are_not_refused(recipes: str) -> None:
         ("zzz", "there is no recipe zzz; there are .*grpo_qwen3_moe.*mine"),
         ("misspelt", r"lop\.steps does not exist"),
         ("broken", "recipe broken cannot be composed"),
-        ("dangling", "recipe dangling: .*nowhere"),
+        *(
+            (name, "^recipe dangling builds on grpo_qwen3_mo, which does not exist; did you mean grpo_qwen3_moe[?]$")
+            for name in ("dangling", "built_on_dangling")
+        ),
+        ("wrong_group", "^recipe wrong_group builds on mine/grpo_qwen3_mo, which does not exist; did you mean grpo_"),
         ("empty", r"^recipe empty is empty: .*empty\.yaml has no key"),
     ],
 )
