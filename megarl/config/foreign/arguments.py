@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from converters.errors import UserError
+from megarl.config.foreign.given_file import read_given
 from megarl.config.foreign.shell_script import ShellScript, Word, read_script
 
 _ARGUMENT = re.compile(r"--|[+~]*\w+(\.\w+)+=")
@@ -126,8 +127,8 @@ def _argument(flag: Word, values: Sequence[Word]) -> Argument:
 
 def _arguments_of_yaml(file: Path) -> Iterator[Argument]:
     try:
-        root = yaml.compose(file.read_text(), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        root = yaml.compose(read_given(file), Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
         raise UserError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}); name another file") from error
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{file} has no arguments: YAML with NAME: VALUE belongs there")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from converters.errors import UserError
+from megarl.config.foreign.given_file import read_given
 from megarl.config.foreign.shell_scanner import Part, RawWord, ShellScanner, Statement
 
 _NAME = re.compile(r"(\w+)(\+?=)", re.ASCII)
@@ -99,10 +100,7 @@ class _Reader:
         self._not_read: list[str] = []
 
     def read(self, file: Path) -> None:
-        try:
-            text = file.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{file} cannot be read as text ({error}); name a script") from error
+        text = read_given(file)
         if len(self._files) >= _DEEPEST:
             raise UserError(f"{file} is read by scripts that read each other {_DEEPEST} deep; name one of them")
         self._files.append(file)

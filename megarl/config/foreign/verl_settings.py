@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 
 from converters.errors import UserError
 from megarl.config.foreign.arguments import program_words
+from megarl.config.foreign.given_file import read_given
 from megarl.config.foreign.shell_script import Word, read_script
 from megarl.config.foreign.verl_keys import ALIASES
 from megarl.config.origins import OPEN, leaves
@@ -51,8 +52,8 @@ def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> dict[
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = yaml.safe_load(read_given(file))
+    except yaml.YAMLError as error:
         raise UserError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}); name another file") from error
     if not isinstance(values, dict):
         raise UserError(f"{file} has no settings of verl: YAML with groups of keys belongs there")

@@ -1,0 +1,17 @@
+"""The text of a file that a command line names."""
+
+from pathlib import Path
+
+from converters.errors import UserError
+
+
+def read_given(file: Path) -> str:
+    """The text of a script or a YAML file. Raises UserError for one that is not there and for what is no text."""
+    try:
+        return file.read_text()
+    except FileNotFoundError as error:
+        raise UserError(f"there is no file {file}") from error
+    except IsADirectoryError as error:
+        raise UserError(f"{file} is a folder: name a script") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read as text ({error}); name a script") from error
