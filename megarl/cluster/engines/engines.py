@@ -319,10 +319,11 @@ class Engines:
         for handle, call in calls:
             try:
                 results += ((call.worker, result) for result in wait([call], timeout_s, key, since_s=began_s))
-            except WorkerFailed:
-                if handle.is_up:
+            except WorkerFailed as failure:
+                if not handle.is_up:
+                    self._restarts.begin(handle)
+                elif not self.retry_restart(failure):
                     raise
-                self._restarts.begin(handle)
         return results
 
 

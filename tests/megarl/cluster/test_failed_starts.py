@@ -10,6 +10,7 @@ import pytest
 
 from megarl.cluster.engines import restarts as module
 from megarl.cluster.engines.engine_handle import EngineHandle
+from megarl.cluster.engines.engines import Engines, SharedByEngines
 from megarl.cluster.engines.restarts import Restarts, StartStages
 from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
 
@@ -321,6 +322,24 @@ def test_an_engine_that_is_up_and_fails_as_it_gets_its_weights_is_started_anew(l
     assert (
         f"engine_3 did not come back ({failure.happened}); it is started once more in 10 s" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_one_that_fails_in_its_turn_before_it_has_weights_is_started_anew(log, clock, monkeypatch, has_weights) -> None:
+    run = Run(log, clock, has_weights=has_weights)
+    run.die()
+    run.until(lambda: run.engine.is_up)
+    run.failing, run.failing_step = 1, "wake_up"
+    monkeypatch.setattr(Process, "begin", lambda _, method, *__: run._call(method), raising=False)
+    monkeypatch.setattr("megarl.cluster.engines.engines.wait", wait)
+    engines = Engines([run.engine], SharedByEngines(run.restarts, SimpleNamespace(queue=None)))  # type: ignore[arg-type]
+    if has_weights:
+        with pytest.raises(WorkerFailed, match="no memory to wake_up"):
+            engines.wake_up({"weights"})
+    else:
+        engines.wake_up({"weights"})
+    assert run.engine.state == ("serving" if has_weights else "restarting")
+    assert run.restarts.end_step()["engines/failed_starts"] == (0 if has_weights else 1)
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def run(cuda, request):
         restarts = SimpleNamespace(
             lock=RLock(),
             begin=lambda handle: None,
+            retry=lambda failure: False,
             advance=lambda: None,
             is_paused=False,
             note_serving=lambda handle: None,
