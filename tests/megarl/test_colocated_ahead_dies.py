@@ -161,7 +161,8 @@ def test_with_recompute_each_token_is_of_its_version_and_none_is_lost(
 
 def check_that_all_died(config: MegarlConfig, deaths: Deaths, said: str) -> None:
     """Check that engines died as told, and that of all processes none is left."""
-    assert f"restart {deaths.count} of {deaths.count}" in said
+    # An engine may die before it has weights again.
+    assert said.count(" is started again (restart ") + said.count(" did not come back (") == deaths.count
     assert " had not answered " in said
     logs = list(Path(config.output_dir, LOGS).glob("*.log"))
     assert logs
