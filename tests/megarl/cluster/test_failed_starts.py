@@ -114,7 +114,7 @@ class Played(NamedTuple):
     process_dies: bool
 
 
-def wait(calls: Sequence[Call[Any]]) -> None:
+def wait(calls: Sequence[Call[Any]], *_: object, **__: object) -> None:
     for call in calls:
         step, fails, process_dies = call.reference
         if fails and process_dies:
