@@ -199,7 +199,7 @@ def find_cuda_runtime(_saver: Any) -> None:
     SGLang 0.5.23 has its workers preload torch_memory_saver 0.0.9.post1, which needs the runtime before there is a
     torch that knows the place: where the machine's loader finds none, not even Python starts.
     """
-    major = (torch.version.cuda or "").split(".")[0]
+    major = device.cuda_version().partition(".")[0]
     found = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/libcudart.so.{major}")) if major else []
     places = os.environ.get(_LIBRARY_PATH, "").split(os.pathsep)
     if found and (folder := str(found[0].parent)) not in places:

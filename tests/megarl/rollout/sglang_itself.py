@@ -177,7 +177,7 @@ def loops():
 
 
 def preloading(folder):
-    """What a worker of a server that sleeps preloads, and where its loader looks for the libraries which that needs."""
+    """The library that a worker of a server that sleeps preloads, and where its loader looks for what that needs."""
     runtime = Path(folder, "nvidia", "cu13", "lib", "libcudart.so.13")
     runtime.parent.mkdir(parents=True)
     runtime.touch()
@@ -185,6 +185,7 @@ def preloading(folder):
     with (
         mock.patch.dict(os.environ, {"LD_LIBRARY_PATH": "/own"}),
         mock.patch.object(torch, "__file__", f"{folder}/torch/__init__.py"),
+        # torch_memory_saver asks for it, too.
         mock.patch.object(torch.version, "cuda", "13.0"),
         saver.configure_subprocess(),
     ):
