@@ -146,10 +146,8 @@ def draw_by_seed(info: Any, _class: type, batch: Any, *_: Any, **__: Any) -> Non
     """
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     if all(seed is not None for seed in seeds):
-        # As SGLang copies all else of a batch: a copy that waits for the GPU has this process wait for what runs there.
-        place = info.temperatures.device
-        on_host = torch.tensor(seeds, dtype=torch.int64, pin_memory=place.type == "cuda")
-        info.sampling_seed = on_host.to(place, non_blocking=True)
+        # As SGLang copies all else of a batch, without waiting for what the GPU does.
+        info.sampling_seed = device.sent(torch.tensor(seeds, dtype=torch.int64), info.temperatures.device)
 
 
 def cut_by_top_k_first(original: Callable[..., Any], sampler: Any, probs: Tensor, info: Any, *rest: Any) -> Any:

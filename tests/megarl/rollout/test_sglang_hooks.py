@@ -143,13 +143,10 @@ class Copies(TorchFunctionMode):
         self.noted = []
 
     def __torch_function__(self, function, _types, arguments=(), named=None):
-        named = dict(named or {})
-        if function is torch.tensor:
-            self.noted.append(("tensor", named.pop("device", None), named.pop("pin_memory", False)))
-        if function is torch.Tensor.to:
-            self.noted.append(("to", *arguments[1:], named.get("non_blocking", False)))
+        if function in (torch.Tensor.pin_memory, torch.Tensor.to):
+            self.noted.append((function.__name__, *arguments[1:], named or {}))
             return arguments[0]
-        return function(*arguments, **named)
+        return function(*arguments, **(named or {}))
 
 
 def of_seeds(*seeds):
@@ -164,7 +161,7 @@ def test_seeds_are_copied_to_the_gpu_without_waiting_for_it():
     info = SimpleNamespace(temperatures=SimpleNamespace(device=gpu))
     with Copies() as copies:
         draw_by_seed(info, object, of_seeds(5, 2**40))
-    assert copies.noted == [("tensor", None, True), ("to", gpu, True)]
+    assert copies.noted == [("pin_memory", {}), ("to", gpu, {"non_blocking": True})]
     assert info.sampling_seed.tolist() == [5, 2**40]
 
 
