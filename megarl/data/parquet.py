@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 from converters.errors import UserError
 
 _ROWS_PER_BATCH = 1024
+_MAGIC = b"PAR1"
 
 
 def read_rows(
@@ -32,9 +33,22 @@ def read_rows(
                     yield row, values
                     row += 1
     except (pa.ArrowException, OSError) as error:
+        if not _begins_as_parquet(path):
+            raise UserError(
+                f"data file {path} is no parquet file; docs/data.md has a line that makes one of jsonl"
+            ) from error
         raise UserError(
             f"data file {path} cannot be read as parquet ({error}); write it again, as pandas.DataFrame.to_parquet does"
         ) from error
+
+
+def _begins_as_parquet(path: Path) -> bool:
+    """Whether what cannot be read begins as parquet does; also where it cannot be opened at all."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return True
 
 
 def _columns(
