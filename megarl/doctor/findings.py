@@ -10,6 +10,7 @@ from megarl.process.gpudirect import GPUDIRECT
 from megarl.rollout import ENGINES
 from megarl.schema import RefitConfig, RolloutConfig
 from megarl.tracking import LOGGERS
+from megarl.tracking.services import install_command
 
 GIB = 1024**3
 MEMORY_BYTES = 8 * GIB
@@ -164,8 +165,8 @@ def _check_compilers(inventory: Inventory) -> Iterator[Finding]:
 def _check_loggers(inventory: Inventory) -> Iterator[Finding]:
     for logger, kind in LOGGERS.items():
         if kind.package and not inventory.packages[kind.package]:
-            why, remedy = f"{kind.package} is not installed", f"pip install {kind.package}"
-            yield Finding(False, f"tracking.loggers=[{logger}]", why, remedy)
+            remedy = install_command(logger, inventory.stack)
+            yield Finding(False, f"tracking.loggers=[{logger}]", f"{kind.package} is not installed", remedy)
 
 
 _CHECKS: tuple[Callable[[Inventory], Iterator[Finding]], ...] = (

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from importlib.metadata import requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from queue import Full, Queue
@@ -237,12 +238,19 @@ def _of_mlflow(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
     return values
 
 
+def install_command(name: str, stack: str) -> str:
+    """The command that installs the package of a logger beside the versions of a stack, "cpu" or "cuda"."""
+    stated = (text.partition(";") for text in requires("megarl") or [])
+    wanted = next(package.strip() for package, _, marker in stated if marker.strip() == f'extra == "{name}"')
+    return f"pip install --constraint constraints/{stack}.txt '{wanted}'"
+
+
 def check_installed(name: str) -> None:
     """Raise UserError if the package of this name, whose logger has its name, is not installed."""
     if find_spec(name) is None:
+        how = install_command(name, "cpu" if version("torch").endswith("+cpu") else "cuda")
         raise UserError(
-            f"tracking.loggers names {name!r}, which is not installed; install it with pip install 'megarl[{name}]' "
-            f"or take it off the list"
+            f"tracking.loggers names {name!r}, which is not installed; install it with {how}, or take it off the list"
         )
 
 

@@ -119,6 +119,16 @@ def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
     assert find(dataclasses.replace(GPU_MACHINE, rdma_devices=[], limits=Limits(65536))) == []
 
 
+@pytest.mark.parametrize(("machine", "lock"), [(CPU_MACHINE, "cpu"), (GPU_MACHINE, "cuda")])
+def test_a_logger_is_installed_with_the_versions_that_are_there(machine: Inventory, lock: str) -> None:
+    lacking = with_packages(machine, wandb=None, mlflow_skinny=None)
+    start = f"pip install --constraint constraints/{lock}.txt"
+    assert {finding.what: finding.remedy for finding in find(lacking) if "loggers" in finding.what} == {
+        "tracking.loggers=[wandb]": f"{start} 'wandb>=0.20'",
+        "tracking.loggers=[mlflow]": f"{start} 'mlflow-skinny>=3'",
+    }
+
+
 @pytest.mark.parametrize(
     ("machine", "lock", "set_up"), [(CPU_MACHINE, "cpu", "make setup"), (GPU_MACHINE, "cuda", "make setup CUDA=1")]
 )
