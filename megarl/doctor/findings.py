@@ -35,14 +35,17 @@ def find(inventory: Inventory) -> list[Finding]:
     return sorted(findings, key=lambda finding: not finding.blocks)
 
 
+def _set_up(inventory: Inventory) -> str:
+    return "make setup CUDA=1" if inventory.stack == "cuda" else "make setup"
+
+
 def _check_requirements(inventory: Inventory) -> Iterator[Finding]:
     for unmet in inventory.unmet_requirements:
         yield Finding(True, "megarl train", f"it needs {unmet}", "make setup")
 
 
 def _check_engine(inventory: Inventory) -> Iterator[Finding]:
-    wanted = "make setup CUDA=1" if inventory.stack == "cuda" else "make setup"
-    usual = RolloutConfig().engine
+    wanted, usual = _set_up(inventory), RolloutConfig().engine
     if not inventory.engines:
         names = ", ".join(kind.title for kind in ENGINES.values())
         yield Finding(True, "rollouts", f"no engine for device {inventory.stack} is installed ({names})", wanted)
@@ -126,6 +129,12 @@ def _check_verbs(inventory: Inventory) -> Iterator[Finding]:
         yield Finding(False, "InfiniBand: NCCL", why, VERBS)
 
 
+def _check_nixl(inventory: Inventory) -> Iterator[Finding]:
+    if inventory.rdma_devices and not any(inventory.packages[each] for each in NIXL):
+        why = "there is no NIXL: refits between machines go by tcp"
+        yield Finding(False, "refit.transport=rdma", why, _set_up(inventory))
+
+
 def _check_gpudirect(inventory: Inventory) -> Iterator[Finding]:
     if inventory.rdma_devices and inventory.gpus and inventory.gpudirect_obstacle:
         devices = ", ".join(inventory.rdma_devices)
@@ -183,6 +192,7 @@ _CHECKS: tuple[Callable[[Inventory], Iterator[Finding]], ...] = (
     _check_compilers,
     _check_locked_memory,
     _check_verbs,
+    _check_nixl,
     _check_gpudirect,
     _check_loggers,
 )

@@ -21,6 +21,8 @@ from megarl.process.rdma_devices import has_verbs, rdma_devices
 from megarl.rollout import ENGINES
 from megarl.tracking import LOGGERS
 
+NIXL = ("nixl-cu12", "nixl-cu13")
+"""Packages of which one is needed by rdma."""
 PACKAGES = (
     "torch",
     "megatron-core",
@@ -29,6 +31,7 @@ PACKAGES = (
     "flash-attn",
     "triton",
     "ray",
+    *NIXL,
     "transformers",
     "tokenizers",
     "safetensors",
@@ -39,8 +42,6 @@ PACKAGES = (
     "torchcodec",
     *(kind.package for kind in LOGGERS.values() if kind.package),
 )
-NIXL = ("nixl-cu12", "nixl-cu13")
-"""Packages of which one is needed by rdma."""
 _SHARED_MEMORY = Path("/dev/shm")
 
 

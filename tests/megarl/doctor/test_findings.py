@@ -119,6 +119,13 @@ def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
     assert find(dataclasses.replace(GPU_MACHINE, rdma_devices=[], limits=Limits(65536))) == []
 
 
+def test_nixl_is_missed_only_where_there_are_ports() -> None:
+    without = with_packages(GPU_MACHINE, nixl_cu12=None, nixl_cu13=None)
+    assert [finding.remedy for finding in find(without)] == ["make setup CUDA=1"]
+    for machine in (dataclasses.replace(without, rdma_devices=[]), with_packages(GPU_MACHINE, nixl_cu12=None)):
+        assert find(machine) == []
+
+
 @pytest.mark.parametrize(("machine", "lock"), [(CPU_MACHINE, "cpu"), (GPU_MACHINE, "cuda")])
 def test_a_logger_is_installed_with_the_versions_that_are_there(machine: Inventory, lock: str) -> None:
     lacking = with_packages(machine, wandb=None, mlflow_skinny=None)
@@ -177,6 +184,10 @@ def test_what_blocks_the_main_job(inventory: Inventory, says: str) -> None:
         (with_packages(GPU_MACHINE, sglang="0.5.21"), "SGLang 0.5.21 is there, not 0.5.23"),
         (with_sglang(GPU_MACHINE, *OF_MEGARL, "nixl-cu13"), "beside SGLang there is no sglang-kernel"),
         (with_sglang(GPU_MACHINE, KERNELS, *OF_MEGARL[2:], "nixl-cu12"), "beside SGLang there is no isal, no llvmlite"),
+        (
+            with_packages(GPU_MACHINE, nixl_cu12=None, nixl_cu13=None),
+            "there is no NIXL: refits between machines go by tcp",
+        ),
         (with_sglang(GPU_MACHINE, *OF_MEGARL, KERNELS), "no NIXL: its refits between machines go by tcp"),
         (dataclasses.replace(CPU_MACHINE, gpus=GPU_MACHINE.gpus), "1 GPUs stay unused: the installed torch is a CPU"),
     ],
