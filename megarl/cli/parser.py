@@ -16,7 +16,7 @@ _ABOUT_AN_OPTION = {
     r"not allowed with argument (.*)": r"cannot be given beside \1",
     r"ignored explicit argument (.*)": r"takes no value, and \1 was given",
 }
-"""What argparse (of Python 3.11 to 3.13) says of an option -> what stands behind its name in a sentence."""
+"""The words of argparse (of Python 3.11 to 3.13) about an option -> ours, which stand behind its name."""
 _CHOICES = re.compile(r"invalid choice: (.*) \(choose from (.*)\)")
 _OF_AN_OPTION = re.compile(r"argument (\S+): (.*)", re.DOTALL)
 _REQUIRED = re.compile(r"the following arguments are required: (.*)|one of the arguments (.*) is required")
