@@ -82,6 +82,8 @@ class Engines:
         self._restarts.advance()
         while not self.up and not self._restarts.is_paused:
             self._restarts.wait()
+            # One whose death is known only now, too: while this thread waits in a refit, nobody else begins.
+            self.restart_dead()
 
     def wait_for_all(self) -> None:
         """Wait until all are up that were restarted. Raises as `Restarts.begin`."""
@@ -234,10 +236,10 @@ class Engines:
     def commit_update(self, version: int, timeout_s: float, kv: KeysAndValues = "recompute") -> int:
         """Lift the fence: from here on all engines serve `version`. Returns the tokens that they recompute."""
         committing = [(handle, handle.begin(Engine.commit_update, version, kv)) for handle in self.handles]
-        deadline, failures, recomputed = time.monotonic() + timeout_s, list[WorkerFailed](), 0
+        began_s, failures, recomputed = time.monotonic(), list[WorkerFailed](), 0
         for handle, call in committing:
             try:
-                recomputed += sum(wait_in_refit([call], max(0.0, deadline - time.monotonic())))
+                recomputed += sum(wait([call], timeout_s, REFIT_LIMIT, since_s=began_s))
             except WorkerFailed as failure:
                 # The others have their weights all the same, and are to be known for it.
                 failures.append(failure)
