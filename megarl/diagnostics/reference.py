@@ -10,8 +10,8 @@ _HEADER = """# Metrics
 
 Made from `megarl/tracking/metrics.py` and `megarl/diagnostics/alerts.py` by `make docs`; change them.
 
-Every step logs its metrics once, to all loggers of `tracking.loggers`: `console`, `jsonl` and `tensorboard` are always
-there, `wandb` and `mlflow` where they are installed. `metrics.jsonl` in `output_dir` has one JSON object per step; a
+Every step logs its metrics once, to all loggers of `tracking.loggers`: by default `console`, `jsonl` and `tensorboard`;
+`wandb` and `mlflow` where they are installed and named. `metrics.jsonl` in `output_dir` has one JSON object per step; a
 value that is not finite is `null` there. Step 0 is the evaluation before the first step.
 
 Means over tokens are over the response tokens of the step's global batch. With `algorithm.updates_per_step` above 1,

@@ -35,7 +35,7 @@ class ClusterConfig:
     object_store_bytes: int | None = None
     """Shared memory that a cluster of this machine alone may take for the data of steps, in bytes; what has no room
     there goes to disk. null is 30 % of the memory that is available, or half of what /dev/shm has free if that is less,
-    and 256 MiB at least."""
+    256 MiB at least and 200 GB at most."""
     trainer_cpus: float = 1.0
     """CPU cores that Ray sets aside for each Megatron rank."""
     engine_cpus: float = 1.0
