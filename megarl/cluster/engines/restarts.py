@@ -21,6 +21,8 @@ Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
 _POLL_S = 1.0
 _WAITS_S = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 600.0)
 """Before each further try of an engine that did not come back: memory, ports and disks may."""
+_TRIES_WITHIN_S = 7200.0
+"""After a death, the time in which a try may be the next one: a start that hangs takes an hour."""
 
 
 class StartStages(NamedTuple):
@@ -229,7 +231,7 @@ class Restarts:
         if not self._started:
             self._begin(handle, failure, failed.died_s)
             return
-        if failed.number > len(_WAITS_S):
+        if failed.number > len(_WAITS_S) or time.monotonic() - failed.died_s > _TRIES_WITHIN_S:
             raise _in_vain(handle, failure, failed)
         self._failed_starts += 1
         wait_s = _WAITS_S[failed.number - 1]

@@ -200,6 +200,22 @@ def test_an_engine_that_never_comes_back_is_a_failure_from_which_the_run_goes_on
         run.restarts.advance()
 
 
+def test_starts_that_hang_are_not_made_again_all_day(log, clock, monkeypatch) -> None:
+    run = Run(log, clock)
+    monkeypatch.setattr(module.ray, "wait", lambda references, **_: _hang_in_start(clock, references))
+    run.die()
+    with pytest.raises(WorkerGone, match=r"^engine_3 did not come back in 2 tries within 72\d\d s"):
+        run.come_back()
+    assert len(run.times("start")) == 2
+
+
+def _hang_in_start(clock, references):
+    if references[0].step != "start":
+        return references, []
+    clock.sleep(1.0)
+    return [], references
+
+
 def test_one_that_fails_before_it_is_up_waits_first_and_is_not_late_for_that(log, clock) -> None:
     run = Run(log, clock, failing=5, failing_step="end_others")
     run.die()
