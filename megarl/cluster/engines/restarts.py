@@ -15,6 +15,7 @@ from megarl.cluster.workers.calls import HEARTBEAT_INTERVAL_S, end_silent, wait
 from megarl.cluster.workers.heartbeats import Heartbeats
 from megarl.cluster.workers.worker import GOES_ON, Call, Worker, WorkerFailed, WorkerGone
 from megarl.process.logs import say
+from megarl.resharding.direct.connections import TransferError
 
 Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
 """Goes on with an engine step by step: yields the calls, at least one, that have to end before the next step."""
@@ -134,7 +135,7 @@ class Restarts:
         """
         with self.lock:
             for handle, restart in list(self._under_way.items()):
-                if any(process.failure is failure for process in handle.processes):
+                if any(_is_same(process.failure, failure) for process in handle.processes):
                     self._retry(handle, failure, restart)
                     return True
         return False
@@ -268,8 +269,7 @@ class Restarts:
                     self._look_after(handle, restart)
                     break
                 restart.calls = list(next(restart.steps, ()))
-                if restart.is_up:
-                    restart.until_s = time.monotonic() + self._start_within_s
+                restart.until_s = time.monotonic() + (self._start_within_s if restart.is_up else self._up_within_s)
                 if not restart.calls and not self._begins_to_load(handle, restart):
                     break
         except WorkerFailed as failure:
@@ -323,6 +323,12 @@ class Restarts:
             happened = f"the new process of {handle.name} was not up after {self._up_within_s:g} s"
             advice = "see to its machine (cluster.start_timeout_s)"
         return WorkerGone(happened, advice, handle.worker.log)
+
+
+def _is_same(own: WorkerFailed | None, heard: WorkerFailed) -> bool:
+    """Whether a process has failed as was heard: of a transfer, one of its peers may be heard first."""
+    of_transfer = own is not None and isinstance(own.error, TransferError) and isinstance(heard.error, TransferError)
+    return own is heard or of_transfer
 
 
 def _lost(handle: EngineHandle) -> WorkerGone:

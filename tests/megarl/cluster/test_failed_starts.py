@@ -13,6 +13,7 @@ from megarl.cluster.engines.engine_handle import EngineHandle
 from megarl.cluster.engines.engines import Engines, SharedByEngines
 from megarl.cluster.engines.restarts import Restarts, StartStages
 from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
+from megarl.resharding.direct.connections import TransferError
 
 UP_WITHIN_S = 300.0
 
@@ -226,6 +227,22 @@ def test_one_that_fails_before_it_is_up_waits_first_and_is_not_late_for_that(log
     assert run.engine.state == "serving"
 
 
+def test_a_try_that_begins_late_has_its_whole_time(log, clock, monkeypatch) -> None:
+    run = Run(log, clock, failing=1, failing_step="end_others")
+    run.die()
+    run.restarts.advance()
+    # Nobody goes on with restarts, as in a long refit.
+    clock.sleep(2 * UP_WITHIN_S)
+    slow = iter([([], [0]), *[([0], [])] * 9])
+    monkeypatch.setattr(module.ray, "wait", lambda references, **_: _slowly(next(slow), references))
+    run.come_back()
+    assert (run.engine.state, run.restarts.end_step()["engines/failed_starts"]) == ("serving", 1)
+
+
+def _slowly(ended, references):
+    return (references, []) if ended[0] else ([], references)
+
+
 def test_a_process_that_does_not_come_up_is_late_once_its_wait_is_over(log, clock, monkeypatch, capsys) -> None:
     run = Run(log, clock)
     monkeypatch.setattr(module.ray, "wait", lambda references, **_: (clock.sleep(1.0), ([], references))[1])
@@ -338,6 +355,18 @@ def test_an_engine_that_is_up_and_fails_as_it_gets_its_weights_is_started_anew(l
     assert (
         f"engine_3 did not come back ({failure.happened}); it is started once more in 10 s" in capsys.readouterr().err
     )
+
+
+def test_one_whose_first_transfer_fails_is_started_anew_whoever_is_heard_first(log, clock) -> None:
+    run = Run(log, clock, has_weights=False)
+    run.die()
+    run.until(lambda: run.engine.state == "starting")
+    of_a_rank = WorkerFailed("engine worker 3 failed: no memory for a bucket", log, TransferError())
+    assert not run.restarts.retry(of_a_rank)
+    run.engine.worker.failure = WorkerFailed("no memory for a bucket", log, TransferError())
+    assert not run.restarts.retry(WorkerFailed("a rank has no memory", log, MemoryError()))
+    assert run.restarts.retry(of_a_rank)
+    assert run.engine.state == "restarting"
 
 
 @pytest.mark.parametrize("has_weights", [True, False])
