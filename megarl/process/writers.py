@@ -88,14 +88,14 @@ def _links(thread: Path) -> set[str]:
 
 
 def _threads(process: Path) -> list[Path]:
-    with suppress(FileNotFoundError, ProcessLookupError):
+    with suppress(OSError):
         return [process / "task" / thread for thread in os.listdir(process / "task")]
     return []
 
 
 def _stat(thread: Path, place: int) -> str:
-    """One of the fields of a thread, or of the first one of a process; empty where it is gone."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        # The name may have blanks and brackets of its own.
-        return (thread / "stat").read_text().rpartition(")")[2].split()[place]
+    """One of the fields of a thread, or of the first one of a process; empty where it is gone, or is not shown."""
+    with suppress(OSError):
+        # The name may have blanks and brackets of its own, and half a character at its end.
+        return (thread / "stat").read_bytes().rpartition(b")")[2].split()[place].decode()
     return ""

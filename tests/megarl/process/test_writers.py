@@ -3,11 +3,12 @@
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 from eventually import eventually, has_ended
 
-from megarl.process.writers import end_other_writers
+from megarl.process.writers import end_other_writers, other_writers
 
 
 def test_processes_that_a_dead_one_left_are_ended(tmp_path, monkeypatch):
@@ -40,6 +41,25 @@ def end_child(tmp_path, program, ready):
     finally:
         child.kill()
         child.wait()
+
+
+WITH_HALF_A_CHARACTER = """
+import ctypes, os, time
+ctypes.CDLL(None).prctl(15, "fourteen bytes\N{LATIN SMALL LETTER E WITH ACUTE}".encode())
+os.close(1), os.close(2)
+time.sleep(600)
+"""
+
+
+def test_a_process_of_any_name_keeps_none_from_being_looked_for(tmp_path):
+    other = subprocess.Popen([sys.executable, "-c", WITH_HALF_A_CHARACTER])
+    try:
+        name = Path(f"/proc/{other.pid}/comm")
+        assert eventually(lambda: name.read_bytes().startswith(b"fourteen bytes"))
+        assert list(other_writers(tmp_path / "engine_0.log")) == []
+    finally:
+        other.kill()
+        other.wait()
 
 
 EXIT_THREAD = 60 if platform.machine() == "x86_64" else 93
