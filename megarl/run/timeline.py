@@ -45,7 +45,7 @@ class Timeline:
         controller.start()
         try:
             if self._engines:
-                # A step begins with their turn anyway, and after a checkpoint some cannot be called before.
+                # A step begins with their turn anyway, and some cannot be called in that of the trainer.
                 self._gpus.switch_to(self._engines)
                 self._engines.start_profiler()
             yield
@@ -55,6 +55,8 @@ class Timeline:
         events = wait([worker.begin_stop_profiler() for worker in self._workers])
         found |= {worker.log.stem: of_worker for worker, of_worker in zip(self._workers, events, strict=True)}
         if self._engines:
+            # A refit that is checked by log-probs ends with the trainer's turn.
+            self._gpus.switch_to(self._engines)
             found |= self._engines.stop_profiler()
         if self._scorer:
             found["reward workers"] = _rewards(self._scorer)

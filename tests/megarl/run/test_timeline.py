@@ -25,10 +25,15 @@ def test_a_step_that_failed_is_recorded_when_it_is_done_again(tmp_path):
 
 
 def test_engines_are_recorded_from_their_turn_on(tmp_path):
-    """After a checkpoint it is the trainers', and SGLang's workers cannot be called."""
+    """After a checkpoint it is the trainers', and after some refits; SGLang's workers cannot be called in it."""
     calls = []
-    engines = SimpleNamespace(start_profiler=lambda: calls.append("start"), stop_profiler=lambda: {"engine": []})
+
+    def stop():
+        calls.append("stop")
+        return {"engine": []}
+
+    engines = SimpleNamespace(start_profiler=lambda: calls.append("start"), stop_profiler=stop)
     gpus = SimpleNamespace(switch_to=calls.append)
     with Timeline(2, tmp_path, [], engines, None, gpus).record(2):
-        calls.append("step")
-    assert calls == [engines, "start", "step"]
+        gpus.switch_to("the trainer")
+    assert calls == [engines, "start", "the trainer", engines, "stop"]
