@@ -10,7 +10,11 @@ import pyarrow.parquet as pq
 from converters.errors import UserError
 
 _ROWS_PER_BATCH = 1024
-_MAGIC = b"PAR1"
+_OTHERS = {
+    b"{": "is no parquet file; docs/data.md has a line that makes one of jsonl",
+    b"version https://git-lfs": "is a pointer of Git LFS: `git lfs pull` in its folder brings the file itself",
+}
+"""Begin of a file that is not parquet -> what it is."""
 
 
 def read_rows(
@@ -33,22 +37,18 @@ def read_rows(
                     yield row, values
                     row += 1
     except (pa.ArrowException, OSError) as error:
-        if not _begins_as_parquet(path):
-            raise UserError(
-                f"data file {path} is no parquet file; docs/data.md has a line that makes one of jsonl"
-            ) from error
-        raise UserError(
-            f"data file {path} cannot be read as parquet ({error}); write it again, as pandas.DataFrame.to_parquet does"
-        ) from error
+        unreadable = f"cannot be read as parquet ({error}); write it again, as pandas.DataFrame.to_parquet does"
+        raise UserError(f"data file {path} {_what_else_it_is(path) or unreadable}") from error
 
 
-def _begins_as_parquet(path: Path) -> bool:
-    """Whether what cannot be read begins as parquet does; also where it cannot be opened at all."""
+def _what_else_it_is(path: Path) -> str:
+    """The end of a sentence about a file that is known not to be parquet; empty where it is not."""
     try:
         with path.open("rb") as file:
-            return file.read(len(_MAGIC)) == _MAGIC
+            begin = file.read(100).lstrip()
     except OSError:
-        return True
+        return ""
+    return next((said for first, said in _OTHERS.items() if begin.startswith(first)), "")
 
 
 def _columns(

@@ -21,7 +21,11 @@ def test_a_missing_file_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", r" is no parquet file; docs/data\.md has a line that makes one of jsonl$"),
+        (b"", r" cannot be read as parquet \(.*\); write it again"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:9f\n",
+            r" is a pointer of Git LFS: `git lfs pull` in ",
+        ),
         (b'{"x": 1}\n', r" is no parquet file; docs/data\.md has a line that makes one of jsonl$"),
         (b"PAR1 not really PAR1", r" cannot be read as parquet \(.*\); write it again"),
     ],
