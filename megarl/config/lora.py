@@ -75,9 +75,15 @@ def check_lora(config: MegarlConfig) -> None:
 def _check_alone(config: MegarlConfig) -> None:
     """Raise UserError for what cannot be chosen with an adapter that goes into the engines alone."""
     alone = "lora.merge=false sends the adapter alone"
-    if config.refit.path == "direct" or config.refit.delta:
-        key = "refit.delta=true" if config.refit.delta else "refit.path=direct"
-        raise UserError(f"{alone}, whole and by the engines' loader, and {key} is for weights: leave it out")
+    refit = config.refit
+    of_weights = {
+        "refit.path=direct": refit.path == "direct",
+        "refit.delta=true": refit.delta,
+        f"refit.transport={refit.transport}": refit.transport != "auto",
+    }
+    for key, is_given in of_weights.items():
+        if is_given:
+            raise UserError(f"{alone}, whole and by the engines' loader, and {key} is for weights: leave it out")
     if config.model.megatron_checkpoint is not None:
         raise UserError(
             f"{alone}, beside weights of model.path, and with model.megatron_checkpoint it is trained beside others:"

@@ -200,6 +200,10 @@ def test_the_quickstart_is_valid(make_config: Callable[..., MegarlConfig]) -> No
             r"alone, .*, and refit\.delta=true is for weights",
         ),
         (
+            ["lora.rank=4", "lora.merge=false", "refit.transport=tcp"],
+            r"alone, .*, and refit\.transport=tcp is for weights",
+        ),
+        (
             ["lora.rank=4", "lora.merge=false", "model.megatron_checkpoint=elsewhere"],
             r"with model\.megatron_checkpoint it is trained beside others: export that to HuggingFace as model\.path",
         ),
