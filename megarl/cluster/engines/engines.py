@@ -239,7 +239,7 @@ class Engines:
         began_s, failures, recomputed = time.monotonic(), list[WorkerFailed](), 0
         for handle, call in committing:
             try:
-                recomputed += sum(wait([call], timeout_s, REFIT_LIMIT, since_s=began_s))
+                recomputed += sum(wait_in_refit([call], timeout_s, since_s=began_s))
             except WorkerFailed as failure:
                 # The others have their weights all the same, and are to be known for it.
                 failures.append(failure)
@@ -329,6 +329,6 @@ class Engines:
         return results
 
 
-def wait_in_refit(calls: Sequence[Call[R]], timeout_s: float) -> list[R]:
+def wait_in_refit(calls: Sequence[Call[R]], timeout_s: float, *, since_s: float | None = None) -> list[R]:
     """Wait, as `wait`, for calls of engines that need nobody else in a refit: one that does not answer has died."""
-    return wait(calls, timeout_s, REFIT_LIMIT)
+    return wait(calls, timeout_s, REFIT_LIMIT, since_s=since_s)

@@ -8,6 +8,7 @@ from typing import get_args, get_origin
 
 import pytest
 
+from megarl.cli.parser import CommandParser
 from megarl.cli.recipe import read_config
 from megarl.config.keys import schema_keys
 from megarl.config.validate import validate
@@ -146,7 +147,8 @@ def judge(hostile_model, hostile_files, refusal, tmp_path):
     def read_and_check(overrides, name="quickstart", folder=None):
         given = [f"model.path={hostile_model}", f"data.train_files=[{hostile_files.train}]", "data.eval_files=[]"]
         given += [f"output_dir={tmp_path / 'run'}", *overrides]
-        validate(read_config(argparse.Namespace(config_name=name, config_dir=folder, overrides=given)), "train")
+        options = argparse.Namespace(config_name=name, config_dir=folder, overrides=given, parser=CommandParser())
+        validate(read_config(options), "train")
 
     return lambda *arguments: refusal(read_and_check, *arguments)
 

@@ -223,7 +223,9 @@ def test_changes_of_codes_of_scales_and_of_values_in_cut_blocks(name):
         destinations.append(Destination(rank, messages, tensors[rank], staging))
     addresses = [sender.address for sender in senders]
     relays = [destination.address for destination in destinations]
-    rendezvous = Rendezvous("shared_memory", b"key", addresses, None, len(destinations), 20.0, relays)
+    rendezvous = Rendezvous(
+        "shared_memory", b"key", addresses, None, len(destinations), 20.0, relays, with_changes=True
+    )
     with ThreadPoolExecutor(8) as pool, ExitStack() as stack:
         for end in (*senders, *destinations):
             stack.callback(end.close)

@@ -70,7 +70,14 @@ def transfer(transport="rdma", with_checksum=True):
     messages = cut_into_messages(PARCELS, 5 * SMALLEST_BYTES)
     sender = Sender(0, {0: messages}, there, LOOPBACK)
     rendezvous = Rendezvous(
-        transport, b"key", [sender.address], None, destinations=1, timeout_s=20.0, with_checksum=with_checksum
+        transport,
+        b"key",
+        [sender.address],
+        None,
+        destinations=1,
+        timeout_s=20.0,
+        with_checksum=with_checksum,
+        with_changes=True,
     )
     receiver = Receiver(0, {0: messages}, here, rendezvous)
     with ThreadPoolExecutor(2) as pool:

@@ -88,7 +88,14 @@ class Trainer:
         workers = len(self.spec.traces)
         relay_listeners = self._engine.call_receivers(WeightReceiver.open, self.spec, 0)
         rendezvous = Rendezvous(
-            transport, secrets.token_bytes(16), listeners, store, workers, timeout_s, relay_listeners
+            transport,
+            secrets.token_bytes(16),
+            listeners,
+            store,
+            workers,
+            timeout_s,
+            relay_listeners,
+            with_changes=True,
         )
         connecting = [self._pool.submit(rank.connect, rendezvous) for rank in self.ranks]
         self._engine.call_receivers(WeightReceiver.connect, rendezvous)
