@@ -9,6 +9,9 @@ OUTPUT ?=
 # order, the long files are not all at the end.
 TEST_WORKERS ?= 4
 
+# Tests and jobs begin hundreds of processes, which import the same modules: each of them is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup environment benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-quickstarts benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-checkpoint benchmark-collectives clean
 
 help:
