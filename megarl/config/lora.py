@@ -5,6 +5,7 @@ from pathlib import Path
 from converters.architectures import Lora
 from converters.errors import UserError
 from converters.formats.peft import read_adapter_config, read_dropout
+from megarl.config.direct_refit import asked_of_direct
 from megarl.schema import LoraConfig, MegarlConfig
 from megatron_ext.options.options import AdapterOptions
 
@@ -75,15 +76,8 @@ def check_lora(config: MegarlConfig) -> None:
 def _check_alone(config: MegarlConfig) -> None:
     """Raise UserError for what cannot be chosen with an adapter that goes into the engines alone."""
     alone = "lora.merge=false sends the adapter alone"
-    refit = config.refit
-    of_weights = {
-        "refit.path=direct": refit.path == "direct",
-        "refit.delta=true": refit.delta,
-        f"refit.transport={refit.transport}": refit.transport != "auto",
-    }
-    for key, is_given in of_weights.items():
-        if is_given:
-            raise UserError(f"{alone}, whole and by the engines' loader, and {key} is for weights: leave it out")
+    for key in asked_of_direct(config.refit):
+        raise UserError(f"{alone}, whole and by the engines' loader, and {key} is for weights: leave it out")
     if config.model.megatron_checkpoint is not None:
         raise UserError(
             f"{alone}, beside weights of model.path, and with model.megatron_checkpoint it is trained beside others:"

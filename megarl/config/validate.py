@@ -12,6 +12,7 @@ from megarl.algorithms import PreferenceObjective
 from megarl.algorithms.compatibility import check_each_part
 from megarl.config.abilities import check_abilities
 from megarl.config.composition import check_composition
+from megarl.config.direct_refit import asked_of_direct
 from megarl.config.input_paths import check_input_paths
 from megarl.config.lora import check_lora, refuse_lora
 from megarl.config.megatron import megatron_options
@@ -193,22 +194,17 @@ def _check_job(config: MegarlConfig) -> None:
 
 def _check_direct(config: MegarlConfig) -> None:
     """Raise UserError where a key is for direct refits, and another allows none."""
-    refit, weights = config.refit, NUMBER_FORMATS.get(config.rollout.weights)
-    through_loader = (
-        f"engines take rollout.weights={config.rollout.weights} through their own loader only: leave it out"
-    )
-    asked = {
-        "refit.delta=true": (refit.delta, "refit.delta to false"),
-        f"refit.transport={refit.transport}": (refit.transport != "auto", "refit.transport to auto"),
-        "refit.path=direct": (refit.path == "direct", ""),
-    }
-    for key, (is_asked, without) in asked.items():
-        if is_asked and refit.path == "loader":
+    weights = NUMBER_FORMATS.get(config.rollout.weights)
+    for key, without in asked_of_direct(config.refit).items():
+        if config.refit.path == "loader":
             raise UserError(
                 f"{key} is for direct refits, and refit.path=loader allows none: set refit.path to auto, or {without}"
             )
-        if is_asked and weights and weights.elements_per_code > 1:
-            raise UserError(f"{key} is for direct refits, and {through_loader}")
+        if weights and weights.elements_per_code > 1:
+            raise UserError(
+                f"{key} is for direct refits, and engines take rollout.weights={config.rollout.weights} through their "
+                "own loader only: leave it out"
+            )
 
 
 def _check_finite(key: str, value: Any) -> None:

@@ -35,7 +35,7 @@ def find(inventory: Inventory) -> list[Finding]:
     return sorted(findings, key=lambda finding: not finding.blocks)
 
 
-def _set_up(inventory: Inventory) -> str:
+def _setup_command(inventory: Inventory) -> str:
     return "make setup CUDA=1" if inventory.stack == "cuda" else "make setup"
 
 
@@ -45,7 +45,7 @@ def _check_requirements(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _check_engine(inventory: Inventory) -> Iterator[Finding]:
-    wanted, usual = _set_up(inventory), RolloutConfig().engine
+    wanted, usual = _setup_command(inventory), RolloutConfig().engine
     if not inventory.engines:
         names = ", ".join(kind.title for kind in ENGINES.values())
         yield Finding(True, "rollouts", f"no engine for device {inventory.stack} is installed ({names})", wanted)
@@ -132,7 +132,7 @@ def _check_verbs(inventory: Inventory) -> Iterator[Finding]:
 def _check_nixl(inventory: Inventory) -> Iterator[Finding]:
     if inventory.rdma_devices and not any(inventory.packages[each] for each in NIXL):
         why = "there is no NIXL: refits between machines go by tcp"
-        yield Finding(False, "refit.transport=rdma", why, _set_up(inventory))
+        yield Finding(False, "refit.transport=rdma", why, _setup_command(inventory))
 
 
 def _check_gpudirect(inventory: Inventory) -> Iterator[Finding]:

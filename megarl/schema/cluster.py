@@ -73,9 +73,9 @@ class ClusterConfig:
     """How long the ranks of a model wait for one of them in a collective, in seconds, before that is a failure."""
     max_engine_restarts: int = 3
     """How many times in a run an engine that died is restarted, while the others go on; the next death ends the run.
-    One that does not come back is started up to seven times more, with half an hour of waits between them, which is one
-    restart; in the beginning of a run each is one. With 0 a death is a failure of the run as any other, and so is with
-    any number that of an engine whose machine is gone: see `max_restarts`."""
+    One that does not come back is started up to seven times more within two hours, which is one restart; in the
+    beginning of a run each death is one. With 0 a death is a failure of the run as any other, and so is with any number
+    that of an engine whose machine is gone: see `max_restarts`."""
     max_restarts: int = 10
     """How many times a run whose rank, engine or machine fails goes on by itself from its last checkpoint; the next
     failure ends it, as do three in a row without a checkpoint between them. A cluster of thousands of GPUs has a few

@@ -300,11 +300,10 @@ class Restarts:
         if left:
             # A call that has ended is not waited for again: the others would be asked for without a pause.
             restart.calls = [call for call in restart.calls if call.reference in left]
-        if left:
             self._look_after(handle, restart)
-        if left and time.monotonic() > restart.until_s:
-            # A process answers beside a start that hangs: its heartbeats say nothing of that.
-            raise self._too_late(handle, restart)
+            if time.monotonic() > restart.until_s:
+                # A process answers beside a start that hangs: its heartbeats say nothing of that.
+                raise self._too_late(handle, restart)
         return not left
 
     def _look_after(self, handle: EngineHandle, restart: _Restart) -> None:

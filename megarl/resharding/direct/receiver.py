@@ -149,6 +149,7 @@ class Receiver:
         self._views, self._held = {}, {}
         if self._whole is not None:
             self._whole.close()
+            self._whole = None
         endpoint, self._endpoint = self._endpoint, None
         return () if endpoint is None else endpoint.close()
 

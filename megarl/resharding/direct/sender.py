@@ -113,8 +113,8 @@ class Sender:
 
         With `delta` a message travels as its changes since the last version that went over this connection, if there
         was one with `delta` and changes are fewer bytes; with a checksum of the whole message in any case. A receiver
-        that has another version, or other weights, gets it whole. Raises
-        TransferError if a receiver is gone, silent or failed.
+        that has another version, or other weights, gets it whole. Raises TransferError if a receiver is gone, silent or
+        failed.
         """
         self._sent = (self._sent or SentMessages()) if delta else None
         # The tensors are to be as all that was asked of the device before leaves them; from here on nothing else is
