@@ -180,7 +180,7 @@ class DirectPath:
         self._all_engines.disconnect_transfer(self._config.timeout_s)
 
     def _send(self, version: int, receiving: Sequence[Call[Any]]) -> TransferStats:
-        sending = self._trainer.weights.begin_send(version, delta=self._config.delta)
+        sending = self._trainer.weights.begin_send(version)
         self._wait(sending, receiving)
         return sum(wait(sending), start=TransferStats())
 

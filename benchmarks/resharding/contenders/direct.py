@@ -30,10 +30,10 @@ class Direct:
         with_checksum: bool,
         transport: str | None = None,
         ucx_tls: str = "",
-        delta: bool = False,
+        with_changes: bool = False,
     ) -> None:
         self._party, self._destination = party, destination
-        self._with_checksum, self._with_changes = with_checksum, delta
+        self._with_checksum, self._with_changes = with_checksum, with_changes
         transport = transport or MAPPED_MEMORY_TRANSPORT["gloo" if party.scenario.device == "cpu" else "nccl"]
         layout = party.layout(destination)
         derive = party.scenario.outgoing if party.is_source else party.scenario.incoming
@@ -45,7 +45,7 @@ class Direct:
             rendezvous = self._rendezvous(transport, sender)
             with ways(ucx_tls):
                 sender.connect(rendezvous)
-            self._run = partial(sender.send, _VERSION, delta=delta)
+            self._run = partial(sender.send, _VERSION)
         else:
             receiver = Receiver(party.number, messages, party.written[destination], self._rendezvous(transport, None))
             with ways(ucx_tls):
@@ -82,7 +82,9 @@ class DirectChanges(Direct):
     """The same of changes alone, into tensors of its own: from run to run 1 element in 50 has another last bit."""
 
     def __init__(self, party: Party, destination: Destination, *, transport: str, ucx_tls: str = "") -> None:
-        super().__init__(party, destination, with_checksum=True, transport=transport, ucx_tls=ucx_tls, delta=True)
+        super().__init__(
+            party, destination, with_checksum=True, transport=transport, ucx_tls=ucx_tls, with_changes=True
+        )
         self._is_changed = False
 
     def change(self) -> None:

@@ -211,12 +211,12 @@ class TrainerWorker:
             self.sender.connect(rendezvous)
             self.sender.load_kernels()
 
-    def send(self, version: int, delta: bool) -> TransferStats:
+    def send(self, version: int) -> TransferStats:
         """Send the present weights as `version`; how much was sent. See `Sender.send`."""
         assert self.sender is not None
         self.model.complete_weights()
         with self._disconnecting_on_error(), self.model.trained_weights():
-            return self.sender.send(version, delta=delta)
+            return self.sender.send(version)
 
     def close_transfer(self) -> None:
         """Free what a transfer holds, when receivers have let go of it."""

@@ -62,9 +62,9 @@ class WeightSender:
         """Begin to connect all ranks, after `open_transfer`, with their receivers."""
         return self._ranks.begin(TrainerWorker.connect_transfer, rendezvous)
 
-    def begin_send(self, version: int, *, delta: bool) -> list[Call[TransferStats]]:
+    def begin_send(self, version: int) -> list[Call[TransferStats]]:
         """Begin to send the present weights as `version`; the result is how much each rank sent."""
-        return self._ranks.begin(TrainerWorker.send, version, delta)
+        return self._ranks.begin(TrainerWorker.send, version)
 
     def close_transfer(self) -> None:
         """Free what a transfer holds."""

@@ -81,6 +81,7 @@ class Sender:
     def connect(self, rendezvous: Rendezvous) -> None:
         """Wait for all receivers and let them take part. Raises TransferError if one does not come."""
         self._timeout_s, self._with_checksum = rendezvous.timeout_s, rendezvous.with_checksum
+        self._sent = SentMessages() if rendezvous.with_changes else None
         self._name = f"{rendezvous.senders} {self._rank}"
         with notify_peers_on_error(self._links):
             try:
@@ -108,15 +109,14 @@ class Sender:
         for each in formats:
             launch_gather(each, with_checksum=self._with_checksum)
 
-    def send(self, version: int, *, delta: bool = False) -> TransferStats:
+    def send(self, version: int) -> TransferStats:
         """Send everything, as it is now, as `version`; returns when all receivers have it. How much was sent.
 
-        With `delta` a message travels as its changes since the last version that went over this connection, if there
-        was one with `delta` and changes are fewer bytes; with a checksum of the whole message in any case. A receiver
-        that has another version, or other weights, gets it whole. Raises TransferError if a receiver is gone, silent or
-        failed.
+        Where the rendezvous is `with_changes`, a message travels as its changes since the last version that went over
+        this connection, if there was one and changes are fewer bytes; its checksum is that of the whole message. A
+        receiver that has another version, or other weights, gets it whole. Raises TransferError if a receiver is gone,
+        silent or failed.
         """
-        self._sent = (self._sent or SentMessages()) if delta else None
         # The tensors are to be as all that was asked of the device before leaves them; from here on nothing else is
         # waited for.
         device.synchronize()
@@ -205,7 +205,7 @@ class Sender:
         if self._sent is not None:
             # Between pieces, too, both ends have the same bytes.
             memory.zero_()
-        checksum = pack(self._views[key], with_checksum=self._with_checksum or self._sent is not None)
+        checksum = pack(self._views[key], with_checksum=self._with_checksum)
         moved, since = TransferStats(message.size_bytes), None
         if self._sent is not None:
             moved, since = self._sent.replace(chosen, version, memory)

@@ -174,7 +174,7 @@ def test_an_engine_that_serves_has_let_go_when_another_one_catches_up(run, cuda)
 
 def test_after_a_failure_buckets_stay_until_all_have_let_go(run, cuda, tmp_path):
     run.refit(0)
-    sending = run.rank.begin(TrainerWorker.send, 1, delta=False)[0]
+    sending = run.rank.begin(TrainerWorker.send, 1)[0]
     # The second engine waits for another version, and the first one has not begun.
     with pytest.raises(TransferError, match="version 2 lacks"):
         run.handles[1].begin(WeightReceiver.receive, 2).result(60)

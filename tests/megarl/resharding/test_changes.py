@@ -101,51 +101,50 @@ def test_what_is_no_changes_of_this_message_is_refused(garble, reason):
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp", "rdma"])
 def test_a_worker_with_other_weights_gets_everything(set_up, transport):
     stage = set_up(replace(SCENE, transport=transport))
-    stage.connect()
-    whole = stage.bytes_of_refit(0, delta=True)
-    changes = stage.bytes_of_refit(STEP, delta=True)
+    stage.connect(with_changes=True)
+    whole = stage.bytes_of_refit(0)
+    changes = stage.bytes_of_refit(STEP)
     assert changes < 0.4 * whole
 
     # One message of one worker comes as changes of other bytes than these, and then whole.
     stage.destinations[1].scramble("decoder.layers.1.mlp.linear_fc2.weight")
-    of_scrambled = stage.bytes_of_refit(2 * STEP, delta=True)
+    of_scrambled = stage.bytes_of_refit(2 * STEP)
     assert changes < of_scrambled < 0.8 * whole
 
     # All messages of one of two workers.
     stage.destinations[0].forget()
-    of_forgetful = stage.bytes_of_refit(3 * STEP, delta=True)
+    of_forgetful = stage.bytes_of_refit(3 * STEP)
     assert 0.9 * (changes + whole / 2) < of_forgetful < 1.1 * (changes + whole / 2)
-    assert stage.bytes_of_refit(4 * STEP, delta=True) < 0.4 * whole
+    assert stage.bytes_of_refit(4 * STEP) < 0.4 * whole
 
 
 def test_weights_are_not_compared_with_changes(set_up):
     stage = set_up(SCENE)
-    stage.connect()
-    stage.refit(0, delta=True)
+    stage.connect(with_changes=True)
+    stage.refit(0)
     comparing = stage.begin(stage.destinations, "compare", 0)
-    found = failures(stage.begin(stage.sources, "send", 0, True) + comparing)
+    found = failures(stage.begin(stage.sources, "send", 0) + comparing)
     assert any("weights are compared whole, and changes came" in error for error in found[2:])
 
 
 def test_a_gpu_without_room_for_what_becomes_whole_is_told_of_when_ranks_meet(set_up):
     stage = set_up(replace(SCENE, transport="rdma", played_cuda=True))
     stage.destinations[1].break_at("connected", 1, "fill the GPU")
-    found = failures(stage.begin_connect())
+    found = failures(stage.begin_connect(stage.rendezvous(with_changes=True)))
     assert any(error.startswith("TransferError: GPU ") and "has no memory for a bucket" in error for error in found[2:])
 
 
-@pytest.mark.parametrize("with_checksum", [True, False])
-def test_changes_always_come_with_a_checksum(set_up, with_checksum):
+def test_changes_that_lead_to_other_bytes_than_were_meant_come_whole(set_up):
     stage = set_up(SCENE)
-    stage.connect(with_checksum)
-    stage.refit(0, delta=True)
-    usual = stage.bytes_of_refit(STEP, delta=True)
+    stage.connect(with_changes=True)
+    stage.refit(0)
+    usual = stage.bytes_of_refit(STEP)
     stage.sources[1].break_at("packed", 2, "corrupt")
-    assert stage.bytes_of_refit(2 * STEP, delta=True) > 1.2 * usual
+    assert stage.bytes_of_refit(2 * STEP) > 1.2 * usual
 
 
 def test_what_is_wrong_when_it_comes_whole_does_not_come_again(set_up):
     stage = set_up(SCENE)
-    stage.connect()
+    stage.connect(with_changes=True)
     stage.sources[1].break_at("packed", 2, "corrupt")
-    assert any("came with checksum" in error for error in failures(stage.begin_refit(0, delta=True)))
+    assert any("came with checksum" in error for error in failures(stage.begin_refit(0)))

@@ -53,7 +53,7 @@ def test_every_kernel_of_a_refit_was_launched_by_the_thread_that_connected(launc
             launches.clear()
             for version in (0, STEP)[: 1 + with_changes]:
                 source.fill(version)
-                sending = pool.submit(source.send, version, with_changes)
+                sending = pool.submit(source.send, version)
                 list(pool.map(lambda worker, version=version: worker.receive(version), workers))
                 sizes.append(sending.result().size_bytes)
         finally:

@@ -234,7 +234,7 @@ def test_changes_of_codes_of_scales_and_of_values_in_cut_blocks(name):
             for rank, held in enumerate(values):
                 torch._foreach_copy_(list(held.values()), list(values_of(spec, rank, version).values()))
             receiving = [pool.submit(destination.receive, version) for destination in destinations]
-            sent = [pool.submit(sender.send, version, delta=True) for sender in senders]
+            sent = [pool.submit(sender.send, version) for sender in senders]
             moved.append(sum(each.result().size_bytes for each in sent))
             for rank, each in enumerate(receiving):
                 each.result()

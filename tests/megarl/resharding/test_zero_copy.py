@@ -64,7 +64,7 @@ def destination_tensors():
 
 
 @contextmanager
-def transfer(transport="rdma", with_checksum=True):
+def transfer(transport="rdma", with_checksum=True, with_changes=False):
     """A sender and a receiver that have met, their tensors, and a way to let both make a refit."""
     there, here = source_tensors(), destination_tensors()
     messages = cut_into_messages(PARCELS, 5 * SMALLEST_BYTES)
@@ -77,13 +77,13 @@ def transfer(transport="rdma", with_checksum=True):
         destinations=1,
         timeout_s=20.0,
         with_checksum=with_checksum,
-        with_changes=True,
+        with_changes=with_changes,
     )
     receiver = Receiver(0, {0: messages}, here, rendezvous)
     with ThreadPoolExecutor(2) as pool:
 
-        def refit(version, **options):
-            sending = pool.submit(sender.send, version, **options)
+        def refit(version):
+            sending = pool.submit(sender.send, version)
             try:
                 receiver.receive(version)
             finally:
@@ -148,16 +148,20 @@ def test_what_is_large_and_contiguous_at_both_ends_skips_the_buckets(with_checks
             assert differing(there, here) == set()
         for block in (block for views in sender._views.values() for block in views):
             assert not ZERO_COPY.intersection(block.names), "nothing of it was packed"
-        # Changes are made of whole messages.
-        refit(4, delta=True)
-        there["whole"][0, 0] += 1
-        assert refit(5, delta=True).size_bytes < SMALLEST_BYTES
-        assert differing(there, here) == set()
         # Weights of an engine that slept lie elsewhere, in memory that is not registered.
         others = [other for name in ("odd", "whole") for other in move(here[name].untyped_storage())]
-        refit(6)
+        refit(4)
         assert differing(there, here) == set()
         assert all(each.eq(1).all() for each in others)
+
+
+def test_changes_are_made_of_whole_messages():
+    with transfer(with_changes=True) as (_, receiver, there, here, refit):
+        assert zero_copy_names(receiver) == ZERO_COPY
+        refit(1)
+        there["whole"][0, 0] += 1
+        assert refit(2).size_bytes < SMALLEST_BYTES
+        assert differing(there, here) == set()
         # Memory that is no more where it was registered is not read.
         there["whole"].share_memory_().add_(1)
         refit(7)

@@ -76,8 +76,8 @@ class SourceRank:
         self._sender.load_kernels()
 
     @without_frames
-    def send(self, version, delta=False):
-        return self._sender.send(version, delta=delta)
+    def send(self, version):
+        return self._sender.send(version)
 
     def close(self):
         self._sender.close()

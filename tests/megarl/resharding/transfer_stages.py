@@ -40,7 +40,7 @@ class Stage:
     def call(self, ranks, method, *arguments):
         return [each.result(60) for each in self.begin(ranks, method, *arguments)]
 
-    def rendezvous(self, key=None, with_checksum=True):
+    def rendezvous(self, key=None, with_checksum=True, with_changes=False):
         scene = self.scene
         store = self.sources[0].store(scene.timeout_s) if TRANSPORTS[scene.transport].needs_store else None
         listeners = self.call(self.sources, "open")
@@ -55,7 +55,7 @@ class Stage:
             scene.timeout_s,
             relay_listeners,
             with_checksum=with_checksum,
-            with_changes=True,
+            with_changes=with_changes,
         )
         return (
             rendezvous
@@ -67,21 +67,21 @@ class Stage:
         rendezvous = rendezvous or self.rendezvous()
         return self.begin(self.sources, "connect", rendezvous) + self.begin(self.destinations, "connect", rendezvous)
 
-    def connect(self, with_checksum=True):
-        for each in self.begin_connect(self.rendezvous(with_checksum=with_checksum)):
+    def connect(self, **options):
+        for each in self.begin_connect(self.rendezvous(**options)):
             each.result(60)
 
-    def begin_refit(self, version, delta=False):
-        sending = self.begin(self.sources, "send", version, delta)
+    def begin_refit(self, version):
+        sending = self.begin(self.sources, "send", version)
         return sending + self.begin(self.destinations, "receive", version)
 
-    def refit(self, version, delta=False):
-        return [each.result(60) for each in self.begin_refit(version, delta)]
+    def refit(self, version):
+        return [each.result(60) for each in self.begin_refit(version)]
 
-    def bytes_of_refit(self, version, delta=False):
+    def bytes_of_refit(self, version):
         """Fill the sources with a version, move it, see that it is there, and return the bytes that travelled."""
         self.call(self.sources, "fill", version)
-        sent = self.refit(version, delta=delta)[: len(self.sources)]
+        sent = self.refit(version)[: len(self.sources)]
         assert self.wrong(version) == [[]] * len(self.destinations)
         return sum(each.size_bytes for each in sent)
 

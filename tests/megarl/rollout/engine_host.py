@@ -180,13 +180,14 @@ def check_that_messages_are_recorded(trainer, engine, workers):
     assert engine.stop_profiler() == {}
 
 
-def check_that_changes_any_serving(trainer, served, assert_greedy):
+def check_that_changes_any_serving(trainer, served, assert_greedy, transport="shared_memory"):
     """Look that an engine serves what came whole, as changes, and by its loader; the trainer keeps the second model."""
+    trainer.connect(transport=transport, with_changes=True)
     folders, moved = served.folders, []
     # Everything, changes, and next to none.
     for folder in (folders[1], folders[0], folders[0]):
         trainer.load(folder)
-        moved.append(trainer.update(served.engine.version() + 1, delta=True))
+        moved.append(trainer.update(served.engine.version() + 1))
         assert_greedy(folder, PROMPTS[0], served.greedy(PROMPTS[0]))
     assert moved[0] > moved[1] > 20 * moved[2]
     trainer.load(folders[1])

@@ -82,7 +82,6 @@ def test_greedy_equals_huggingface_before_and_after_updates_and_sleep(
 def test_weights_are_written_straight_into_its_parameters(served, folders, make_trainer, assert_greedy):
     trainer = make_trainer(served.engine, folders[0])
     assert [trace.untraced for trace in trainer.spec.traces] == [{}]
-    trainer.connect()
     check_that_changes_any_serving(trainer, served, assert_greedy)
     trainer.load(folders[0])
     trainer.connect()
@@ -95,8 +94,7 @@ def test_weights_are_written_straight_into_its_parameters(served, folders, make_
 @pytest.mark.parametrize("transport", ["rdma", "tcp"])
 def test_weights_come_from_another_machine(served, folders, make_trainer, assert_greedy, transport):
     trainer = make_trainer(served.engine, folders[0])
-    trainer.connect(transport=transport)
-    check_that_changes_any_serving(trainer, served, assert_greedy)
+    check_that_changes_any_serving(trainer, served, assert_greedy, transport)
 
 
 def test_a_transfer_that_fails_leaves_the_engine_fenced(served, folders, make_trainer, assert_greedy):

@@ -20,7 +20,6 @@ JOINED = {
 @both_kinds
 def test_an_engine_serves_what_was_written_into_its_parameters(served, folders, make_trainer, assert_greedy):
     trainer = make_trainer(served.engine, folders[0])
-    trainer.connect()
     check_that_changes_any_serving(trainer, served, assert_greedy)
     trainer.update(served.engine.version() + 1)
     assert_greedy(folders[1], PROMPTS[0], served.greedy(PROMPTS[0]))
@@ -29,8 +28,7 @@ def test_an_engine_serves_what_was_written_into_its_parameters(served, folders, 
 @pytest.mark.parametrize("transport", ["rdma", "tcp"])
 def test_weights_come_from_another_machine(served, folders, make_trainer, assert_greedy, transport):
     trainer = make_trainer(served.engine, folders[0])
-    trainer.connect(transport=transport)
-    check_that_changes_any_serving(trainer, served, assert_greedy)
+    check_that_changes_any_serving(trainer, served, assert_greedy, transport)
 
 
 @both_kinds

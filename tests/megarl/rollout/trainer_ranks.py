@@ -41,8 +41,8 @@ class TrainerRank:
     def connect(self, rendezvous):
         self._sender.connect(rendezvous)
 
-    def send(self, version, delta):
-        return self._sender.send(version, delta=delta)
+    def send(self, version):
+        return self._sender.send(version)
 
     def break_at(self, *arguments):
         break_at(*arguments)
@@ -79,7 +79,7 @@ class Trainer:
         self._processes.append(process)
         return process.rank(self.spec, rank)
 
-    def connect(self, timeout_s=20.0, transport="shared_memory"):
+    def connect(self, timeout_s=20.0, transport="shared_memory", with_changes=False):
         store = None
         if TRANSPORTS[transport].needs_store:
             self._store = open_store(LOOPBACK, timedelta(seconds=timeout_s))
@@ -95,15 +95,15 @@ class Trainer:
             workers,
             timeout_s,
             relay_listeners,
-            with_changes=True,
+            with_changes=with_changes,
         )
         connecting = [self._pool.submit(rank.connect, rendezvous) for rank in self.ranks]
         self._engine.call_receivers(WeightReceiver.connect, rendezvous)
         for each in connecting:
             each.result(60)
 
-    def begin_send(self, version, delta=False):
-        return [self._pool.submit(rank.send, version, delta) for rank in self.ranks]
+    def begin_send(self, version):
+        return [self._pool.submit(rank.send, version) for rank in self.ranks]
 
     def stop_sending(self, version):
         """Send to an engine that receives, until a rank stands still for good: the engine has taken some messages."""
@@ -116,10 +116,10 @@ class Trainer:
         for rank in self.ranks:
             rank.load(folder)
 
-    def update(self, version, delta=False):
+    def update(self, version):
         """Returns the bytes that travelled."""
         self._engine.begin_update(version, list(self.spec.architecture.hf_shapes))
-        sending = self.begin_send(version, delta)
+        sending = self.begin_send(version)
         self._engine.receive(version)
         moved = [each.result(60).size_bytes for each in sending]
         self._engine.commit_update(version)

@@ -45,7 +45,7 @@ class Rendezvous:
     with_checksum: bool = True
     """Whether all messages, relayed ones too, come with one."""
     with_changes: bool = False
-    """Whether messages of the sending ranks may come as changes."""
+    """Whether messages of the sending ranks may come as changes, for which all come with a checksum."""
     by_hardware: bool = False
     """Whether all ranks have ports for rdma, which are to read memory of GPUs by themselves, or not at all."""
 
