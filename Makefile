@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup environment benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-quickstarts benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-checkpoint benchmark-collectives clean
 
 help:
-	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=fp8_block|fp8_block_ue8m0|int8_channel|mxfp8|nvfp4] [SCHEDULE=async] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
+	@echo "make quickstart [MODEL=qwen3_moe|qwen3|deepseek_v3|smollm2] [ENGINE=vllm|sglang|transformers] [WEIGHTS=bf16|fp8_block|fp8_block_ue8m0|int8_channel|mxfp8|nvfp4] [SCHEDULE=async] [STEPS=n] [OUTPUT=folder]   the main job, on a tiny model"
 	@echo "make test [TEST_WORKERS=4] [ARGS=...]   the tests"
 	@echo "make test-long [ARGS=...]   the tests that take longest: runs that are killed and go on, further algorithms, two machines; --sample=3 --offset=2 for a third"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"

@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         default="as_trained",
         help="what the engine holds the weights in: as_trained, or fp8_block, fp8_block_ue8m0, int8_channel, mxfp8"
-        " or nvfp4, for which the tiny models are a little larger and in bf16 (%(default)s)",
+        " or nvfp4, for which the tiny models are a little larger and in bf16, or bf16, the same without a number"
+        " format (%(default)s)",
     )
     parser.add_argument(
         "--schedule",

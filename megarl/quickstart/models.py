@@ -19,7 +19,10 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 """By the names that `megarl quickstart --schedule` takes, the overrides: async is one version ahead."""
 
 
-_MEASURED = (AS_TRAINED, "fp8_block")
+UNQUANTISED = "bf16"
+"""By this name of `megarl quickstart --weights`, the job of a number format without one: what to compare it with."""
+
+_MEASURED = (AS_TRAINED, UNQUANTISED, "fp8_block")
 """Forms of the engine's weights in which quickstarts were run to their last step, in vLLM and in SGLang."""
 
 
@@ -60,12 +63,15 @@ class QuickstartModel:
     def in_format(self, weights: str) -> tuple[str, ...]:
         """Overrides for engines that hold the weights in the format of this name: the trainer's are in bf16 then.
 
+        `UNQUANTISED` differs in nothing but the format.
+
         Tokens are weighed by how likely the trainer finds them, as engine and trainer are not quite the same policy.
         """
         if weights == AS_TRAINED:
             return ()
         correction = "algorithm.corrections=[{kind: token_importance, high: 2.0}]"
-        return (*BF16, f"rollout.weights={weights}", correction, *self.in_blocks)
+        held_in = AS_TRAINED if weights == UNQUANTISED else weights
+        return (*BF16, f"rollout.weights={held_in}", correction, *self.in_blocks)
 
 
 def _tiny(

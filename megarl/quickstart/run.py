@@ -25,7 +25,7 @@ from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import ArithmeticFiles
 from megarl.quickstart.gaps import log_prob_gaps
 from megarl.quickstart.gpus import ACCURACY_TOLERANCE, BF16, overrides_for
-from megarl.quickstart.models import MODELS, SCHEDULES, QuickstartModel
+from megarl.quickstart.models import MODELS, SCHEDULES, UNQUANTISED, QuickstartModel
 from megarl.quickstart.outcome import Outcome
 from megarl.quickstart.questions import QuestionFiles
 from megarl.rollout import engine_kind
@@ -47,7 +47,8 @@ _TABLE_WIDTH = 120
 
 def main(options: argparse.Namespace) -> int:
     """Run the quickstart of these options; 0, or 1 if it has not learned or its export is not the trained model."""
-    number_format(options.weights)
+    if options.weights != UNQUANTISED:
+        number_format(options.weights)
     # `make` gives it in quotes, and not every shell expands the ~ of OUTPUT=~/runs.
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").expanduser().absolute()
     with sole_writer(output):
