@@ -39,6 +39,7 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "prefill_tokens": _ENGINE.prefill_tokens({}),
     "is_eager": False,
     "kv_bytes": 2,
+    "kv_ranks": 1,
     "sends_whole_tensors": False,
     "not_planned": {},
     **plan_step.WORK_OF_A_STEP,
@@ -195,4 +196,5 @@ def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
         "prefill_tokens": kind.prefill_tokens(config.rollout.engine_args),
         "is_eager": sizes.is_eager,
         "kv_bytes": sizes.kv_bytes,
+        "kv_ranks": sizes.kv_ranks,
     }

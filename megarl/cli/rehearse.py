@@ -41,9 +41,9 @@ _NAMES = {
 }
 """How sentences from below name what the recipe gives."""
 _NOT_REHEARSED = (
-    "Not rehearsed: kernels and their workspaces, speed, the optimizer's step, and tokens that go to some experts more"
-    " than to others. Modules are those for a CPU, unfused, whose activations are a little more than a GPU's; an"
-    " engine's kernels for a GPU may keep weights in another order."
+    "Not rehearsed: kernels and their workspaces but for an engine's experts, speed, the optimizer's step, and tokens"
+    " that go to some experts more than to others. Modules are those for a CPU, unfused, whose activations are a little"
+    " more than a GPU's; an engine's kernels for a GPU may keep weights in another order."
 )
 
 

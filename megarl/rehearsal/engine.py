@@ -103,14 +103,14 @@ def rehearse_engine(
     traces = [worker.trace for worker in workers]
     check_traces(traces, dtypes)
     largest = max(workers, key=lambda worker: worker.weights + worker.longest)
-    reasons = untraced(traces)
+    reasons, data_parallel = untraced(traces), len({worker.data_parallel for worker in workers})
     return RehearsedEngine(
         workers=len(workers),
         weights=largest.weights,
-        activations=engine_activation_bytes(architecture, kind.prefill_tokens(rollout.engine_args)),
+        activations=_activation_bytes(architecture, rollout, data_parallel),
         longest=largest.longest,
         longest_tokens=largest.longest_tokens,
-        data_parallel=len({worker.data_parallel for worker in workers}),
+        data_parallel=data_parallel,
         share=kind.memory_share(rollout.engine_args, gpu_bytes, architecture.multi_latent_attention),
         traces=() if reasons else traces,
         why_not_direct="".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:1]),
@@ -144,16 +144,23 @@ def _in_closed_form(
     sizes = kind.sizes(rollout.engine_args)
     parallel = engine_sizes(sizes.tensor, sizes.expert)
     chosen: NumberFormat | None = number_format(rollout.weights)
+    data_parallel = parallel.world_size // parallel.tensor_model_parallel_size
     tokens = kind.context(rollout.engine_args) or config.data.max_prompt_tokens + rollout.max_response_tokens
     return RehearsedEngine(
         workers=parallel.world_size,
         weights=round(engine_weight_bytes(engine_weights(architecture, parallel), chosen)),
-        activations=engine_activation_bytes(architecture, kind.prefill_tokens(rollout.engine_args)),
-        longest=round(kv_token_bytes(architecture, parallel, sizes.kv_bytes) * tokens),
+        activations=_activation_bytes(architecture, rollout, data_parallel),
+        longest=round(kv_token_bytes(architecture, parallel, sizes.kv_bytes) * tokens / sizes.kv_ranks),
         longest_tokens=tokens,
-        data_parallel=parallel.world_size // parallel.tensor_model_parallel_size,
+        data_parallel=data_parallel,
         share=kind.memory_share(rollout.engine_args, gpu_bytes, architecture.multi_latent_attention),
         traces=(),
         why_not_direct=reason,
         computes_beside=kind.computes_beside,
     )
+
+
+def _activation_bytes(architecture: Architecture, rollout: RolloutConfig, data_parallel: int) -> int:
+    kind, arguments = engine_kind(rollout.engine), rollout.engine_args
+    experts = kind.cuts(arguments).experts.parts
+    return engine_activation_bytes(architecture, kind.prefill_tokens(arguments), data_parallel, experts)

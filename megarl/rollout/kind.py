@@ -62,6 +62,8 @@ class EngineSizes(NamedTuple):
     """Its kernels are launched one by one, without recorded graphs."""
     kv_bytes: int = 2
     """Bytes of a number of keys and values: 2 in the model's type, 1 in FP8."""
+    kv_ranks: int = 1
+    """Ranks that share out the tokens of which each would else have all keys and values, or the latent."""
 
 
 class Cut(NamedTuple):

@@ -43,15 +43,18 @@ def engine_memory(
     utilization: float,
     prefill_tokens: int,
     kv_bytes: int = _BF16,
+    kv_ranks: int = 1,
     computes_beside: bool = False,
 ) -> EngineMemory:
     """Memory of one rank of an engine with the sizes `parallel`, which takes `utilization` of a GPU of `memory_bytes`.
 
-    The engine computes `prefill_tokens` of prompts at a time; one number of keys and values takes `kv_bytes`. With
-    `computes_beside` its share is of what CUDA leaves, and for weights, keys and values alone.
+    The engine computes `prefill_tokens` of prompts at a time; one number of keys and values takes `kv_bytes`, and
+    `kv_ranks` ranks share out the tokens that they are of. With `computes_beside` its share is of what CUDA leaves, and
+    for weights, keys and values alone.
     """
     weights = engine_weight_bytes(engine_weights(architecture, parallel), number_format)
-    widths = engine_activation_bytes(architecture, prefill_tokens)
+    groups = parallel.world_size // parallel.tensor_model_parallel_size
+    widths = engine_activation_bytes(architecture, prefill_tokens, groups, parallel.expert_tensor_size)
     if computes_beside:
         room = utilization * (memory_bytes - _CONTEXT_BYTES)
     else:
@@ -59,15 +62,33 @@ def engine_memory(
     return EngineMemory(
         weights=round(weights),
         working=round(widths + _CONTEXT_BYTES),
-        kv_token=kv_token_bytes(architecture, parallel, kv_bytes),
+        kv_token=kv_token_bytes(architecture, parallel, kv_bytes) / kv_ranks,
         kv_cache=round(room - weights),
-        attention_ranks=parallel.world_size // parallel.tensor_model_parallel_size,
+        attention_ranks=groups,
     )
 
 
-def engine_activation_bytes(architecture: Architecture, prefill_tokens: int) -> int:
-    """Bytes of the hidden states that a prefill of so many tokens has at once."""
-    return int(prefill_tokens * _BF16 * _HIDDEN_COPIES * architecture.transformer_config["hidden_size"])
+def engine_activation_bytes(
+    architecture: Architecture, prefill_tokens: int, attention_ranks: int, expert_parts: int
+) -> int:
+    """Bytes that a rank computes with when each rank with sequences of its own computes so many tokens of prompts.
+
+    One expert is cut into `expert_parts`.
+    """
+    hidden = int(prefill_tokens * _BF16 * _HIDDEN_COPIES * architecture.transformer_config["hidden_size"])
+    return hidden + expert_workspace_bytes(architecture, prefill_tokens * attention_ranks, expert_parts)
+
+
+def expert_workspace_bytes(architecture: Architecture, tokens: int, expert_parts: int) -> int:
+    """Bytes of two buffers with a row for each choice of each token: what goes into an expert, and what comes out.
+
+    As vLLM's Triton kernel has them (`TritonExperts.workspace_shapes`), wherever the chosen experts are.
+    """
+    if not architecture.num_experts:
+        return 0
+    config = architecture.transformer_config
+    hidden, width = config["hidden_size"], config["moe_ffn_hidden_size"] // expert_parts
+    return int(tokens * config["moe_router_topk"] * _BF16 * (max(width, hidden) + max(2 * width, hidden)))
 
 
 def engine_weights(architecture: Architecture, parallel: ParallelSizes) -> RankWeights:

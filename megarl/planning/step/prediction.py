@@ -27,6 +27,8 @@ class EngineOptions:
     is_eager: bool = False
     kv_bytes: int = 2
     """Bytes of a number of keys and values."""
+    kv_ranks: int = 1
+    """Ranks that share out the tokens of keys and values: vLLM's `decode_context_parallel_size`."""
     prefill_tokens: int = 16384
     """Tokens of prompts that are computed at a time: vLLM's `max_num_batched_tokens`."""
     computes_beside: bool = False
@@ -89,6 +91,7 @@ class StepPrediction:
             utilization=self.step.engine.utilization,
             prefill_tokens=self.step.engine.prefill_tokens,
             kv_bytes=self.step.engine.kv_bytes,
+            kv_ranks=self.step.engine.kv_ranks,
             computes_beside=self.step.engine.computes_beside,
         )
 
@@ -185,6 +188,15 @@ class StepPrediction:
             shapes = self.step.refit.architecture.hf_shapes.values()
             nbytes = self.step.training.weight_bytes * sum(map(prod, shapes))
         return self._speeds.send(nbytes) + EXCHANGE_S
+
+    @property
+    def host_bytes(self) -> tuple[int, int]:
+        """Pinned memory of the host for what a trainer's rank and an engine's have on a GPU in turns; the most of each.
+
+        vLLM copies each segment of its weights, and torch rounds each such copy up to a power of two.
+        """
+        memory = self.trainer_memory
+        return memory.weights + memory.optimizer + memory.reference, 2 * self.engine_memory.weights
 
     def _turn_seconds(self) -> float:
         """The trainer's state to the host and back, and the engine's weights in: they share the GPUs."""

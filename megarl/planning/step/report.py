@@ -16,7 +16,7 @@ _PROPOSALS = 5
 
 def step_facts(prediction: StepPrediction) -> dict[str, Any]:
     """The prediction; sizes in bytes of a GPU, times in seconds."""
-    engine = prediction.engine_memory
+    engine, colocated = prediction.engine_memory, prediction.step.refit.colocated
     return {
         "step_seconds": prediction.step_seconds,
         "stage_seconds": prediction.seconds,
@@ -26,6 +26,7 @@ def step_facts(prediction: StepPrediction) -> dict[str, Any]:
         "engine_tokens": engine.tokens,
         "engine_room_bytes": prediction.engine_room,
         "fits": prediction.fits,
+        **({"host_bytes": dict(zip(("trainer", "engine"), prediction.host_bytes, strict=True))} if colocated else {}),
     }
 
 
@@ -84,6 +85,7 @@ def _memory(prediction: StepPrediction) -> Table:
         ("working", memory.working, engine.working),
         ("keys and values", None, max(0, engine.kv_cache)),
         ("buckets of a refit", refit.buckets * refit.bucket_bytes, None),
+        *([("on the host, at most", *prediction.host_bytes)] if refit.colocated else []),
     )
     for name, *values in rows:
         table.add_row(name, *("" if value is None else say_bytes(value) for value in values))

@@ -180,6 +180,7 @@ def _sizes(arguments: Arguments) -> EngineSizes:
         "fp8" if arguments.get("quantization") == "fp8" else "bf16",
         is_eager=arguments.get("enforce_eager", False),
         kv_bytes=1 if arguments.get("kv_cache_dtype") in FP8_KEYS_AND_VALUES else 2,
+        kv_ranks=arguments.get("decode_context_parallel_size") or 1,
     )
 
 

@@ -96,6 +96,30 @@ def test_keys_and_values_in_fp8_are_twice_the_tokens(
     assert step("bfloat16") == whole
 
 
+def test_a_latent_whose_tokens_are_shared_out_is_of_more_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(*overrides: str) -> dict[str, Any]:
+        recipe = ("--config-name", "grpo_deepseek_v3", "--model", "deepseek_v3")
+        assert main(["plan", *recipe, "--json", *overrides]) == 0
+        return json.loads(capsys.readouterr().out)["step"]
+
+    whole, shared = step(), step("+rollout.engine_args.decode_context_parallel_size=8")
+    assert shared["engine_bytes"] == whole["engine_bytes"]
+    assert shared["engine_tokens"] == pytest.approx(8 * whole["engine_tokens"], abs=8 * 8)
+    assert shared["stage_seconds"]["rollout"] < whole["stage_seconds"]["rollout"]
+
+
+def test_those_who_take_turns_have_what_they_keep_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(recipe: str, model: str) -> dict[str, Any]:
+        assert main(["plan", "--config-name", recipe, "--model", model, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["step"]
+
+    in_turns = step("grpo_qwen3_235b", "qwen3_235b")
+    trainer, engine = in_turns["trainer_bytes"], in_turns["engine_bytes"]
+    kept = {"trainer": trainer["weights"] + trainer["optimizer"], "engine": 2 * engine["weights"]}
+    assert in_turns["host_bytes"] == kept
+    assert "host_bytes" not in step("grpo_deepseek_v3", "deepseek_v3")
+
+
 def test_a_step_of_one_update_has_no_stage_of_log_probs(capsys: pytest.CaptureFixture[str]) -> None:
     def said(*words: str) -> str:
         assert main(["plan", *SMALL, "--colocated", "--recompute", "full", *words]) == 0

@@ -11,7 +11,13 @@ from converters.layouts.engine import engine_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.number_formats import FP8_BLOCK
 from megarl.config.folder import known_model
-from megarl.planning.memory.engine import engine_memory, engine_weight_bytes, engine_weights, kv_token_bytes
+from megarl.planning.memory.engine import (
+    engine_memory,
+    engine_weight_bytes,
+    engine_weights,
+    expert_workspace_bytes,
+    kv_token_bytes,
+)
 from megarl.planning.memory.rank_weights import rank_weights
 from megarl.planning.refit import engine_sizes, read_model
 
@@ -91,3 +97,40 @@ def test_a_latent_is_on_every_rank_and_heads_are_shared_out() -> None:
     assert kv_token_bytes(grouped, one) == 94 * 2 * 4 * 128 * 2
     # Four heads of keys: eight ranks have one each.
     assert kv_token_bytes(grouped, eight) == 94 * 2 * 128 * 2
+
+
+def test_a_latent_that_is_shared_out_by_tokens_leaves_room_for_more_of_them() -> None:
+    architecture, sizes = read_model("deepseek_v3"), engine_sizes(16, 16)
+    whole, shared = (
+        engine_memory(
+            architecture,
+            sizes,
+            FP8_BLOCK,
+            memory_bytes=80e9,
+            utilization=0.9,
+            prefill_tokens=16384,
+            kv_ranks=ranks,
+        )
+        for ranks in (1, 8)
+    )
+    assert whole.kv_cache == shared.kv_cache
+    assert shared.tokens == pytest.approx(8 * whole.tokens, abs=8)
+
+
+@pytest.mark.parametrize("expert_parts", [1, 4])
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2", "qwen3_235b", "glm_4_5"])
+def test_the_rows_of_experts_are_those_of_the_kernel_of_vllm(name: str, expert_parts: int) -> None:
+    triton_moe = pytest.importorskip("vllm.model_executor.layers.fused_moe.experts.triton_moe")
+    activation = pytest.importorskip("vllm.model_executor.layers.fused_moe.activation").MoEActivation.SILU
+    architecture, tokens = read_model(name), 4096
+    config = architecture.transformer_config
+    width, hidden = config["moe_ffn_hidden_size"] // expert_parts, config["hidden_size"]
+    kernel = object.__new__(triton_moe.TritonExperts)
+    *workspaces, _ = kernel.workspace_shapes(
+        tokens, 2 * width, hidden, config["moe_router_topk"], 0, 0, None, activation
+    )
+    assert expert_workspace_bytes(architecture, tokens, expert_parts) == 2 * sum(map(prod, workspaces))
+
+
+def test_a_model_without_experts_has_no_rows_of_them() -> None:
+    assert expert_workspace_bytes(read_model("qwen3_8b"), 4096, 1) == 0
