@@ -20,6 +20,7 @@ from megatron_ext.attention.context_parallel import cut
 from megatron_ext.checkpoint.distributed_weights import load_distributed
 from megatron_ext.delayed_scales import DelayedScales
 from megatron_ext.forward import (
+    Predict,
     forward,
     forward_backward,
     forward_backward_mtp,
@@ -52,6 +53,7 @@ from megatron_ext.routing.router_replay import take_counts
 from megatron_ext.weights import export_huggingface, load_huggingface
 
 M = TypeVar("M")
+P = TypeVar("P")
 
 
 class MegatronModel:
@@ -224,28 +226,18 @@ class MegatronModel:
 
         `micro_batches` lists the sequences of each micro-batch. None on all but the last pipeline stage.
         """
-        packed = self.micro_batches_of(batch, micro_batches)
-        self._scales.learn(packed)
-        predictions = forward(self.bare_chunks, packed, predict_labels(temperature))
+        packed, predictions = self._forward(batch, micro_batches, predict_labels(temperature))
         if not predictions:
             return None
-        return LogProbs(
-            **{
-                field.name: unpack_all(
-                    [getattr(each, field.name) for each in predictions], packed, batch, micro_batches
-                )
-                for field in fields(LogProbs)
-            }
-        )
+        found = {field.name: [getattr(each, field.name) for each in predictions] for field in fields(LogProbs)}
+        return LogProbs(**{name: unpack_all(each, packed, batch, micro_batches) for name, each in found.items()})
 
     def values(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor | None:
         """float32[T]: at each token of `batch` the value of the state it was chosen in; 0 for first tokens.
 
         Needs a model with a value head. None on all but the last pipeline stage.
         """
-        packed = self.micro_batches_of(batch, micro_batches)
-        self._scales.learn(packed)
-        values = forward(self.bare_chunks, packed, predict_values)
+        packed, values = self._forward(batch, micro_batches, predict_values)
         return unpack_all(values, packed, batch, micro_batches) if values else None
 
     def scores(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor | None:
@@ -253,9 +245,7 @@ class MegatronModel:
 
         Needs a model with a value head. None on all but the last pipeline stage.
         """
-        packed = self.micro_batches_of(batch, micro_batches)
-        self._scales.learn(packed)
-        values = forward(self.bare_chunks, packed, predict_values)
+        packed, values = self._forward(batch, micro_batches, predict_values)
         if not values:
             return None
         scores = [each[last_tokens(micro_batch)] for each, micro_batch in zip(values, packed, strict=True)]
@@ -280,18 +270,12 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        packed = self.micro_batches_of(batch, micro_batches, are_counted=True)
-        self._scales.learn(packed)
+        packed = self._packed_micro_batches(batch, micro_batches, are_counted=True)
         counting = self._balance.step(batch.lengths, lambda: forward(self.bare_chunks, packed, predict_nothing))
         with counting, self._expert_load.step():
             if self.trained_mtp_layers:
                 metrics, mtp = forward_backward_mtp(
-                    self.chunks,
-                    packed,
-                    batch,
-                    objective,
-                    layers=self.trained_mtp_layers,
-                    temperature=temperature,
+                    self.chunks, packed, batch, objective, layers=self.trained_mtp_layers, temperature=temperature
                 )
             elif self.architecture.head == "value":
                 metrics, mtp = forward_backward(self.chunks, packed, objective, predict_values), None
@@ -372,6 +356,21 @@ class MegatronModel:
         yield from optimizer_tensors(self.optimizer)
         if self.reference is not None:
             yield from self.reference.tensors.values()
+
+    def _forward(
+        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], predict: Predict[P]
+    ) -> tuple[list[MicroBatch], list[P]]:
+        """The micro-batches, and the predictions of each; none of these on all but the last pipeline stage."""
+        packed = self._packed_micro_batches(batch, micro_batches)
+        return packed, forward(self.bare_chunks, packed, predict)
+
+    def _packed_micro_batches(
+        self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], *, are_counted: bool = False
+    ) -> list[MicroBatch]:
+        """`micro_batches_of` the arguments for a pass that counts, which is with scales: collective, as that is."""
+        packed = self.micro_batches_of(batch, micro_batches, are_counted=are_counted)
+        self._scales.learn(packed)
+        return packed
 
     def micro_batches_of(
         self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], *, are_counted: bool = False
