@@ -101,7 +101,7 @@ class RunSetup:
     @property
     def has_converged(self) -> bool:
         """Whether the run has ended before its last step."""
-        return bool(self.checkpoint and self.checkpoint.state.get("is_enough"))
+        return bool(self.checkpoint and self.checkpoint.state.get("has_converged"))
 
     @property
     def is_finished(self) -> bool:
@@ -124,15 +124,14 @@ class RunSetup:
         """
         sampler = PromptSampler(size, self.config.data.shuffle, self.config.loop.seed, digest)
         if self.checkpoint is not None:
-            state = self.checkpoint.state
-            sampler.load_state_dict(state["batches"]["sampler"] if "batches" in state else state["sampler"])
+            sampler.load_state_dict(self.checkpoint.state["sampler"])
         return sampler
 
     def batches(self, sampler: PromptSampler, make: Callable[[PromptSampler, int], Iterable[StepBatch]]) -> BatchStream:
         """Batches of `make`, after those drawn before and not trained on."""
         if self.checkpoint is None:
             return BatchStream(sampler, make)
-        return BatchStream(sampler, make, read_waiting(self.checkpoint.folder, self.checkpoint.state["batches"]))
+        return BatchStream(sampler, make, read_waiting(self.checkpoint.folder, self.checkpoint.state))
 
 
 def _check_refits(model: Model, options: MegatronOptions, config: MegarlConfig) -> None:

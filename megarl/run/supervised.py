@@ -34,7 +34,7 @@ class HeldOut:
 
     measure: Callable[[], dict[str, float]]
     every: int
-    is_enough: Callable[[Mapping[str, float]], bool] = lambda _metrics: False
+    has_converged: Callable[[Mapping[str, float]], bool] = lambda _metrics: False
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Position:
     """Where a run stands: steps that are done, and whether it has learned all there is, however many there could be."""
 
     step: int
-    is_enough: bool
+    has_converged: bool
 
 
 @dataclass(frozen=True)
@@ -81,14 +81,14 @@ class Training:
     @property
     def is_over(self) -> bool:
         """Whether all steps are done, or enough of them."""
-        return self.position.is_enough or self.position.step >= self.setup.steps
+        return self.position.has_converged or self.position.step >= self.setup.steps
 
     def log(self, metrics: Mapping[str, MetricValue]) -> None:
         """Give the metrics of the present step to all loggers."""
         self.tracker.log(self.position.step, metrics)
 
     def learn(self, batches: BatchStream, objective: AnyObjective, held_out: HeldOut | None) -> None:
-        """One optimizer step per batch, until there are all, no more batches, or it is enough."""
+        """One optimizer step per batch, until there are all, no more batches, or it has converged."""
         self.clock.end_step(tokens=0)  # the time of the start is no step's
         take_step = partial(self._take_step, batches, objective, held_out)
         run_steps(self, self.clock, take_step=take_step, save=partial(self._save, batches))
@@ -98,7 +98,7 @@ class Training:
     ) -> dict[str, MetricValue] | None:
         position = self.position
         if (drawn := batches.after(position.step)) is None:
-            position.is_enough = True
+            position.has_converged = True
             return None
         position.step += 1
         with self.clock.stage("update"):
@@ -107,14 +107,14 @@ class Training:
         if held_out and (position.step % held_out.every == 0 or position.step == self.setup.steps):
             with self.clock.stage("evaluate"):
                 metrics |= held_out.measure()
-        position.is_enough = bool(held_out and held_out.is_enough(numbers(metrics)))
+        position.has_converged = bool(held_out and held_out.has_converged(numbers(metrics)))
         metrics |= self.checkpoints.take_metrics()
         return metrics | self.throughput.end_step(self.clock.end_step(tokens=len(drawn.batch.tokens)))
 
     def _save(self, batches: BatchStream) -> None:
         position = self.position
         self.checkpoints.save(
-            position.step, lambda folder: {"is_enough": position.is_enough, "batches": batches.save(folder)}
+            position.step, lambda folder: {"has_converged": position.has_converged, **batches.save(folder)}
         )
 
     def export(self) -> None:

@@ -69,11 +69,11 @@ def drawn_from(command: str, config: MegarlConfig) -> PromptSampler:
 
 def save(command: str, config: MegarlConfig) -> None:
     """Write what the controller has in a checkpoint of the first step."""
-    state = {"step": 1, "command": command.replace("_", "-")}
-    batches = {"sampler": drawn_from(command, config).state_dict(), "waiting": []}
+    sampler = drawn_from(command, config).state_dict()
+    state = {"step": 1, "command": command.replace("_", "-"), "sampler": sampler, "waiting": []}
     root = checkpoints_folder(config)
     checkpoint_folder.begin(root, 1)
-    checkpoint_folder.commit(root, 1, {**state, "batches": batches}, keep=1)
+    checkpoint_folder.commit(root, 1, state, keep=1)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -86,7 +86,7 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
         loop=LoopConfig(max_tokens_per_micro_batch=10),
     )
     setup = RunSetup(config, "spin", SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config, "spin"))
-    trainer, position = FakeTrainer(setup.step), Position(setup.step, is_enough=False)
+    trainer, position = FakeTrainer(setup.step), Position(setup.step, has_converged=False)
     throughput, timeline = Throughput(trainer, (), 0, None), Timeline(None, folder, [], None, None)
     checkpoints = Checkpoints(config, "spin", {"": trainer})
     return Training(setup, SimpleNamespace(), trainer, Log(), position, throughput, timeline, checkpoints)
@@ -198,7 +198,7 @@ def test_a_pair_that_has_no_place_is_refused_before_anything_starts(training):
         check_lengths([Exchange([1] * 20, [2, 2])], config)
 
 
-def test_training_ends_with_its_steps_or_when_it_is_enough(tmp_path):
+def test_training_ends_with_its_steps_or_when_it_has_converged(tmp_path):
     def make(sampler, _step):
         return [StepBatch(conversation_batch([Conversation([1, sampler.next(1)[0]], [False, True])], "token_mean"))]
 
@@ -216,7 +216,7 @@ def test_training_ends_with_its_steps_or_when_it_is_enough(tmp_path):
     assert measured == [2, 4, 5]
     run = make_training(tmp_path / "enough", steps=5)
     run.learn(
-        batches(), lambda: None, HeldOut(measure, every=2, is_enough=lambda metrics: "sft/exact_match" in metrics)
+        batches(), lambda: None, HeldOut(measure, every=2, has_converged=lambda metrics: "sft/exact_match" in metrics)
     )
     assert len(run.trainer.seen) == 2
 

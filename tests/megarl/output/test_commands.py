@@ -93,8 +93,8 @@ def test_a_finished_run_says_so_and_starts_nothing(commands, tmp_path):
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        ({"is_enough": False}, "all 7 steps are done; raise sft.steps to go on from the last one"),
-        ({"is_enough": True}, "converged after 7 steps; choose another output_dir to start a new run"),
+        ({"has_converged": False}, "all 7 steps are done; raise sft.steps to go on from the last one"),
+        ({"has_converged": True}, "converged after 7 steps; choose another output_dir to start a new run"),
     ],
 )
 def test_a_finished_run_on_examples_says_why(commands, tmp_path, state, says):
