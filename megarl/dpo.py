@@ -10,7 +10,7 @@ from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.config.lora import without_adapter
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import digest_of_pairs, draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
-from megarl.run.supervised import HeldOut, Training, open_training
+from megarl.run.supervised import Measurement, Training, open_training
 from megarl.schema import MegarlConfig
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing.packing import RaggedBatch, pack
@@ -38,7 +38,7 @@ def dpo(config: MegarlConfig) -> None:
         measurement = None
         if held_out:
             compared = _compared(training, pair_batch(held_out))
-            measurement = HeldOut(partial(_measure, training.trainer, compared, objective), settings.eval_every)
+            measurement = Measurement(partial(_measure, training.trainer, compared, objective), settings.eval_every)
         training.learn(batches, objective, measurement)
         training.export()
 

@@ -8,7 +8,7 @@ from megarl.cluster.trainer.batch import Batch
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import digest_of_pairs, draw_pairs, held_out_metrics, pair_batch, read_pairs
-from megarl.run.supervised import HeldOut, open_training
+from megarl.run.supervised import Measurement, open_training
 from megarl.schema import MegarlConfig
 from megatron_ext.packing.packing import RaggedBatch
 
@@ -30,7 +30,7 @@ def train_reward_model(config: MegarlConfig) -> None:
         training.resume()
         measurement = None
         if held_out:
-            measurement = HeldOut(partial(_measure, training.trainer, pair_batch(held_out)), settings.eval_every)
+            measurement = Measurement(partial(_measure, training.trainer, pair_batch(held_out)), settings.eval_every)
         training.learn(batches, RewardModelObjective(), measurement)
         training.export()
 

@@ -10,7 +10,7 @@ from megarl.data import Conversation, PromptSampler, load_conversations
 from megarl.data.sampler import digest_of
 from megarl.run.batches import StepBatch
 from megarl.run.opening import RunSetup
-from megarl.run.supervised import HeldOut, conversation_batch, open_training
+from megarl.run.supervised import Measurement, conversation_batch, open_training
 from megarl.schema import MegarlConfig
 
 
@@ -31,7 +31,7 @@ def sft(config: MegarlConfig) -> None:
     with open_training(setup) as training:
         training.build()
         training.resume()
-        measurement = HeldOut(
+        measurement = Measurement(
             lambda: {"sft/exact_match": exact_match_share(training.trainer, held_out)},
             settings.eval_every,
             lambda metrics: enough is not None and metrics.get("sft/exact_match", -1.0) >= enough,

@@ -25,7 +25,7 @@ from megarl.rollout.protocol import Request
 from megarl.run.batches import StepBatch
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import pair_batch, with_reference
-from megarl.run.supervised import HeldOut, Training, open_training
+from megarl.run.supervised import Measurement, Training, open_training
 from megarl.schema import MegarlConfig
 from megarl.sft import exact_match_share
 from megarl.stages.rollout import sampling_parameters
@@ -68,7 +68,7 @@ def spin(config: MegarlConfig) -> None:
             refit = engine_start.finish()
         if setup.checkpoint is not None:
             refit(setup.step)  # the first one is another than those after it, and so are its metrics
-        measurement = HeldOut(
+        measurement = Measurement(
             lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
         )
         batches = setup.batches(sampler, partial(draw_iteration, training, engines, refit, exchanges))

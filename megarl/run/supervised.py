@@ -29,8 +29,8 @@ from megatron_ext.packing.packing import RaggedBatch
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Measurement every so many steps, and after the last; and when to stop early."""
+class Measurement:
+    """Taken every so many steps, and after the last; and when to stop early."""
 
     measure: Callable[[], dict[str, float]]
     every: int
@@ -87,14 +87,14 @@ class Training:
         """Give the metrics of the present step to all loggers."""
         self.tracker.log(self.position.step, metrics)
 
-    def learn(self, batches: BatchStream, objective: AnyObjective, held_out: HeldOut | None) -> None:
+    def learn(self, batches: BatchStream, objective: AnyObjective, measurement: Measurement | None) -> None:
         """One optimizer step per batch, until there are all, no more batches, or it has converged."""
         self.clock.end_step(tokens=0)  # the time of the start is no step's
-        take_step = partial(self._take_step, batches, objective, held_out)
+        take_step = partial(self._take_step, batches, objective, measurement)
         run_steps(self, self.clock, take_step=take_step, save=partial(self._save, batches))
 
     def _take_step(
-        self, batches: BatchStream, objective: AnyObjective, held_out: HeldOut | None
+        self, batches: BatchStream, objective: AnyObjective, measurement: Measurement | None
     ) -> dict[str, MetricValue] | None:
         position = self.position
         if (drawn := batches.after(position.step)) is None:
@@ -104,10 +104,10 @@ class Training:
         with self.clock.stage("update"):
             batch = Batch.of(drawn.batch)
             metrics = {**update(self.trainer, [batch], objective, temperature=1.0), **drawn.metrics}
-        if held_out and (position.step % held_out.every == 0 or position.step == self.setup.steps):
+        if measurement and (position.step % measurement.every == 0 or position.step == self.setup.steps):
             with self.clock.stage("evaluate"):
-                metrics |= held_out.measure()
-        position.has_converged = bool(held_out and held_out.has_converged(numbers(metrics)))
+                metrics |= measurement.measure()
+        position.has_converged = bool(measurement and measurement.has_converged(numbers(metrics)))
         metrics |= self.checkpoints.take_metrics()
         return metrics | self.throughput.end_step(self.clock.end_step(tokens=len(drawn.batch.tokens)))
 

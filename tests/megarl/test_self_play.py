@@ -16,7 +16,7 @@ from megarl.run.batches import StepBatch
 from megarl.run.checkpoints import Checkpoints, latest_checkpoint
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import pair_batch, with_reference
-from megarl.run.supervised import HeldOut, Position, Training, conversation_batch
+from megarl.run.supervised import Measurement, Position, Training, conversation_batch
 from megarl.run.throughput import Throughput
 from megarl.run.timeline import Timeline
 from megarl.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
@@ -211,12 +211,14 @@ def test_training_ends_with_its_steps_or_when_it_has_converged(tmp_path):
         measured.append(len(run.trainer.seen))
         return {"sft/exact_match": 0.5}
 
-    run.learn(batches(), lambda: None, HeldOut(measure, every=2))
+    run.learn(batches(), lambda: None, Measurement(measure, every=2))
     assert len(run.trainer.seen) == 5
     assert measured == [2, 4, 5]
     run = make_training(tmp_path / "enough", steps=5)
     run.learn(
-        batches(), lambda: None, HeldOut(measure, every=2, has_converged=lambda metrics: "sft/exact_match" in metrics)
+        batches(),
+        lambda: None,
+        Measurement(measure, every=2, has_converged=lambda metrics: "sft/exact_match" in metrics),
     )
     assert len(run.trainer.seen) == 2
 
