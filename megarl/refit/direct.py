@@ -1,5 +1,6 @@
 """The direct path: every shard goes from a rank that has it straight to where an engine keeps it."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,13 @@ from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.calls import wait, wait_together
 from megarl.cluster.workers.worker import Call, WorkerFailed
 from megarl.refit.path import Receivers
-from megarl.refit.rdma_restrictions import NO_RDMA, between_machines
+from megarl.refit.rdma_restrictions import Route
 from megarl.resharding.direct.abort import abort_rendezvous
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation
 from megarl.resharding.direct.transfer_spec import TransferSpec, check_traces, held_dtypes
-from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
+from megarl.resharding.direct.transports import TRANSPORTS
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.transfer_stats import TransferStats
 from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
@@ -63,22 +65,16 @@ class DirectPath:
         )
         self._traced = engines.workers()
         traces = self._trace(engines)
-        self._trainer_nodes = trainer_nodes = trainer.nodes()
-        worker_nodes = engines.worker_nodes()
-        self._are_apart = len({*trainer_nodes, *worker_nodes}) > 1
-        self._within = MAPPED_MEMORY_TRANSPORT[trainer.backend]
-        if self._are_apart:
-            self._transport, self._rdma = between_machines(trainer, engines, config.transport, config.timeout_s)
-        else:
-            self._transport = self._within if config.transport == "auto" else config.transport
-            self._rdma = NO_RDMA
+        self._trainer_nodes = trainer.nodes()
+        topology = topology_of(self._trainer_nodes, engines.worker_nodes())
+        self._route = Route.between(trainer, engines, topology, config)
         self._spec = TransferSpec(
             architecture,
             trainer.parallel,
             trainer.module_names,
             traces,
             len(engines),
-            topology_of(trainer_nodes, worker_nodes),
+            topology,
             config.bucket_bytes,
             quantisation,
         )
@@ -107,30 +103,30 @@ class DirectPath:
     @property
     def description(self) -> str:
         """The path, what its buckets are, and whether they go a slower way than the transport is for."""
-        topology, within = self._spec.topology, ""
-        if self._are_apart and {*topology.source_node} & {*topology.destination_node}:
-            within = f"{self._within} on one machine and, between two, "
         staged = staging_note(self._spec.staged_bytes(0))
-        return f"direct, through {within}{self._transport}{self._rdma.restriction}{staged}"
+        return f"direct, through {self._route.description(self._spec.topology)}{staged}"
 
     def connect(self) -> None:
         """Connect all ranks with the workers that they send to; earlier connections are closed, also of others."""
-        engines, timeout_s = self._receivers.engines, self._config.timeout_s
-        workers = len(engines) * len(self._spec.traces)
+        weights, engines = self._trainer.weights, self._receivers.engines
+        spec, route, timeout_s = self._spec, self._route, self._config.timeout_s
         self._disconnect()
-        relay_listeners = engines.open_transfer(self._spec, timeout_s)
-        rendezvous = self._trainer.weights.open_transfer(self._spec, self._transport, workers, timeout_s)
-        topology = self._spec.topology if self._are_apart else None
-        checked = self._config.verify == "checksum" or self._config.delta
-        rendezvous = replace(
-            rendezvous,
-            topology=topology,
-            relay_listeners=relay_listeners,
-            with_checksum=checked,
+        relay_listeners = engines.open_transfer(spec, timeout_s)
+        listeners = weights.open_transfer(spec)
+        rendezvous = Rendezvous(
+            route.transport,
+            secrets.token_bytes(32),
+            listeners,
+            weights.open_store(timeout_s) if TRANSPORTS[route.transport].needs_store else None,
+            len(engines) * len(spec.traces),
+            timeout_s,
+            relay_listeners,
+            topology=spec.topology if route.within else None,
+            with_checksum=self._config.verify == "checksum" or self._config.delta,
             with_changes=self._config.delta,
-            by_hardware=self._rdma.by_hardware,
+            by_hardware=route.rdma.by_hardware,
         )
-        connecting = [*self._trainer.weights.begin_connect(rendezvous), *engines.begin_connect(rendezvous)]
+        connecting = [*weights.begin_connect(rendezvous), *engines.begin_connect(rendezvous)]
         # Before they have met, nobody sees the end of a peer.
         wait_together(connecting, TransferError, lambda failure: abort_rendezvous(rendezvous, _news(failure)))
         self._receivers = replace(self._receivers, are_connected=True)

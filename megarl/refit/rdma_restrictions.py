@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from converters.topology import Topology
 from megarl.cluster.engines.engines import Engines
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.process.gpudirect import GPUDIRECT
+from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
 from megarl.resharding.direct.transports.nixl_agent import INSTALL, is_installed
+from megarl.schema import RefitConfig
 
 _NAMED = 4
 
@@ -38,6 +41,33 @@ _WITHOUT_PORTS = {
     ),
 }
 """By what is asked for, the transport where processes lack ports, and what is said of it and of the lack."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """The ways of the bytes: all go by `transport`, or only those between machines, and others through `within`.
+
+    Example: `Route("tcp", NO_RDMA, within="shared_memory")`; on one machine there is nothing `within`.
+    """
+
+    transport: str
+    rdma: Rdma
+    within: str = ""
+
+    @classmethod
+    def between(cls, trainer: TrainerGroup, engines: Engines, topology: Topology, config: RefitConfig) -> "Route":
+        """The route between ranks and workers where they are, by the transport that `config` asks for."""
+        mapped = MAPPED_MEMORY_TRANSPORT[trainer.backend]
+        if len({*topology.source_node, *topology.destination_node}) > 1:
+            return cls(*between_machines(trainer, engines, config.transport, config.timeout_s), within=mapped)
+        return cls(mapped if config.transport == "auto" else config.transport, NO_RDMA)
+
+    def description(self, topology: Topology) -> str:
+        """The transports that are used in a `topology`, and the restrictions of rdma."""
+        within = ""
+        if self.within and {*topology.source_node} & {*topology.destination_node}:
+            within = f"{self.within} on one machine and, between two, "
+        return f"{within}{self.transport}{self.rdma.restriction}"
 
 
 def between_machines(trainer: TrainerGroup, engines: Engines, asked: str, timeout_s: float) -> tuple[str, Rdma]:

@@ -1,6 +1,5 @@
 """The trainer's ranks as senders of weights: through shared-memory segments, or straight to the engines' workers."""
 
-import secrets
 from collections.abc import Collection, Sequence
 from itertools import chain
 from typing import Any
@@ -12,8 +11,8 @@ from converters.number_formats import NumberFormat
 from megarl.cluster.trainer.rank_methods import TrainerWorker
 from megarl.cluster.workers.worker import Call
 from megarl.cluster.workers.worker_group import WorkerGroup
+from megarl.resharding.direct.connections import Address
 from megarl.resharding.direct.transfer_spec import TransferSpec
-from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.loader.buckets import Bucket
 from megarl.resharding.transfer_stats import TransferStats
@@ -49,14 +48,14 @@ class WeightSender:
         """Why network cards do not reach the memory of each rank's GPU; empty where no obstacle is known."""
         return self._ranks.call(TrainerWorker.gpudirect_obstacle)
 
-    def open_transfer(self, spec: TransferSpec, transport: str, engine_workers: int, timeout_s: float) -> Rendezvous:
-        """Prepare all ranks to send their parts of `spec`; where their receivers meet them."""
+    def open_transfer(self, spec: TransferSpec) -> list[Address]:
+        """Prepare all ranks to send their parts of `spec`; where their receivers find each."""
         stored: Any = ray.put(spec)
-        listeners = self._ranks.call(TrainerWorker.open_transfer, stored)
-        store = (
-            self._ranks.call_first(TrainerWorker.open_store, timeout_s) if TRANSPORTS[transport].needs_store else None
-        )
-        return Rendezvous(transport, secrets.token_bytes(32), listeners, store, engine_workers, timeout_s)
+        return self._ranks.call(TrainerWorker.open_transfer, stored)
+
+    def open_store(self, timeout_s: float) -> Address:
+        """A new store at which ranks and receivers can make process groups; it lasts until the next one."""
+        return self._ranks.call_first(TrainerWorker.open_store, timeout_s)
 
     def begin_connect(self, rendezvous: Rendezvous) -> list[Call[None]]:
         """Begin to connect all ranks, after `open_transfer`, with their receivers."""

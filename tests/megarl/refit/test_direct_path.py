@@ -8,7 +8,7 @@ import pytest
 from megarl.refit import direct
 from megarl.refit.direct import DirectPath
 from megarl.refit.path import Receivers
-from megarl.refit.rdma_restrictions import Rdma
+from megarl.refit.rdma_restrictions import NO_RDMA, Rdma, Route
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.schema import RefitConfig
 
@@ -33,16 +33,18 @@ class Noting:
         return call
 
 
-RENDEZVOUS = Rendezvous("rdma", b"", [], None, 1, 1.0)
+BY_HARDWARE = Route("rdma", Rdma(by_hardware=True, restriction=""))
 
 
-def path_of(asked, *, delta=False, **of_engines):
+def path_of(asked, route=BY_HARDWARE, *, delta=False, **of_engines):
     path = object.__new__(DirectPath)
-    path._trainer = SimpleNamespace(weights=Noting("trainer", asked, open_transfer=RENDEZVOUS))
+    path._trainer = SimpleNamespace(
+        weights=Noting("trainer", asked, open_transfer=[("there", 1)], open_store=("there", 2))
+    )
     path._receivers = Receivers(Noting("engines", asked, open_transfer=[("here", 1)], **of_engines), [])
     path._all_engines = Noting("all engines", asked)
-    path._spec, path._config = SimpleNamespace(traces=[None]), RefitConfig(verify="off", delta=delta)
-    path._are_apart, path._transport, path._rdma = False, "rdma", Rdma(by_hardware=True, restriction="")
+    path._spec = SimpleNamespace(traces=[None, None], topology="two machines")
+    path._config, path._route = RefitConfig(verify="off", delta=delta, timeout_s=5.0), route
     return path
 
 
@@ -58,10 +60,30 @@ def test_receivers_let_go_of_memory_before_it_is_freed_and_all_know_how_it_is_re
         ("trainer", "begin_connect"),
         ("engines", "begin_connect"),
     ]
-    meeting = replace(
-        RENDEZVOUS, relay_listeners=[("here", 1)], with_checksum=delta, with_changes=delta, by_hardware=True
+    meeting, other = asked[3][2], asked[4][2]
+    assert len(meeting.key) == 32
+    assert meeting == other
+    assert replace(meeting, key=b"") == Rendezvous(
+        "rdma",
+        b"",
+        [("there", 1)],
+        None,
+        2,
+        5.0,
+        [("here", 1)],
+        with_checksum=delta,
+        with_changes=delta,
+        by_hardware=True,
     )
-    assert [each[2] for each in asked[3:]] == [meeting] * 2
+
+
+def test_between_machines_all_know_who_is_where_and_a_store_is_made_for_those_that_need_one(monkeypatch):
+    monkeypatch.setattr(direct, "wait_together", lambda *_: None)
+    asked = []
+    path_of(asked, Route("tcp", NO_RDMA, within="shared_memory")).connect()
+    meeting = asked[-1][2]
+    assert (meeting.transport, meeting.store, meeting.topology) == ("tcp", ("there", 2), "two machines")
+    assert not meeting.by_hardware
 
 
 class Listed:
