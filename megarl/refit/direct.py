@@ -19,7 +19,7 @@ from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.calls import wait, wait_together
 from megarl.cluster.workers.worker import Call, WorkerFailed
 from megarl.refit.path import Receivers
-from megarl.refit.rdma_restrictions import Route
+from megarl.refit.transport_choice import Route
 from megarl.resharding.direct.abort import abort_rendezvous
 from megarl.resharding.direct.connections import TransferError
 from megarl.resharding.direct.quantised_shard import CutBlocksError, Quantisation

@@ -8,7 +8,7 @@ import pytest
 from megarl.refit import direct
 from megarl.refit.direct import DirectPath
 from megarl.refit.path import Receivers
-from megarl.refit.rdma_restrictions import NO_RDMA, Rdma, Route
+from megarl.refit.transport_choice import NO_RDMA, Rdma, Route
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.schema import RefitConfig
 

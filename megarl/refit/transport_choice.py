@@ -1,4 +1,4 @@
-"""Refits by rdma: where they are, and their restrictions, as the end of a sentence that says through what they go."""
+"""The choice of a transport. Restrictions of rdma are told as the end of a sentence that says how refits go."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class Route:
 
 
 def between_machines(trainer: TrainerGroup, engines: Engines, asked: str, timeout_s: float) -> tuple[str, Rdma]:
-    """The transport between ranks and workers of several machines, and what there is to say of rdma.
+    """The transport between ranks and workers of several machines, and a note on rdma.
 
     Where `auto` is asked for it is rdma, or tcp where this environment or a worker's is without the package for it, or
     a process without a port. Through sockets UCX (1.23) has ranks send what is read, and ends the process of one whose
@@ -86,10 +86,10 @@ def between_machines(trainer: TrainerGroup, engines: Engines, asked: str, timeou
     if lacking := without_ports(trainer.weights.rdma_ports(), engines.rdma_ports(timeout_s)):
         transport, restriction = _WITHOUT_PORTS[asked]
         return transport, Rdma(by_hardware=False, restriction=restriction.format(lacking))
-    return "rdma", _by_hardware(trainer, engines, timeout_s)
+    return "rdma", _with_gpudirect_sentence(trainer, engines, timeout_s)
 
 
-def _by_hardware(trainer: TrainerGroup, engines: Engines, timeout_s: float) -> Rdma:
+def _with_gpudirect_sentence(trainer: TrainerGroup, engines: Engines, timeout_s: float) -> Rdma:
     """Ask all ranks and workers, which have ports, for what keeps these from GPUs."""
     restriction = ""
     if trainer.backend == "nccl":

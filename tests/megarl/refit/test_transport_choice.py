@@ -1,11 +1,11 @@
-"""Machines without a port for RDMA, or whose ports reach no GPU, are named, on either side, with what to do."""
+"""The transport that is chosen; machines without a port, or whose ports reach no GPU, are named, with what to do."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from megarl.process.gpudirect import GPUDIRECT
-from megarl.refit.rdma_restrictions import (
+from megarl.refit.transport_choice import (
     NO_RDMA,
     Rdma,
     between_machines,
