@@ -22,9 +22,7 @@ def dpo(config: MegarlConfig) -> None:
     The result is a HuggingFace folder below `config.output_dir`.
     """
     settings = config.preference
-    setup = RunSetup.read(config, "dpo")
-    if setup.is_finished:
-        setup.print_finished()
+    if (setup := RunSetup.unfinished(config, "dpo")) is None:
         return
     train, held_out = read_pairs(setup)
     if sentence := without_adapter(config.lora):

@@ -19,9 +19,7 @@ def train_reward_model(config: MegarlConfig) -> None:
     The result is a HuggingFace folder below `config.output_dir`: a sequence classifier of one label.
     """
     settings = config.preference
-    setup = RunSetup.read(config, "reward-model")
-    if setup.is_finished:
-        setup.print_finished()
+    if (setup := RunSetup.unfinished(config, "reward-model")) is None:
         return
     train, held_out = read_pairs(setup)
     batches = draw_pairs(setup, setup.sampler(len(train), digest_of_pairs(train)), train)

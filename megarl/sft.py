@@ -3,23 +3,20 @@
 from collections.abc import Sequence
 
 from converters.errors import UserError
-from megarl.algorithms import SftObjective, exact_matches
-from megarl.cluster.trainer.batch import Batch, fetch_tensor
-from megarl.cluster.trainer.trainer_group import TrainerGroup
+from megarl.algorithms import SftObjective
 from megarl.data import Conversation, PromptSampler, load_conversations
 from megarl.data.sampler import digest_of
 from megarl.run.batches import StepBatch
 from megarl.run.opening import RunSetup
-from megarl.run.supervised import Measurement, conversation_batch, open_training
+from megarl.run.supervised import Measurement, open_training
 from megarl.schema import MegarlConfig
+from megarl.stages.conversations import conversation_batch, exact_match_share
 
 
 def sft(config: MegarlConfig) -> None:
     """Fine-tune `config.model` on `config.sft`; the result is a HuggingFace folder below `config.output_dir`."""
     settings = config.sft
-    setup = RunSetup.read(config, "sft")
-    if setup.is_finished:
-        setup.print_finished()
+    if (setup := RunSetup.unfinished(config, "sft")) is None:
         return
     train = _read(setup, settings.train_files)
     held_out = _read(setup, settings.eval_files) if settings.eval_files else []
@@ -38,13 +35,6 @@ def sft(config: MegarlConfig) -> None:
         )
         training.learn(batches, SftObjective(), measurement if held_out else None)
         training.export()
-
-
-def exact_match_share(trainer: TrainerGroup, conversations: Sequence[Conversation]) -> float:
-    """The share of conversations whose assistant tokens greedy decoding would give, one after the other."""
-    batch = conversation_batch(conversations, "token_mean")
-    greedy = fetch_tensor(trainer.predictions(Batch.of(batch), ["greedy"], temperature=1.0)["greedy"])
-    return float(exact_matches(greedy, batch.fields["weights"] > 0, batch.lengths).float().mean())
 
 
 def _read(setup: RunSetup, files: list[str]) -> list[Conversation]:

@@ -27,7 +27,7 @@ from megarl.run.opening import RunSetup
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import Measurement, Training, open_training
 from megarl.schema import MegarlConfig
-from megarl.sft import exact_match_share
+from megarl.stages.conversations import exact_match_share
 from megarl.stages.rollout import sampling_parameters
 from megatron_ext.packing.prefix_tree import SHORTEST_PREFIX
 
@@ -45,9 +45,7 @@ def spin(config: MegarlConfig) -> None:
     The result is a HuggingFace folder below `config.output_dir`.
     """
     settings = config.preference
-    setup = RunSetup.read(config, "spin")
-    if setup.is_finished:
-        setup.print_finished()
+    if (setup := RunSetup.unfinished(config, "spin")) is None:
         return
     exchanges = [last_exchange(conversation) for conversation in _read(setup, settings.train_files)]
     held_out = _read(setup, settings.eval_files) if settings.eval_files else []

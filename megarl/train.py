@@ -34,9 +34,7 @@ def train(config: MegarlConfig) -> None:
 
     Everything it writes lies below `config.output_dir`: metrics, checkpoints, and the trained model in `huggingface`.
     """
-    setup = RunSetup.read(config, "train")
-    if setup.is_finished:
-        setup.print_finished()
+    if (setup := RunSetup.unfinished(config, "train")) is None:
         return
     with ExitStack() as at_end, open_job(setup) as job:
         with phase("first refit"):

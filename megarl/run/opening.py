@@ -74,6 +74,15 @@ class RunSetup:
             check_that_none_is_lost(setup.exports)
         return setup
 
+    @classmethod
+    def unfinished(cls, config: MegarlConfig, command: str) -> "RunSetup | None":
+        """Read them as `read` does; None, with a line that says why, where nothing is left to do."""
+        setup = cls.read(config, command)
+        if not setup.is_finished:
+            return setup
+        setup._print_finished()
+        return None
+
     @property
     def exports(self) -> list[Path]:
         """Where the trained models go, the policy first."""
@@ -109,7 +118,7 @@ class RunSetup:
         is_over = self.step >= self.steps or self.has_converged
         return is_over and all(step_of_export(export) == self.step for export in self.exports)
 
-    def print_finished(self) -> None:
+    def _print_finished(self) -> None:
         """Say why nothing is left to do."""
         if self.has_converged:
             print(f"converged after {self.step} steps; choose another output_dir to start a new run", flush=True)

@@ -12,7 +12,7 @@ from megarl.data import PreferencePair, PromptSampler, load_pairs
 from megarl.data.sampler import digest_of
 from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.opening import RunSetup
-from megarl.run.supervised import conversation_batch
+from megarl.stages.conversations import conversation_batch
 from megatron_ext.objective import Objective
 from megatron_ext.packing.packing import RaggedBatch, pack
 

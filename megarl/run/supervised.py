@@ -1,19 +1,16 @@
 """Training on examples that are there before the step: what fine-tuning and training on preferences share."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from converters.architectures import Head
-from megarl.algorithms import AGGREGATIONS, AnyObjective
+from megarl.algorithms import AnyObjective
 from megarl.cluster.placement.roles import POLICY
 from megarl.cluster.trainer.batch import Batch
 from megarl.cluster.trainer.trainer_group import TrainerGroup
-from megarl.data import Conversation
 from megarl.process.phase import phase
 from megarl.run.batches import BatchStream
 from megarl.run.checkpoints import Checkpoints
@@ -25,7 +22,6 @@ from megarl.stages.update import update
 from megarl.tracking import MetricValue, Tracker
 from megarl.tracking.clock import Clock
 from megarl.tracking.histogram import numbers
-from megatron_ext.packing.packing import RaggedBatch
 
 
 @dataclass(frozen=True)
@@ -137,15 +133,3 @@ def open_training(setup: RunSetup, *, engines: bool = False) -> Iterator[Trainin
         timeline = Timeline(setup.config.tracking.profile, Path(setup.config.output_dir), trainer.workers, None, None)
         with Checkpoints(setup.config, setup.command, {"": trainer}) as checkpoints:
             yield Training(setup, processes, trainer, tracker, position, throughput, timeline, checkpoints)
-
-
-def conversation_batch(conversations: Sequence[Conversation], aggregation: str, unit: int = 1) -> RaggedBatch:
-    """Conversations end to end; the field `weights` comes from `aggregation` over the assistant's tokens."""
-    mask = torch.tensor([said for conversation in conversations for said in conversation.mask])
-    lengths = torch.tensor([sum(conversation.mask) for conversation in conversations])
-    return RaggedBatch(
-        tokens=torch.tensor([token for conversation in conversations for token in conversation.token_ids]),
-        lengths=torch.tensor([len(conversation.token_ids) for conversation in conversations]),
-        fields={"weights": torch.zeros(len(mask)).masked_scatter(mask, AGGREGATIONS[aggregation](lengths))},
-        unit=unit,
-    )

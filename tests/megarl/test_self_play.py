@@ -16,11 +16,12 @@ from megarl.run.batches import StepBatch
 from megarl.run.checkpoints import Checkpoints, latest_checkpoint
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import pair_batch, with_reference
-from megarl.run.supervised import Measurement, Position, Training, conversation_batch
+from megarl.run.supervised import Measurement, Position, Training
 from megarl.run.throughput import Throughput
 from megarl.run.timeline import Timeline
 from megarl.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
 from megarl.spin import Exchange, check_lengths, draw_iteration, last_exchange, pairs_against
+from megarl.stages.conversations import conversation_batch
 from megatron_ext.objective import StepResult
 from megatron_ext.packing.packing import RaggedBatch
 
