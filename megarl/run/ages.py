@@ -1,22 +1,12 @@
 """How old tokens are, or get, until they are trained on: no older than the schedule allows."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from math import ceil
-from operator import attrgetter
+from collections.abc import Iterable, Mapping
 
 from converters.errors import UserError
 from megarl.data import PromptGroup, Turn
 from megarl.data.stretches import distinct
 from megarl.run.schedule import Schedule
 from megarl.schema import MegarlConfig
-
-_KEYS = {
-    "max_staleness": "schedule.max_staleness",
-    "window": "schedule.window",
-    "prompts_per_step": "loop.prompts_per_step",
-    "in_flight": "schedule.in_flight",
-}
-"""The keys of the configuration by their names in `schedule_settings`."""
 
 
 def oldest_version(turns: Iterable[Turn]) -> int | None:
@@ -41,29 +31,6 @@ def check_ages(groups: Iterable[PromptGroup], version: int, bound: int) -> None:
             )
 
 
-def schedule_settings(config: MegarlConfig) -> dict[str, int | str]:
-    """The schedule as a checkpoint tells of it."""
-    return {name: attrgetter(key)(config) for name, key in _KEYS.items()}
-
-
-def changed_settings(saved: Mapping[str, int | str], config: MegarlConfig) -> str:
-    """How the schedule differs from that of an earlier run, as `schedule_settings` gave it; empty if it does not."""
-    found = schedule_settings(config).items()
-    different = [f"{_KEYS[name]}={now}, was {saved[name]}" for name, now in found if saved[name] != now]
-    return "; ".join(different)
-
-
-def check_room(draws: int, slots: int, config: MegarlConfig) -> None:
-    """Raise UserError if the draws of a checkpoint are more than the schedule has slots for."""
-    if draws > slots:
-        schedule, prompts = config.schedule, config.loop.prompts_per_step
-        raise UserError(
-            f"the checkpoint has {draws} prompts on their way, and schedule.max_staleness={schedule.max_staleness} with"
-            f" loop.prompts_per_step={prompts} has room for {slots}: continue with max_staleness="
-            f"{ceil(draws / prompts) - 1} or more"
-        )
-
-
 def check_carried_over(
     oldest: Mapping[int, int | None], schedule: Schedule, changed: str, config: MegarlConfig
 ) -> None:
@@ -81,11 +48,3 @@ def check_carried_over(
             f"{schedule.staleness_bound}{told}: continue with schedule.max_staleness={staleness} or more, or "
             "with the schedule of the checkpoint"
         )
-
-
-def schedule_change_message(changed: str, finished: Sequence[int], unfinished: Sequence[int]) -> str:
-    """A sentence for whoever goes on with another schedule than that of the checkpoint."""
-    return (
-        f"another schedule than that of the checkpoint ({changed}): the {len(finished)} groups that wait and the "
-        f"{len(unfinished)} that were being sampled carry over, and come first"
-    )

@@ -7,17 +7,10 @@ from typing import Any
 
 from megarl.data import Prompt, PromptGroup
 from megarl.data.sampler import SamplerState
-from megarl.run.ages import (
-    changed_settings,
-    check_carried_over,
-    check_room,
-    oldest_of_group,
-    oldest_version,
-    schedule_change_message,
-    schedule_settings,
-)
+from megarl.run.ages import check_carried_over, oldest_of_group, oldest_version
 from megarl.run.saved_groups import read_groups, save_groups
 from megarl.run.saved_partials import SavedPartial, read_partials, save_partials
+from megarl.run.saved_schedule import changed_settings, check_room, schedule_change_message, schedule_settings
 from megarl.run.schedule import Schedule
 from megarl.schema import MegarlConfig
 
