@@ -29,7 +29,7 @@ from megarl.run.schedule import Schedule
 from megarl.schema import MegarlConfig
 from megarl.stages.filtering import check_refills, groups_to_train_on
 from megarl.stages.reward import begin_scoring, check_any_scored, with_model_scores, with_outcomes
-from megarl.stages.rollout import answered, requests_for, sampling_parameters
+from megarl.stages.rollout import requests_for, sampling_parameters, with_answers
 from megarl.tracking.clock import Clock
 
 P = ParamSpec("P")
@@ -308,7 +308,7 @@ class Rollouts:
     def _sampled_one(self, group: PromptGroup, answers: Sequence[Future]) -> None:
         """Begin to score a group whose samples are there."""
         self._sampled.add(group.ordinal)
-        complete = answered(group, [answer.result() for answer in answers])
+        complete = with_answers(group, [answer.result() for answer in answers])
         pending = self._workers.scorer.begin()
         begin_scoring(pending, complete, self._workers.tokenizer)
         pending.when_finished(lambda: self._scored_one(complete, pending))

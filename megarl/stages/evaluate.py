@@ -14,7 +14,7 @@ from megarl.rewards import Scorer
 from megarl.rollout.protocol import SamplingParameters
 from megarl.schema import LoopConfig, MegarlConfig
 from megarl.stages.reward import begin_scoring, check_any_scored, text_of, with_outcomes
-from megarl.stages.rollout import answered, requests_for
+from megarl.stages.rollout import requests_for, with_answers
 
 # Keeps the seeds of an evaluation apart from others that are made of loop.seed and a number.
 _EVALUATION = 0xE7A1
@@ -80,7 +80,7 @@ def sample_all(
     # Later samples must not depend on whether an evaluation came before.
     requests = [replace(each, cache_salt=_SALT) for each in requests_for(groups, sampling, with_baselines=False)]
     for place, turns in engines.generate_each(requests):
-        yield answered(groups[place], [turns])
+        yield with_answers(groups[place], [turns])
 
 
 def score_all(sampled: Iterable[PromptGroup], scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[PromptGroup]:
@@ -112,14 +112,14 @@ def evaluation_metrics(
     The accuracy is the mean over the prompts of the mean reward of their responses. There is at least one; a prompt
     without any is left out.
     """
-    answered = [group for group in groups if group.trajectories]
+    scored = [group for group in groups if group.trajectories]
     if samples > 1:
-        found = by_source([_answers(group, tokenizer) for group in answered], samples)
+        found = by_source([_answers(group, tokenizer) for group in scored], samples)
         mean = f"mean_at_{samples}"
         found |= {f"{name.removesuffix(mean)}accuracy": x for name, x in found.items() if name.endswith(mean)}
     else:
         # Nothing is voted on, so that texts are not needed.
-        found = accuracy_by_source([Answers(group.prompt.data_source, (), group.rewards) for group in answered])
+        found = accuracy_by_source([Answers(group.prompt.data_source, (), group.rewards) for group in scored])
     return {f"eval/{name}": value for name, value in found.items()}
 
 

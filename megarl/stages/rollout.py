@@ -49,7 +49,7 @@ def requests_for(
     return requests + greedy
 
 
-def answered(group: PromptGroup, answers: Sequence[Sequence[Turn]]) -> PromptGroup:
+def with_answers(group: PromptGroup, answers: Sequence[Sequence[Turn]]) -> PromptGroup:
     """The group with the samples of its request, and of that for its greedy response if there was one."""
     trajectories, *greedy = ([Trajectory((turn,), turn.finish_reason) for turn in turns] for turns in answers)
     return group.with_members(trajectories, greedy[0][0] if greedy else None)

@@ -26,7 +26,7 @@ from megarl.cluster.engines.restarts import Restarts, StartStages
 from megarl.cluster.placement.placement import Role
 from megarl.cluster.placement.reservation import reserve
 from megarl.cluster.ray import runtime
-from megarl.cluster.workers.calls import answered
+from megarl.cluster.workers.calls import ended_calls
 from megarl.cluster.workers.long_arrays import taken_out
 from megarl.cluster.workers.streams import Stream, results_of
 from megarl.cluster.workers.worker import WorkerGone
@@ -270,7 +270,7 @@ def test_an_engine_whose_machine_is_gone_is_not_started_there_again(cluster, con
         assert not worker.has_lost_its_machine
         cluster.remove_node(lost, allow_graceful=False)
         # The process may outlive what started it for a moment.
-        assert eventually(lambda: answered([worker.begin_node()]) and worker.failure, NOTICED_S)
+        assert eventually(lambda: ended_calls([worker.begin_node()]) and worker.failure, NOTICED_S)
         assert eventually(lambda: worker.has_lost_its_machine, NOTICED_S)
         assert group.renew(worker).has_lost_its_machine
         restarts = Restarts(3, StartStages(iter, iter), up_within_s=60, start_within_s=60)

@@ -11,7 +11,7 @@ from converters.errors import UserError
 from megarl.cluster.engines.engine_handle import EngineHandle, is_death, wait_for_living
 from megarl.cluster.engines.pending_request import PartialTurns, PendingRequest
 from megarl.cluster.engines.progress_log import ProgressLog
-from megarl.cluster.workers.calls import answered
+from megarl.cluster.workers.calls import ended_calls
 from megarl.cluster.workers.streams import Stream
 from megarl.cluster.workers.worker import Call, Failed, WorkerFailed
 from megarl.data import Turn
@@ -210,7 +210,7 @@ class RequestQueue:
         """Fail the requests whose submit call has failed."""
         # The death of an engine is handled where its stream ends.
         with self._lock:
-            heard = dict(answered([each.call for each in self._submitted]))
+            heard = dict(ended_calls([each.call for each in self._submitted]))
             ended = [each for each in self._submitted if each.call in heard]
             self._submitted = [each for each in self._submitted if each.call not in heard]
         for each in ended:

@@ -140,7 +140,7 @@ def _unanswering(worker: Worker, timeout_s: float, key: str) -> WorkerGone:
     return worker.failure
 
 
-def answered(calls: Sequence[Call[R]]) -> "list[tuple[Call[R], R | Failed]]":
+def ended_calls(calls: Sequence[Call[R]]) -> "list[tuple[Call[R], R | Failed]]":
     """The calls that have ended, each with its result, or why it failed."""
     if not calls:
         return []
