@@ -74,17 +74,24 @@ ESTIMATES: Mapping[str, Callable[[Answers, int], float]] = {
 def validation_metrics(answers: Sequence[Answers], samples: int) -> dict[str, float]:
     """The mean over the prompts of each estimate, as "<estimate>_at_<k>", for the k of `powers_of_two`.
 
-    The mean reward is the same for every k, so it is there once: "mean_at_<samples>". A prompt with fewer than k scored
-    responses is left out of the estimates for k, and these are left out where no prompt has so many.
+    The mean reward is the same for every k, so it is there once, as "mean_at_<samples>" and "accuracy". A prompt with
+    fewer than k scored responses is left out of the estimates for k, and these are left out where no prompt has so
+    many.
     """
-    means = {f"mean_at_{samples}": float(np.mean([np.mean(each.rewards) for each in answers]))}
+    accuracy = _accuracy(answers)
+    means = {f"mean_at_{samples}": accuracy}
     for k in powers_of_two(samples):
         enough = [each for each in answers if len(each.rewards) >= k]
         if enough:
             means |= {
                 f"{name}_at_{k}": float(np.mean([f(each, k) for each in enough])) for name, f in ESTIMATES.items()
             }
-    return means
+    return means | {"accuracy": accuracy}
+
+
+def _accuracy(answers: Sequence[Answers]) -> float:
+    """The mean over the prompts of the mean reward of their responses."""
+    return fmean(fmean(each.rewards) for each in answers)
 
 
 def by_source(answers: Sequence[Answers], samples: int) -> dict[str, float]:
@@ -93,8 +100,8 @@ def by_source(answers: Sequence[Answers], samples: int) -> dict[str, float]:
 
 
 def accuracy_by_source(answers: Sequence[Answers]) -> dict[str, float]:
-    """The mean reward, "accuracy", as `for_each_source` gives it."""
-    return for_each_source(answers, lambda found: {"accuracy": fmean(r for each in found for r in each.rewards)})
+    """The accuracy alone of `validation_metrics`, as `for_each_source` gives it."""
+    return for_each_source(answers, lambda found: {"accuracy": _accuracy(found)})
 
 
 def for_each_source(

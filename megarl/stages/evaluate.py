@@ -115,8 +115,6 @@ def evaluation_metrics(
     scored = [group for group in groups if group.trajectories]
     if samples > 1:
         found = by_source([_answers(group, tokenizer) for group in scored], samples)
-        mean = f"mean_at_{samples}"
-        found |= {f"{name.removesuffix(mean)}accuracy": x for name, x in found.items() if name.endswith(mean)}
     else:
         # Nothing is voted on, so that texts are not needed.
         found = accuracy_by_source([Answers(group.prompt.data_source, (), group.rewards) for group in scored])

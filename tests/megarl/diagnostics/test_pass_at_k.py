@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from megarl.data.time_limit import cpu_time_limit
 from megarl.diagnostics.answers import answer_of
-from megarl.diagnostics.pass_at_k import Answers, best_at, by_source, majority_at, pass_at, powers_of_two
+from megarl.diagnostics.pass_at_k import (
+    Answers,
+    accuracy_by_source,
+    best_at,
+    by_source,
+    majority_at,
+    pass_at,
+    powers_of_two,
+)
 
 ANSWER = st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.25, 0.75, 1.0, -1.0]))
 RESPONSES = st.lists(ANSWER, min_size=1, max_size=7)
@@ -68,6 +76,7 @@ def test_metrics_are_overall_and_of_each_source():
     easy, hard = answers([("a", 1.0), ("b", 0.0)], "easy"), answers([("c", 0.0), ("d", 0.0)], "hard")
     found = by_source([easy, hard], samples=2)
     assert found == {
+        "accuracy": 0.25,
         "mean_at_2": 0.25,
         "pass_at_1": 0.25,
         "majority_at_1": 0.25,
@@ -77,8 +86,8 @@ def test_metrics_are_overall_and_of_each_source():
         "best_at_2": 0.5,
         **{f"source/easy/{name}_at_{k}": 0.5 for name in ("pass", "majority", "best") for k in (1, 2)},
         **{f"source/hard/{name}_at_{k}": 0.0 for name in ("pass", "majority", "best") for k in (1, 2)},
-        "source/easy/mean_at_2": 0.5,
-        "source/hard/mean_at_2": 0.0,
+        **{f"source/easy/{name}": 0.5 for name in ("accuracy", "mean_at_2")},
+        **{f"source/hard/{name}": 0.0 for name in ("accuracy", "mean_at_2")},
         "source/easy/pass_at_2": 1.0,
         "source/easy/best_at_2": 1.0,
     }
@@ -89,6 +98,7 @@ def test_a_prompt_that_lost_responses_counts_where_it_has_enough():
     whole, part = answers([("a", 0.0)] * 4), answers([("a", 1.0), ("b", 1.0)])
     found = by_source([whole, part], samples=4)
     assert (found["mean_at_4"], found["pass_at_2"], found["pass_at_4"]) == (0.5, 0.5, 0.0)
+    assert found["accuracy"] == accuracy_by_source([whole, part])["accuracy"] == 0.5
     assert "pass_at_4" not in by_source([part], samples=4)
 
 
