@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from megarl.cli.main import main
+from megarl.data import trajectories_of
 from megarl.data.stretches import fetch
 from megarl.run.rollouts import RolloutBatch, Rollouts
 from megarl.tracking.clock import Clock
@@ -19,7 +20,7 @@ _take = Rollouts.take
 def _noted(self: Rollouts, clock: Clock) -> RolloutBatch:
     batch = _take(self, clock)
     version = self._schedule.version
-    trajectories = [each for group in batch.groups for each in group.trajectories]
+    trajectories = trajectories_of(batch.groups)
     oldest = min(int(fetch(turn.versions).min()) for each in trajectories for turn in each.turns)
     note = {
         "step": version + 1,

@@ -4,7 +4,7 @@ from megarl.data.conversations import Conversation, load_conversations
 from megarl.data.pairs import PreferencePair, load_pairs
 from megarl.data.prompts import Prompt, PromptSet, load_prompts
 from megarl.data.sampler import PromptSampler, SamplerState
-from megarl.data.trajectory import FinishReason, PromptGroup, Trajectory, Turn
+from megarl.data.trajectory import FinishReason, PromptGroup, Trajectory, Turn, prompt_of_each, trajectories_of
 
 __all__ = [
     "Conversation",
@@ -20,4 +20,6 @@ __all__ = [
     "load_conversations",
     "load_pairs",
     "load_prompts",
+    "prompt_of_each",
+    "trajectories_of",
 ]

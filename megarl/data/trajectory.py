@@ -1,6 +1,6 @@
 """Results of a rollout: turns, the trajectory that they make, and the group of all samples of a drawn prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -266,3 +266,13 @@ class PromptGroup:
     def with_members(self, trajectories: Sequence[Trajectory], baseline: Trajectory | None = None) -> "PromptGroup":
         """The same draw with other trajectories, and with another baseline if one is given."""
         return replace(self, trajectories=trajectories, baseline=baseline or self.baseline)
+
+
+def trajectories_of(groups: Iterable[PromptGroup]) -> list[Trajectory]:
+    """The trajectories of all groups, in the order of a batch: group by group."""
+    return [each for group in groups for each in group.trajectories]
+
+
+def prompt_of_each(groups: Iterable[PromptGroup]) -> list[Prompt]:
+    """The prompt of each trajectory, in the order of a batch."""
+    return [group.prompt for group in groups for _ in group.trajectories]

@@ -14,7 +14,7 @@ from megarl.algorithms.finite import check_finite
 from megarl.algorithms.parts import call
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer.batch import Batch
-from megarl.data import PromptGroup, Trajectory
+from megarl.data import PromptGroup, Trajectory, prompt_of_each, trajectories_of
 from megarl.data.stretches import not_finite
 from megarl.rewards import OVERLONG
 from megarl.schema import AlgorithmConfig, MegarlConfig
@@ -60,7 +60,7 @@ def with_advantages(
     Raises UserError for what is not a finite number, naming the response, and as `estimate` does.
     """
     algorithm = config.algorithm
-    prompts = [group.prompt for group in groups for _ in group.trajectories]
+    prompts = prompt_of_each(groups)
 
     def describe(index: int) -> str:
         return f"response {index} of the step, to prompt {prompts[index].index} ({prompts[index].data_source})"
@@ -93,7 +93,7 @@ def _inputs(
     algorithm = config.algorithm
     responses = trained_responses(batch)
     known = {name: at_trained(name, batch) for name in _fields_to_fetch(algorithm) & batch.fields.keys()}
-    trajectories = [each for group in groups for each in group.trajectories]
+    trajectories = trajectories_of(groups)
     terms = _terms(trajectories)
     return {
         "responses": responses,

@@ -12,7 +12,7 @@ from torch import Tensor
 from megarl.algorithms import AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer.batch import Batch
-from megarl.data import PromptGroup, Trajectory
+from megarl.data import PromptGroup, Trajectory, prompt_of_each, trajectories_of
 from megarl.data.stretches import Array, RunLengthArray, Values, fetch
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
@@ -27,8 +27,8 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
     `routed_experts`, where they are replayed. Names, for errors: `response` and `prompt`, the places of the trajectory
     in the step and of its prompt in the data.
     """
-    trajectories = [each for group in groups for each in group.trajectories]
-    prompts = [group.prompt.index for group in groups for _ in group.trajectories]
+    trajectories = trajectories_of(groups)
+    prompts = [prompt.index for prompt in prompt_of_each(groups)]
     fields: dict[str, Sequence[Values]] = {
         "trained": [_trained(each, config) for each in trajectories],
         "rollout_log_probs": [each.log_probs for each in trajectories],

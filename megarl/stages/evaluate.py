@@ -7,7 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megarl.cluster.engines.engines import Engines
-from megarl.data import Prompt, PromptGroup
+from megarl.data import Prompt, PromptGroup, trajectories_of
 from megarl.diagnostics.answers import answer_of
 from megarl.diagnostics.pass_at_k import Answers, accuracy_by_source, by_source
 from megarl.rewards import Scorer
@@ -59,7 +59,7 @@ def evaluate(
     # Negative ordinals: these prompts share no conversation with those of training, and are served first.
     drawn = [PromptGroup(prompt, place - len(prompts)) for place, prompt in enumerate(prompts)]
     groups = score_all(sample_all(engines, drawn, sampling), scorer, tokenizer)
-    sampled = [each for group in groups for each in group.trajectories]
+    sampled = trajectories_of(groups)
     return {
         **evaluation_metrics([group.only_scored() for group in groups], tokenizer, settings.samples),
         "eval/dropped": float(sum(each.score is None for each in sampled)),

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES
-from megarl.data import PromptGroup, Trajectory
+from megarl.data import PromptGroup, Trajectory, trajectories_of
 from megarl.rewards import OVERLONG
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.batch import is_trained_on
@@ -40,7 +40,7 @@ def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig)
     smallest = ADVANTAGES[config.advantage].smallest_group
     kept = [group for each in groups if len((group := _compared(each, config)).trajectories) >= smallest]
     if not kept:
-        scored = [each for group in groups for each in group.trajectories]
+        scored = trajectories_of(groups)
         raise UserError(
             f"no prompt of this step has {smallest} {'responses' if smallest > 1 else 'response'} to learn from: of"
             f" the {len(scored)} that were scored {sum(each.is_truncated for each in scored)} were truncated at"

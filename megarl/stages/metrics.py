@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megarl.cluster.trainer.batch import Batch
-from megarl.data import PromptGroup
+from megarl.data import PromptGroup, trajectories_of
 from megarl.diagnostics import (
     advantage_metrics,
     group_metrics,
@@ -25,7 +25,7 @@ def step_metrics(
 
     `version` is the version of the weights at the beginning of the step.
     """
-    trajectories = [each for group in sampled for each in group.trajectories]
+    trajectories = trajectories_of(sampled)
     rewards = [group.only_scored().rewards for group in sampled]
     to_teachers = kl_to_teachers(batch)
     return {

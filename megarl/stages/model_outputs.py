@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from megarl.algorithms import ADVANTAGES, PolicyObjective, Source, implicit_process_rewards
 from megarl.cluster.trainer.batch import REFERENCE, Batch, fetch_tensor, sequences_of
 from megarl.cluster.trainer.trainer_group import TrainerGroup
-from megarl.data import PromptGroup
+from megarl.data import PromptGroup, prompt_of_each
 from megarl.data.stretches import Values
 from megarl.models.auxiliary import AuxiliaryModels
 from megarl.schema import MegarlConfig
@@ -69,7 +69,7 @@ def _teacher_log_probs(
     batch: Batch, groups: Sequence[PromptGroup], auxiliary: AuxiliaryModels, temperature: float
 ) -> list[Values]:
     """Each sequence's log-probs under the teacher of its data source."""
-    prompts = [group.prompt for group in groups for _ in group.trajectories]
+    prompts = prompt_of_each(groups)
     found: dict[int, Values] = {}
     for teacher in auxiliary.teachers.values():
         taught = [index for index, prompt in enumerate(prompts) if teacher.teaches(prompt)]

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from converters.errors import UserError
 from megarl.algorithms.finite import check_finite
 from megarl.cluster.trainer.trainer_group import TrainerGroup
-from megarl.data import Prompt, PromptGroup, Trajectory
+from megarl.data import Prompt, PromptGroup, Trajectory, trajectories_of
 from megarl.rewards import OVERLONG, Outcome, PendingScores, RewardLost, RewardTimedOut, Score, reward_arguments
 from megarl.schema import RewardConfig
 from megarl.stages.batch import whole
@@ -48,7 +48,7 @@ def with_model_scores(groups: Sequence[PromptGroup], model: TrainerGroup, weight
 
     Raises UserError for a score that is not a finite number, naming the response.
     """
-    sampled = [each for group in groups for each in group.trajectories if each.score is not None]
+    sampled = [each for each in trajectories_of(groups) if each.score is not None]
     greedy = [group.baseline for group in groups if group.baseline is not None and group.baseline.score is not None]
     if not sampled and not greedy:
         return list(groups)

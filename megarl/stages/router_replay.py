@@ -6,7 +6,7 @@ import torch
 
 from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.cluster.trainer.trainer_group import TrainerGroup
-from megarl.data import PromptGroup
+from megarl.data import PromptGroup, trajectories_of
 from megarl.data.stretches import fetch_concatenated
 from megarl.stages.staleness import has_tokens_of, is_of_version
 
@@ -26,7 +26,7 @@ def replay_gaps(
     """
     if "routed_experts" not in batch.fields:
         return {}
-    trajectories = [each for group in groups for each in group.trajectories]
+    trajectories = trajectories_of(groups)
     of_now = [place for place, each in enumerate(trajectories) if has_tokens_of(version, each.turns)]
     if not of_now:
         return {}

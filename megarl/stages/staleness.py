@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megarl.cluster.trainer.batch import Batch
-from megarl.data import PromptGroup, Turn
+from megarl.data import PromptGroup, Turn, trajectories_of
 from megarl.data.stretches import Array, RunLengthArray, Stretch, Values, distinct
 from megarl.schema import MegarlConfig
 from megarl.stages.fields import with_fields
@@ -25,7 +25,7 @@ def with_staleness(batch: Batch, groups: Sequence[PromptGroup], version: int, co
     def is_on_kept_kv(versions: Array) -> Array:
         return (versions == version) & (versions[:1] < version)
 
-    turns = [each.turns for group in groups for each in group.trajectories]
+    turns = [each.turns for each in trajectories_of(groups)]
     fields: dict[str, list[Values]] = {}
     if config.algorithm.ratio_to == "interpolated":
         fields["staleness"] = [_of_turns(each, staleness, np.float32) for each in turns]
