@@ -68,7 +68,7 @@ def open_keys(config_name: str, overrides: Sequence[str] = (), config_dir: str |
     return _open_keys(_merge(config_name, overrides, config_dir))
 
 
-def files_of(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> list[tuple[Path, str]]:
+def files_of(config_name: str, overrides: Sequence[str], config_dir: str | None) -> list[tuple[Path, str]]:
     """The files that Hydra composes a recipe of, in their order, each with the group that its keys lie in."""
     folders = _folders(config_dir)
     with _hydra(config_name, folders) as searchpath:

@@ -28,9 +28,7 @@ class Setting:
     origin: str
 
 
-def explain(
-    config_name: str, assignments: Sequence[Assignment] = (), config_dir: str | None = None
-) -> dict[str, Setting]:
+def explain(config_name: str, assignments: Sequence[Assignment], config_dir: str | None) -> dict[str, Setting]:
     """Dotted key -> its value in the checked configuration and its origin; mandatory keys may be open.
 
     Raises UserError as `compose` does.
@@ -49,9 +47,7 @@ def explain(
     return settings
 
 
-def compose_open(
-    config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None
-) -> tuple[MegarlConfig, list[str]]:
+def compose_open(config_name: str, overrides: Sequence[str], config_dir: str | None) -> tuple[MegarlConfig, list[str]]:
     """The configuration with stand-ins for the keys that are open, and these keys. Raises UserError as `compose`."""
     open_ = open_keys(config_name, overrides, config_dir)
     stand_ins = [f"{key}={_stand_in(_defaults().get(key, OPEN))}" for key in open_]

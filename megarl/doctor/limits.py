@@ -33,10 +33,10 @@ class Limits:
         return f"{self.locked_memory_bytes / 1024**2:.3g} MiB"
 
 
-def limits_here(process: Path = _PROCESS) -> Limits:
+def limits_here() -> Limits:
     """The limits of this process."""
     locked, files = (_soft(kind) for kind in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
-    return Limits(None if _may_lock(process) else locked, files)
+    return Limits(None if _may_lock(_PROCESS) else locked, files)
 
 
 def _soft(kind: int) -> int | None:

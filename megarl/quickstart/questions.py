@@ -34,19 +34,19 @@ class QuestionFiles:
     eval: Path
 
 
-def split_pairs(seed: int, held_out: int = HELD_OUT) -> tuple[list[Pair], list[Pair]]:
-    """Return all pairs in the order of `seed`, cut into those to train on and the `held_out` ones."""
+def split_pairs(seed: int) -> tuple[list[Pair], list[Pair]]:
+    """Return all pairs in the order of `seed`, cut into those to train on and the `HELD_OUT` ones."""
     count = LARGEST + 1 - SMALLEST
     order = np.random.default_rng(seed).permutation(count * count).tolist()
     pairs = [(SMALLEST + number // count, SMALLEST + number % count) for number in order]
-    return pairs[held_out:], pairs[:held_out]
+    return pairs[HELD_OUT:], pairs[:HELD_OUT]
 
 
-def write_questions(folder: Path, *, seed: int = 0, held_out: int = HELD_OUT) -> QuestionFiles:
+def write_questions(folder: Path, *, seed: int = 0) -> QuestionFiles:
     """Write the files, each of the name of its field, to `folder`, made if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     files = QuestionFiles(folder / "train.parquet", folder / "eval.parquet")
-    train, evaluation = split_pairs(seed, held_out)
+    train, evaluation = split_pairs(seed)
     write_rows(files.train, _rows(train, "train"))
     write_rows(files.eval, _rows(evaluation, "eval"))
     return files

@@ -62,9 +62,7 @@ class PendingSave:
     and compared between them: all that takes longer the more ranks there are.
     """
 
-    def __init__(
-        self, state: ShardedStateDict, folder: Path, copies: HostCopies | None, plan: Plan | None = None
-    ) -> None:
+    def __init__(self, state: ShardedStateDict, folder: Path, copies: HostCopies | None, plan: Plan | None) -> None:
         self._folder = folder
         self._strategy = _Strategy(copies, plan)
         self._request = dist_checkpointing.save(

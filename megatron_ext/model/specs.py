@@ -50,7 +50,7 @@ def block_spec(
     *,
     pipeline_rank: int,
     chunk: int | None,
-    shared_prefixes: bool = False,
+    shared_prefixes: bool,
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk; `chunk` is None without virtual pipeline stages.
 

@@ -53,10 +53,7 @@ def estimate(
 
 
 def estimate_compact(
-    name: str,
-    inputs: Mapping[str, Any],
-    options: Mapping[str, Any] = MappingProxyType({}),
-    describe: Callable[[int], str] | None = None,
+    name: str, inputs: Mapping[str, Any], options: Mapping[str, Any], describe: Callable[[int], str] | None
 ) -> tuple[Tensor, Tensor | None]:
     """As `estimate`, but with one advantage for each response, float[N], where the estimator is `of_response`.
 

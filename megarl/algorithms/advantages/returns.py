@@ -8,9 +8,7 @@ from megarl.algorithms.ragged import Ragged, empty
 from megarl.algorithms.recurrence import suffix_sums
 
 
-def returns_to_go(
-    rewards: Tensor, responses: Ragged, token_rewards: Tensor | None = None, gamma: float = 1.0
-) -> Tensor:
+def returns_to_go(rewards: Tensor, responses: Ragged, token_rewards: Tensor | None, gamma: float = 1.0) -> Tensor:
     """R_t = sum_(k >= t) gamma^(k-t) r_k within each response: [T], new; the reward of a response is its last token's.
 
     Tokens that are not trained on do not discount: neither does the time that a tool takes.

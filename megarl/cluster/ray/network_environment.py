@@ -67,7 +67,7 @@ def network_environment(address: str, root: Path = _ROOT) -> dict[str, str]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def names_in_files(root: Path = _ROOT) -> set[str]:
+def names_in_files(root: Path) -> set[str]:
     """The variables in the files that NCCL and UCX read by themselves in this process."""
     names = set()
     for prefix, files in (("NCCL_", _nccl_files()), ("UCX_", _ucx_files())):

@@ -88,8 +88,8 @@ def kept_by_layer(
     layer: int,
     kernels: Kernels,
     *,
-    element_bytes: int = 2,
-    expert_load: float = 1.0,
+    element_bytes: int,
+    expert_load: float,
 ) -> list[Kept]:
     """The rows of a layer, for a token of those that the context-parallel rank has.
 

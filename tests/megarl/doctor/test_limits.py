@@ -1,41 +1,38 @@
 """Limits of a process, and whom they bind."""
 
 import resource
-import subprocess
-import sys
 
 import pytest
 
+from megarl.doctor import limits
 from megarl.doctor.limits import Limits, limits_here
 
 LIMIT = 64 * 1024
 HOST = "         0          0 4294967295\n"
-SHOW = f"""
-import resource
-from megarl.doctor.limits import limits_here
-resource.setrlimit(resource.RLIMIT_MEMLOCK, ({LIMIT}, {LIMIT}))
-resource.setrlimit(resource.RLIMIT_NOFILE, (300, 300))
-import sys
-from pathlib import Path
-print(limits_here(Path(sys.argv[1])))
-"""
 
 
 @pytest.mark.parametrize(
-    ("capabilities", "users", "locked"),
+    ("capabilities", "users", "may_lock"),
     [
-        ("0000000000000000", HOST, LIMIT),
-        ("0000000000003fff", HOST, LIMIT),
-        ("0000000000004000", HOST, None),
+        ("0000000000000000", HOST, False),
+        ("0000000000003fff", HOST, False),
+        ("0000000000004000", HOST, True),
         # The root of a container whose users are not the host's.
-        ("000001ffffffffff", "         0       1000          1\n", LIMIT),
+        ("000001ffffffffff", "         0       1000          1\n", False),
     ],
 )
-def test_the_limit_of_locked_memory_binds_who_has_no_capability(tmp_path, capabilities, users, locked):
+def test_only_who_has_the_capability_on_the_host_may_lock_all_memory(tmp_path, capabilities, users, may_lock):
     (tmp_path / "status").write_text(f"Name:\tpython\nCapInh:\tffffffffffffffff\nCapEff:\t{capabilities}\n")
     (tmp_path / "uid_map").write_text(users)
-    shown = subprocess.run([sys.executable, "-c", SHOW, str(tmp_path)], check=True, capture_output=True, text=True)
-    assert shown.stdout.strip() == str(Limits(locked, 300))
+    assert limits._may_lock(tmp_path) == may_lock
+
+
+@pytest.mark.parametrize(("may_lock", "locked"), [(False, LIMIT), (True, None)])
+def test_the_limit_of_locked_memory_binds_who_may_not_lock_all(monkeypatch, may_lock, locked):
+    soft = {resource.RLIMIT_MEMLOCK: LIMIT, resource.RLIMIT_NOFILE: 300}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft[kind], resource.RLIM_INFINITY))
+    monkeypatch.setattr(limits, "_may_lock", lambda _process: may_lock)
+    assert limits_here() == Limits(locked, 300)
 
 
 def test_no_limit_is_none(monkeypatch):
