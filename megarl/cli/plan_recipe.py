@@ -156,10 +156,10 @@ def _others(config: "MegarlConfig") -> dict[str, int]:
 
 
 def _lora(config: "MegarlConfig") -> "Lora | None":
-    from converters.architectures import Lora
+    from megarl.config.lora import adapter_options
 
-    lora = config.lora
-    return Lora(lora.rank, lora.alpha, tuple(lora.target_modules)) if lora.rank else None
+    adapter = adapter_options(config.lora, config.loop.seed)
+    return adapter.lora if adapter else None
 
 
 def _work(config: "MegarlConfig", updates: int) -> dict[str, Any]:

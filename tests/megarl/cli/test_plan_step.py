@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
+from converters.architectures import Lora, adapter_architecture, read_architecture
+from converters.formats.peft import write_adapter_config
+from converters.formats.safetensors import read_json
 from megarl.cli.main import main
+from megarl.config.folder import recipes_folder
 
 MODEL = ["--model", "qwen3_30b_a3b"]
 SMALL = [*MODEL, "--gpus", "16", "--tp", "2", "--ep", "8", "--etp", "1", "--engine-tp", "2", "--replicas", "8"]
@@ -76,6 +80,21 @@ def test_a_loss_that_needs_a_reference_has_its_row_without_a_kl(capsys: pytest.C
     assert re.search(r"^reference +3\.44 GB", capsys.readouterr().out, re.MULTILINE)
     assert main(recipe) == 0
     assert "reference" not in capsys.readouterr().out
+
+
+def test_an_adapter_that_goes_on_is_planned_as_one_of_its_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def trainer_bytes(*words: str) -> dict[str, int]:
+        assert main(["plan", "--config-name", "grpo_qwen3_1_7b", *words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["step"]["trainer_bytes"]
+
+    held = Lora(8, 16.0)
+    model = read_architecture(read_json(recipes_folder() / "models" / "qwen3_1_7b.json"))
+    write_adapter_config(tmp_path, adapter_architecture(model, held), held)
+    goes_on = trainer_bytes(f"lora.path={tmp_path}")
+    assert goes_on == trainer_bytes("lora.rank=8")
+    assert goes_on["optimizer"] < trainer_bytes()["optimizer"]
 
 
 @pytest.mark.parametrize(
