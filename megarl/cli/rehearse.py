@@ -85,7 +85,7 @@ def _run(options: argparse.Namespace) -> int:
     # Megatron-core warns on import of packages that are not installed; the rehearsal goes without them.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megarl.rehearsal import fake_world  # noqa: F401 - before anything of Megatron
-    from megarl.rehearsal.job import rehearse_job, trained_models
+    from megarl.rehearsal.job import rank_models, rehearse_job
     from megarl.rehearsal.need import Gpu
     from megarl.rehearsal.placing import place_job, say_placement
 
@@ -93,7 +93,7 @@ def _run(options: argparse.Namespace) -> int:
     gpu = Gpu(read_bytes(options.gpu_memory, "--gpu-memory"), read_bytes(options.keep_free, "--keep-free"))
     _check_options(options, gpu)
     config, hf_config = _read(options)
-    models = trained_models(config, hf_config)
+    models = rank_models(config, hf_config)
     placement = None
     try:
         placement = place_job(config, models, gpus_per_node=options.gpus_per_node, nodes=options.nodes)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from converters.architectures import read_architecture
+from converters.architectures import Head, read_architecture
 from converters.copying import check_copies
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
@@ -14,12 +14,8 @@ from megarl.config.megatron import ModelGroup, megatron_options
 from megarl.data import Prompt
 from megarl.data.tokenizer import read_tokenizer
 from megarl.models.policy import Model, check_layout, check_not_in_fp8
-from megarl.output.places import TRAINED_AUXILIARY
 from megarl.schema import MegarlConfig, TeacherConfig
 from megatron_ext.options.options import MegatronOptions
-
-VALUE_MODELS = ("critic", "reward_model")
-"""The names of those that give a value for each token, and no log-probs."""
 
 
 @dataclass(frozen=True)
@@ -68,24 +64,19 @@ class Wanted:
     settings: ModelGroup
     path: Path
     """The HuggingFace folder it begins with."""
-    build: Callable[[TrainerGroup, Path, int], None]
-    """Makes the model of a folder in started ranks, for so many optimizer steps."""
+    head: Head = "language_model"
+    """With "value" it gives a value for each token, and no log-probs."""
+    keeps_reference: bool = False
+    """Whether its ranks keep a copy of the first weights."""
+    is_trained: bool = False
+    """Whether it is trained beside the policy, and not only asked."""
 
-
-def _build_critic(group: TrainerGroup, path: Path, total_steps: int) -> None:
-    group.build(path, None, total_steps, reference=False, head="value")
-
-
-def _build_implicit_reward_model(group: TrainerGroup, path: Path, total_steps: int) -> None:
-    group.build(path, None, total_steps, reference=True)
-
-
-def _build_reward_model(group: TrainerGroup, path: Path, _total_steps: int) -> None:
-    group.build_frozen(path, head="value")
-
-
-def _build_teacher(group: TrainerGroup, path: Path, _total_steps: int) -> None:
-    group.build_frozen(path)
+    def build(self, group: TrainerGroup, total_steps: int) -> None:
+        """Make the model in started ranks, for so many optimizer steps."""
+        if self.is_trained:
+            group.build(self.path, None, total_steps, reference=self.keeps_reference, head=self.head)
+        else:
+            group.build_frozen(self.path, head=self.head)
 
 
 def wanted_auxiliary(config: MegarlConfig) -> dict[str, Wanted]:
@@ -95,14 +86,16 @@ def wanted_auxiliary(config: MegarlConfig) -> dict[str, Wanted]:
     implicit = config.implicit_reward_model
     wanted = {}
     if Source.CRITIC in sources:
-        wanted["critic"] = Wanted("critic", critic, Path(critic.path or own), _build_critic)
+        wanted["critic"] = Wanted("critic", critic, Path(critic.path or own), head="value", is_trained=True)
     if Source.IMPLICIT_REWARD_MODEL in sources:
         path = Path(implicit.path or own)
-        wanted["implicit_reward_model"] = Wanted("implicit_reward_model", implicit, path, _build_implicit_reward_model)
+        wanted["implicit_reward_model"] = Wanted(
+            "implicit_reward_model", implicit, path, keeps_reference=True, is_trained=True
+        )
     if reward_model.path:
-        wanted["reward_model"] = Wanted("reward_model", reward_model, Path(reward_model.path), _build_reward_model)
+        wanted["reward_model"] = Wanted("reward_model", reward_model, Path(reward_model.path), head="value")
     for name, teacher in config.teachers.items() if wants_teachers(config) else ():
-        wanted[_teacher(name)] = Wanted(f"teachers.{name}", teacher, Path(teacher.path), _build_teacher)
+        wanted[_teacher(name)] = Wanted(f"teachers.{name}", teacher, Path(teacher.path))
     return wanted
 
 
@@ -119,7 +112,7 @@ def auxiliary_options(config: MegarlConfig) -> dict[str, MegatronOptions]:
 
 def trained_auxiliary(config: MegarlConfig) -> list[str]:
     """The names of auxiliary models that are trained beside the policy."""
-    return [name for name in TRAINED_AUXILIARY if name in wanted_auxiliary(config)]
+    return [name for name, each in wanted_auxiliary(config).items() if each.is_trained]
 
 
 def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -> None:
@@ -127,10 +120,10 @@ def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -
     for name, wanted in wanted_auxiliary(config).items():
         architecture = read_architecture(read_json(wanted.path / CONFIG))
         check_layout(architecture, megatron_options(config, wanted.settings))
-        if name in TRAINED_AUXILIARY:
+        if wanted.is_trained:
             check_not_in_fp8(wanted.path)
         is_checked = wanted.path == model.folder and model.megatron_checkpoint is None
-        if name not in VALUE_MODELS and not is_checked:
+        if wanted.head == "language_model" and not is_checked:
             check_copies(HuggingFaceCheckpoint(wanted.path), architecture)
         if wanted.path == model.folder:
             continue
@@ -166,7 +159,7 @@ def open_auxiliary(
     groups = {name: place(options, name) for name, options in auxiliary_options(config).items()}
     for name, group in groups.items():
         group.start()
-        wanted[name].build(group, wanted[name].path, total_steps)
+        wanted[name].build(group, total_steps)
         made(group)
     return AuxiliaryModels(
         critic=groups.get("critic"),

@@ -12,7 +12,7 @@ from megarl.algorithms import PolicyObjective
 from megarl.cluster.placement.roles import ENGINE, POLICY
 from megarl.config.folder import recipes_folder
 from megarl.config.megatron import megatron_options
-from megarl.models.auxiliary import VALUE_MODELS, wanted_auxiliary
+from megarl.models.auxiliary import wanted_auxiliary
 from megarl.rehearsal.distinct_ranks import distinct_ranks
 from megarl.rehearsal.engine import RehearsedEngine, check_engine, rehearse_engine
 from megarl.rehearsal.need import Gpu, Need
@@ -32,9 +32,7 @@ from megarl.schema import MegarlConfig
 if TYPE_CHECKING:
     from megarl.cluster.placement.placement import NodesByRole
     from megarl.rehearsal.activations import MicroBatchSize
-    from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel
-
-_TRAINED = ("critic", "implicit_reward_model")
+    from megarl.rehearsal.trainer_rank import RankModel, RehearsedRank, StateBytes
 
 
 @dataclass(frozen=True)
@@ -51,7 +49,7 @@ class RehearsedJob:
 def rehearse_job(
     config: MegarlConfig,
     hf_config: Mapping[str, Any],
-    models: "Sequence[TrainedModel]",
+    models: "Sequence[RankModel]",
     placement: "NodesByRole | None",
     gpu: Gpu,
     gpus_per_node: int,
@@ -66,7 +64,7 @@ def rehearse_job(
     # Beside each other: both wait for a process of theirs.
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(rehearse_engine, config, hf_config, policy.options.params_dtype, gpu.memory)
-        found = {trained.name: rehearse_model(trained, size) for trained in models}
+        found = {rank_model.name: rehearse_model(rank_model, size) for rank_model in models}
         engine = coming.result()
     architecture = replace(policy.architecture(), mtp_layers=0)
     workers = config.rollout.replicas * engine.workers
@@ -79,7 +77,7 @@ def rehearse_job(
 
 def job_needs(
     config: MegarlConfig,
-    models: "Sequence[TrainedModel]",
+    models: "Sequence[RankModel]",
     found: Mapping[str, RankPairs],
     engine: RehearsedEngine,
     refit: RehearsedRefit,
@@ -95,12 +93,12 @@ def job_needs(
     of_policy = _by_part(ranks, beside_ranks(refit, takes_turns=takes_turns, whole_engine=whole))
     together = {name: pairs for name, pairs in found.items() if name in sharing}
     needs: list[Need] = []
-    for trained in models:
-        others = _others(trained.name, together, lambda state: state.total)
-        if trained is policy or trained.name in together:
+    for rank_model in models:
+        others = _others(rank_model.name, together, lambda state: state.total)
+        if rank_model is policy or rank_model.name in together:
             others |= of_policy
-        own = found[trained.name]
-        needs += model_needs(trained, own, gpu, most_beside(own, others))
+        own = found[rank_model.name]
+        needs += model_needs(rank_model, own, gpu, most_beside(own, others))
     of_ranks = max(refit.of_ranks.values()) if takes_turns else 0
     needs += engine_needs(engine, refit, gpu, buckets_of_ranks=of_ranks)
     weights = most_beside(ranks, _others(POLICY, together, lambda state: state.weights))
@@ -127,22 +125,22 @@ def _by_part(ranks: RankPairs, beside: Mapping[int, Mapping[str, int]]) -> dict[
     }
 
 
-def trained_models(config: MegarlConfig, hf_config: Mapping[str, Any]) -> "list[TrainedModel]":
+def rank_models(config: MegarlConfig, hf_config: Mapping[str, Any]) -> "list[RankModel]":
     """The policy, whose config.json is given, and the models beside it, which are the policy's where they have none."""
-    from megarl.rehearsal.trainer_rank import TrainedModel
+    from megarl.rehearsal.trainer_rank import RankModel
 
     reference = PolicyObjective(config.algorithm).needs_reference
-    models = [TrainedModel(POLICY, hf_config, megatron_options(config), reference=reference)]
+    models = [RankModel(POLICY, hf_config, megatron_options(config), reference=reference)]
     for name, wanted in wanted_auxiliary(config).items():
         own = wanted.path / CONFIG
         models.append(
-            TrainedModel(
+            RankModel(
                 name,
                 read_json(own) if own.is_file() else hf_config,
                 megatron_options(config, wanted.settings),
-                head="value" if name in VALUE_MODELS else "language_model",
-                reference=name == "implicit_reward_model",
-                is_frozen=name not in _TRAINED,
+                head=wanted.head,
+                reference=wanted.keeps_reference,
+                is_frozen=not wanted.is_trained,
             )
         )
     return models
@@ -157,13 +155,13 @@ def micro_batch_size(config: MegarlConfig) -> "MicroBatchSize":
     return MicroBatchSize(max(config.loop.max_tokens_per_micro_batch, longest), longest)
 
 
-def rehearse_model(trained: "TrainedModel", size: "MicroBatchSize") -> RankPairs:
+def rehearse_model(rank_model: "RankModel", size: "MicroBatchSize") -> RankPairs:
     """Rehearse every distinct rank of a model. Raises UserError as `rehearse_rank`."""
-    parallel = trained.options.parallel
-    layout = megatron_layout(trained.architecture(), parallel, module_names="local")
+    parallel = rank_model.options.parallel
+    layout = megatron_layout(rank_model.architecture(), parallel, module_names="local")
     distinct = distinct_ranks(layout, parallel)
     function = "megarl.rehearsal.trainer_rank", "rehearse_ranks"
-    found: list[RehearsedRank] = call_apart(*function, trained, [each.rank for each in distinct], size)
+    found: list[RehearsedRank] = call_apart(*function, rank_model, [each.rank for each in distinct], size)
     return list(zip(distinct, found, strict=True))
 
 

@@ -15,7 +15,7 @@ from megarl.rehearsal.need import Gpu, Need
 from megarl.rehearsal.refit import RehearsedRefit
 
 if TYPE_CHECKING:
-    from megarl.rehearsal.trainer_rank import RehearsedRank, TrainedModel
+    from megarl.rehearsal.trainer_rank import RankModel, RehearsedRank
 
 RankPairs: TypeAlias = "Sequence[tuple[DistinctRank, RehearsedRank]]"
 """Distinct ranks of a model, and what the rehearsal of each found."""
@@ -26,7 +26,7 @@ _CACHE = "keys and values"
 
 
 def model_needs(
-    trained: "TrainedModel",
+    rank_model: "RankModel",
     ranks: RankPairs,
     gpu: Gpu,
     beside: Mapping[int, Mapping[str, int]],
@@ -39,10 +39,10 @@ def model_needs(
         state = {name: size for name, size in asdict(found.state).items() if size}
         others, who = beside.get(distinct.rank, {}), say_who(distinct)
         predictions = {**state, "activations": found.predictions, **others}
-        yield Need(trained.name, "predictions", who, predictions, gpu.room)
+        yield Need(rank_model.name, "predictions", who, predictions, gpu.room)
         if found.activations is not None:
-            kept = found.activations.of_stage(trained.options.parallel, distinct.first_stage)
-            yield Need(trained.name, "update", who, {**state, "activations": kept, **others}, gpu.room)
+            kept = found.activations.of_stage(rank_model.options.parallel, distinct.first_stage)
+            yield Need(rank_model.name, "update", who, {**state, "activations": kept, **others}, gpu.room)
 
 
 def engine_needs(engine: RehearsedEngine, refit: RehearsedRefit, gpu: Gpu, *, buckets_of_ranks: int) -> Iterator[Need]:
@@ -59,7 +59,7 @@ def engine_needs(engine: RehearsedEngine, refit: RehearsedRefit, gpu: Gpu, *, bu
 
 
 def refit_needs(
-    trained: "TrainedModel",
+    rank_model: "RankModel",
     ranks: RankPairs,
     engine: RehearsedEngine,
     refit: RehearsedRefit,
@@ -77,10 +77,10 @@ def refit_needs(
         if takes_turns:
             weights = {"weights": found.state.weights, **beside.get(distinct.rank, {})}
             weights |= {"engine": engine.weights, _BUCKETS: own + refit.of_worker}
-            yield Need(f"{trained.name} + {_ENGINE}", "refit", say_who(distinct), weights, gpu.room)
+            yield Need(f"{rank_model.name} + {_ENGINE}", "refit", say_who(distinct), weights, gpu.room)
         else:
             state = {name: size for name, size in asdict(found.state).items() if size}
-            yield Need(trained.name, "refit", say_who(distinct), {**state, _BUCKETS: own}, gpu.room)
+            yield Need(rank_model.name, "refit", say_who(distinct), {**state, _BUCKETS: own}, gpu.room)
 
 
 def beside_ranks(refit: RehearsedRefit, *, takes_turns: bool, whole_engine: int) -> dict[int, dict[str, int]]:

@@ -11,7 +11,7 @@ from megarl.cluster.placement.roles import engine_role, trainer_role
 from megarl.schema import MegarlConfig
 
 if TYPE_CHECKING:
-    from megarl.rehearsal.trainer_rank import TrainedModel
+    from megarl.rehearsal.trainer_rank import RankModel
 
 # Cores are not what a job of GPUs is short of.
 _CPUS = 1024
@@ -19,7 +19,7 @@ _ADDRESS = "rehearsed"
 
 
 def place_job(
-    config: MegarlConfig, models: "Sequence[TrainedModel]", *, gpus_per_node: int, nodes: int | None
+    config: MegarlConfig, models: "Sequence[RankModel]", *, gpus_per_node: int, nodes: int | None
 ) -> NodesByRole:
     """The machine of every rank and engine, by the code that places them in a run, on as few machines as hold them.
 

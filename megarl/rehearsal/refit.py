@@ -17,7 +17,7 @@ from megarl.schema import MegarlConfig
 
 if TYPE_CHECKING:
     from megarl.cluster.placement.placement import NodesByRole
-    from megarl.rehearsal.trainer_rank import TrainedModel
+    from megarl.rehearsal.trainer_rank import RankModel
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RehearsedRefit:
 
 def rehearse_refit(
     config: MegarlConfig,
-    trained: "TrainedModel",
+    rank_model: "RankModel",
     architecture: Architecture,
     engine: RehearsedEngine,
     topology: Topology,
@@ -56,10 +56,10 @@ def rehearse_refit(
         # Where an engine cannot be asked here, it may be written to there.
         most = BUCKETS * config.refit.bucket_bytes
         return RehearsedRefit(dict.fromkeys(ranks, most), most, why_not_direct=engine.why_not_direct)
-    chosen = quantisation(config.rollout, trained.options.params_dtype)
+    chosen = quantisation(config.rollout, rank_model.options.params_dtype)
     spec = TransferSpec(
         architecture,
-        trained.options.parallel,
+        rank_model.options.parallel,
         "local",
         engine.traces,
         config.rollout.replicas,
@@ -68,12 +68,12 @@ def rehearse_refit(
         chosen,
     )
     try:
-        spec.check(architecture.hf_dtypes(trained.options.params_dtype))
+        spec.check(architecture.hf_dtypes(rank_model.options.params_dtype))
         arriving = spec.incoming(0)
     except CutBlocksError as error:
         return RehearsedRefit(dict.fromkeys(ranks, 0), 0, why_not_direct=str(error))
     number_format = chosen.number_format if chosen else None
-    dtype = trained.options.params_dtype
+    dtype = rank_model.options.params_dtype
     moved = traffic(spec.plan, formats(architecture, number_format=number_format, dtype=dtype))
     parts = (arriving.direct, arriving.relays_in, arriving.relays_out)
     return RehearsedRefit(

@@ -28,7 +28,7 @@ _GATHERS = ("overlap_param_gather", "align_param_gather")
 
 
 @dataclass(frozen=True)
-class TrainedModel:
+class RankModel:
     """A model that Megatron ranks train, or only ask."""
 
     name: str
@@ -76,54 +76,54 @@ class RehearsedRank:
     """Activations of an update; None for a model that is only asked."""
 
 
-def rehearse_ranks(trained: TrainedModel, ranks: Iterable[int], size: MicroBatchSize) -> list[RehearsedRank]:
+def rehearse_ranks(rank_model: RankModel, ranks: Iterable[int], size: MicroBatchSize) -> list[RehearsedRank]:
     """Rehearse some ranks, one after the other. Raises UserError as `rehearse_rank`."""
-    return [rehearse_rank(trained, rank, size) for rank in ranks]
+    return [rehearse_rank(rank_model, rank, size) for rank in ranks]
 
 
-def rehearse_rank(trained: TrainedModel, rank: int, size: MicroBatchSize) -> RehearsedRank:
+def rehearse_rank(rank_model: RankModel, rank: int, size: MicroBatchSize) -> RehearsedRank:
     """Build a rank as its worker does, compare its tensors with the layout, count its state, and run micro-batches.
 
     Raises UserError where a tensor is missing, surplus, or of another shape or type than the layout says.
     """
-    with fake_rank(trained.options.parallel, rank):
-        model = build(trained, rank)
+    with fake_rank(rank_model.options.parallel, rank):
+        model = build(rank_model, rank)
         state = state_bytes(model)
         # Tables that the first pass makes are there in the others, too.
         alive = Alive()
         predictions = rehearse_micro_batch(model, size, alive, backward=False)
-        activations = None if trained.is_frozen else rehearse_micro_batch(model, size, alive, backward=True)
+        activations = None if rank_model.is_frozen else rehearse_micro_batch(model, size, alive, backward=True)
         return RehearsedRank(rank, len(model.local_tensors()), state, predictions.peak, activations)
 
 
-def build(trained: TrainedModel, rank: int) -> MegatronModel:
+def build(rank_model: RankModel, rank: int) -> MegatronModel:
     """The model of a rank, ready for its first step; see `TrainerWorker.build`."""
     # The modules here are local ones, whatever a run takes on its GPUs, and fake tensors are not gathered.
-    transformer = {name: value for name, value in trained.options.transformer.items() if name != "transformer_impl"}
-    distributed = {name: value for name, value in trained.options.distributed.items() if name not in _GATHERS}
-    options = replace(trained.options, transformer=transformer, distributed=distributed)
-    model = MegatronModel(read_architecture(trained.hf_config), options, rank, head=trained.head)
+    transformer = {name: value for name, value in rank_model.options.transformer.items() if name != "transformer_impl"}
+    distributed = {name: value for name, value in rank_model.options.distributed.items() if name not in _GATHERS}
+    options = replace(rank_model.options, transformer=transformer, distributed=distributed)
+    model = MegatronModel(read_architecture(rank_model.hf_config), options, rank, head=rank_model.head)
     names = model.module_names
-    check_layout(model.local_tensors(), names, trained, trained.options.parallel.unsharded, rank)
-    if trained.is_frozen:
+    check_layout(model.local_tensors(), names, rank_model, rank_model.options.parallel.unsharded, rank)
+    if rank_model.is_frozen:
         model.freeze()
         return model
     model.add_adapters()
     model.prepare_training(total_steps=1)
     of_adapter = model.adapters.tensors if model.adapters else {}
     weights = {name: tensor for name, tensor in model.local_tensors().items() if name not in of_adapter}
-    check_layout(weights, names, trained, trained.options.parallel, rank)
-    if trained.reference:
+    check_layout(weights, names, rank_model, rank_model.options.parallel, rank)
+    if rank_model.reference:
         model.keep_reference()
     compat.prime_optimizer_state(model.optimizer)
     return model
 
 
 def check_layout(
-    tensors: Mapping[str, Tensor], module_names: ModuleNames, trained: TrainedModel, parallel: ParallelSizes, rank: int
+    tensors: Mapping[str, Tensor], module_names: ModuleNames, rank_model: RankModel, parallel: ParallelSizes, rank: int
 ) -> None:
     """Compare the tensors of a rank with what the layout of these sizes says it holds; see `rehearse_rank`."""
-    architecture, options = trained.architecture(), trained.options
+    architecture, options = rank_model.architecture(), rank_model.options
     shard = megatron_layout(architecture, parallel, module_names=module_names).shard(rank)
     types = architecture.hf_dtypes(options.params_dtype)
     expected = {
@@ -139,7 +139,7 @@ def check_layout(
     for name in sorted(expected.keys() | held.keys()):
         if expected.get(name) != held.get(name):
             raise UserError(
-                f"rank {rank} of {trained.name}: {name} is {_said(held.get(name))} in Megatron's modules and"
+                f"rank {rank} of {rank_model.name}: {name} is {_said(held.get(name))} in Megatron's modules and"
                 f" {_said(expected.get(name))} in the layout that weights are converted by: correct the one that is"
                 " wrong, converters/architectures or the installed megatron-core"
             )

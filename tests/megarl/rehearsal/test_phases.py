@@ -16,12 +16,12 @@ from megarl.rehearsal.job import job_needs
 from megarl.rehearsal.need import Gpu, Need, tightest
 from megarl.rehearsal.phases import beside_ranks, cache_bytes, engine_needs, model_needs, refit_needs
 from megarl.rehearsal.refit import RehearsedRefit
-from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel
+from megarl.rehearsal.trainer_rank import RankModel, RehearsedRank, StateBytes
 from megarl.schema import ClusterConfig, MegarlConfig, PoolConfig
 from megatron_ext.options.options import MegatronOptions
 
 GPU = Gpu(100, kept_free=10)
-TRAINED = TrainedModel("trainer", {}, MegatronOptions(ParallelSizes(2), torch.bfloat16))
+TRAINED = RankModel("trainer", {}, MegatronOptions(ParallelSizes(2), torch.bfloat16))
 STATE = StateBytes(weights=10, gradients=20, optimizer=30)
 RANKS = [(DistinctRank((0, 1), (0,)), RehearsedRank(0, 5, STATE, predictions=3, activations=ActivationBytes(2, 8)))]
 ENGINE = RehearsedEngine(
@@ -73,7 +73,7 @@ def test_an_engine_that_never_sleeps_is_beside_its_rank() -> None:
 
 
 IN_STAGES = ParallelSizes(2, pipeline_model_parallel_size=2)
-CRITIC = TrainedModel("critic", {}, MegatronOptions(IN_STAGES, torch.bfloat16))
+CRITIC = RankModel("critic", {}, MegatronOptions(IN_STAGES, torch.bfloat16))
 CRITIC_RANKS = [
     (DistinctRank((0,), (0,)), RehearsedRank(0, 5, StateBytes(weights=1), 1, ActivationBytes(1, 2))),
     (DistinctRank((1,), (1,)), RehearsedRank(1, 5, StateBytes(weights=3, gradients=4), 1, ActivationBytes(1, 2))),

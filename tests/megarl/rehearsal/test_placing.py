@@ -7,10 +7,10 @@ from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
 from megarl.config.compose import compose
 from megarl.rehearsal.placing import place_job, say_placement
-from megarl.rehearsal.trainer_rank import TrainedModel
+from megarl.rehearsal.trainer_rank import RankModel
 from megatron_ext.options.options import MegatronOptions
 
-TRAINED = TrainedModel("trainer", {}, MegatronOptions(ParallelSizes(256, 8, 8, None, 1, 32, 1), torch.bfloat16))
+TRAINED = RankModel("trainer", {}, MegatronOptions(ParallelSizes(256, 8, 8, None, 1, 32, 1), torch.bfloat16))
 
 
 def test_engines_over_two_machines_and_ranks_have_their_own() -> None:

@@ -6,7 +6,7 @@ from megarl.cli import plan_recipe
 from megarl.cli.main import build_parser
 from megarl.config.compose import compose
 from megarl.config.folder import known_model, recipes_folder
-from megarl.rehearsal.job import trained_models
+from megarl.rehearsal.job import rank_models
 
 PRESETS = sorted(file.stem for file in (recipes_folder() / "algorithm").glob("*.yaml"))
 MODEL = "qwen3_1_7b"
@@ -25,5 +25,5 @@ def test_a_preset_has_the_reference_that_a_rehearsal_builds(preset: str, kl: str
     teacher = ["+teachers={sums: {path: teacher}}"] if preset == "distillation" else []
     words = ["quickstart", f"+algorithm={preset}", f"algorithm.kl_coefficient={kl}", *teacher]
     config = compose(words[0], ["model.path=m", "output_dir=o", *words[1:]])
-    policy = trained_models(config, known_model(MODEL))[0]
+    policy = rank_models(config, known_model(MODEL))[0]
     assert planned_reference(words) == policy.reference

@@ -20,7 +20,7 @@ from megarl.rehearsal.alive import Alive
 from megarl.rehearsal.distinct_ranks import DistinctRank, distinct_ranks
 from megarl.rehearsal.job import model_config
 from megarl.rehearsal.own_process import call_apart
-from megarl.rehearsal.trainer_rank import RehearsedRank, StateBytes, TrainedModel, check_layout, state_bytes
+from megarl.rehearsal.trainer_rank import RankModel, RehearsedRank, StateBytes, check_layout, state_bytes
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options.options import AdapterOptions, MegatronOptions
 from megatron_ext.packing.packing import RaggedBatch
@@ -43,14 +43,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 2})
 
 
-def rehearse_ranks(trained: TrainedModel, ranks: Sequence[int], size: MicroBatchSize) -> list[RehearsedRank]:
+def rehearse_ranks(trained: RankModel, ranks: Sequence[int], size: MicroBatchSize) -> list[RehearsedRank]:
     return call_apart("megarl.rehearsal.trainer_rank", "rehearse_ranks", trained, ranks, size)
 
 
 def test_state_is_that_of_real_ranks_after_a_real_step(folder: Path) -> None:
     # As a recipe for GPUs may say; here the modules are local ones.
     options = replace(OPTIONS, transformer={"transformer_impl": "transformer_engine"})
-    trained = TrainedModel("trainer", read_json(folder / CONFIG), options, reference=True)
+    trained = RankModel("trainer", read_json(folder / CONFIG), options, reference=True)
     rehearsed = rehearse_ranks(trained, range(4), SMALL)
     real = run_ranks(real_state, SIZES, folder)
     assert [each.state for each in rehearsed] == real
@@ -62,7 +62,7 @@ def test_state_is_that_of_real_ranks_after_a_real_step(folder: Path) -> None:
 @pytest.mark.long
 def test_an_adapter_is_rehearsed_with_its_model(folder: Path) -> None:
     options = replace(OPTIONS, adapter=AdapterOptions(Lora(3, 12.0), seed=7))
-    (rank,) = rehearse_ranks(TrainedModel("trainer", read_json(folder / CONFIG), options), [0], SMALL)
+    (rank,) = rehearse_ranks(RankModel("trainer", read_json(folder / CONFIG), options), [0], SMALL)
     # Adam keeps 12 bytes for each trained number, six times as many as a weight has.
     assert 0 < rank.state.optimizer < rank.state.weights
 
@@ -71,7 +71,7 @@ def test_an_adapter_is_rehearsed_with_its_model(folder: Path) -> None:
 def test_gathers_that_overlap_are_left_out_of_a_rehearsal(folder: Path) -> None:
     found = []
     for distributed in ({"overlap_grad_reduce": True}, {"overlap_grad_reduce": True, "overlap_param_gather": True}):
-        trained = TrainedModel("trainer", read_json(folder / CONFIG), replace(OPTIONS, distributed=distributed))
+        trained = RankModel("trainer", read_json(folder / CONFIG), replace(OPTIONS, distributed=distributed))
         found += rehearse_ranks(trained, [0], SMALL)
     assert found[0].state == found[1].state
 
@@ -82,7 +82,7 @@ def test_a_recomputed_layer_keeps_its_input_for_each_micro_batch_in_flight(folde
     options = MegatronOptions(stages, torch.bfloat16, optimizer={"lr": 1e-3}, transformer=RECOMPUTE)
     config = read_json(folder / CONFIG)
     few, many = (
-        rehearse_ranks(TrainedModel("trainer", {**config, "num_hidden_layers": layers}, options), [0], SMALL)
+        rehearse_ranks(RankModel("trainer", {**config, "num_hidden_layers": layers}, options), [0], SMALL)
         for layers in (2, 6)
     )
     kept = many[0].activations.kept - few[0].activations.kept
@@ -106,7 +106,7 @@ def test_state_and_activations_are_those_of_real_ranks_also_with_fsdp2(recompute
     found = []
     for sizes in (ParallelSizes(2), ParallelSizes(2, use_torch_fsdp2=True)):
         options = MegatronOptions(sizes, torch.bfloat16, optimizer={"lr": 1e-3}, transformer=transformer)
-        rehearsed = rehearse_ranks(TrainedModel("trainer", config, options), range(2), SMALL)
+        rehearsed = rehearse_ranks(RankModel("trainer", config, options), range(2), SMALL)
         assert rehearsed == run_ranks(real_micro_batches, sizes, folder, options)
         found.append(rehearsed[0])
     plain, cut = found
@@ -123,7 +123,7 @@ def test_a_rank_without_rows_of_a_small_parameter_is_that_of_the_layout(tmp_path
     # FSDP2 gives four rows as two, two and none.
     folder = write_tiny_model("qwen3", tmp_path, fields={"num_hidden_layers": 1, "head_dim": 4, "hidden_size": 32})
     options = MegatronOptions(ParallelSizes(3, use_torch_fsdp2=True), torch.bfloat16, optimizer={"lr": 1e-3})
-    first, last = rehearse_ranks(TrainedModel("trainer", read_json(folder / CONFIG), options), (0, 2), SMALL)
+    first, last = rehearse_ranks(RankModel("trainer", read_json(folder / CONFIG), options), (0, 2), SMALL)
     assert first.state.gradients > last.state.gradients
 
 
@@ -147,7 +147,7 @@ def real_micro_batches(rank: int, _sizes: ParallelSizes, folder: Path, options: 
     ],
 )
 def test_a_tensor_that_the_layout_does_not_know_is_found(folder: Path, name: str, change, found: str) -> None:
-    trained = TrainedModel("trainer", read_json(folder / CONFIG), OPTIONS)
+    trained = RankModel("trainer", read_json(folder / CONFIG), OPTIONS)
     architecture = trained.architecture()
     shard = megatron_layout(architecture, SIZES, module_names="local").shard(0)
     types = architecture.hf_dtypes(torch.bfloat16)
@@ -178,7 +178,7 @@ def test_a_rank_of_deepseek_v3_of_256_is_built_and_counted() -> None:
     layers = {"num_layers_in_first_pipeline_stage": 7, "num_layers_in_last_pipeline_stage": 6}
     sizes = ParallelSizes(256, 8, 8, None, 1, 32, 1, **layers)
     options = MegatronOptions(sizes, torch.bfloat16, optimizer={"lr": 1e-6})
-    (rank,) = rehearse_ranks(TrainedModel("trainer", config, options), [37], SMALL)
+    (rank,) = rehearse_ranks(RankModel("trainer", config, options), [37], SMALL)
     # 8 layers: 8 experts of 256 in each, and an eighth of the rest; states of experts are of this rank alone.
     experts = 8 * 8 * 3 * 7168 * 2048
     assert rank.tensors == 232
