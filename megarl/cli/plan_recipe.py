@@ -49,8 +49,6 @@ _TRAINER = {**{size.name: size.field for size in SIZES}, "use_torch_fsdp2": "use
 """Option, key of the group `megatron`."""
 SEARCHED = (*(size.name for size in SIZES), "engine_tp", "engine_ep", "replicas")
 """The options that `--search` proposes; those of a recipe are where it begins."""
-# A recipe leaves open what belongs to a run, and a plan needs none of it.
-_OPEN = ("model.path", "output_dir")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,14 +110,11 @@ def complete(options: argparse.Namespace) -> None:
 
 def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     from megarl.algorithms import PolicyObjective
+    from megarl.config.pools import take_turns
     from megarl.config.purpose import check_plannable
     from megarl.config.validate import check_single_values
 
-    recipe.refuse_scale(options)
-    given = [word.partition("=")[0] for word in options.overrides]
-    model = options.model or recipe.named_model(options) or ""
-    stand_ins = [recipe.override(key, model) for key in _OPEN if key not in given and (model or key != "model.path")]
-    config = recipe.read_config(argparse.Namespace(**{**vars(options), "overrides": [*stand_ins, *options.overrides]}))
+    config = recipe.read_open(options)
     check_plannable(config, options.config_name)
     check_single_values(config)
     if not config.lora.merge:
@@ -134,9 +129,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
         "gpus": config.cluster.trainer_ranks,
         "replicas": config.rollout.replicas,
         "bucket_bytes": config.refit.bucket_bytes,
-        "colocated": any(
-            pool.shared and {"trainer", "engine"} <= {*pool.roles} for pool in config.cluster.pools.values()
-        ),
+        "colocated": take_turns(config),
         "staleness": config.schedule.max_staleness,
         "megatron": config.megatron,
         "training_dtype": config.model.dtype,

@@ -19,16 +19,17 @@ __all__ = [
     "base_of",
     "folder_of_its_own",
     "is_scaled",
-    "named_model",
     "named_overrides",
     "override",
     "print_config",
     "read_config",
+    "read_open",
     "refuse_flags",
-    "refuse_scale",
 ]
 TINY = "tiny"
 """The scale at which a recipe runs on a laptop: `+scale=tiny`."""
+_NOWHERE = "unwritten"
+"""The output folder of a command that writes none."""
 
 if TYPE_CHECKING:
     from megarl.config.foreign.megatron_script import MegatronScript
@@ -59,6 +60,19 @@ def read_config(options: argparse.Namespace) -> "MegarlConfig":
     return config
 
 
+def read_open(options: argparse.Namespace) -> "MegarlConfig":
+    """The configuration of a recipe that is counted and not run, with stand-ins for keys that are a run's to give.
+
+    The model is that of --model, or else the one that the recipe is for. Raises UserError as `read_config`, and for the
+    tiny scale.
+    """
+    _refuse_scale(options)
+    given = [word.partition("=")[0] for word in options.overrides]
+    stand_ins = {"model.path": options.model or _named_model(options), "output_dir": _NOWHERE}
+    missing = [override(key, value) for key, value in stand_ins.items() if value and key not in given]
+    return read_config(argparse.Namespace(**{**vars(options), "overrides": [*missing, *options.overrides]}))
+
+
 def assignments(options: argparse.Namespace) -> "list[Assignment]":
     """Everything that a command line gives, in the order in which it counts: a script, overrides, flags."""
     return _given(options, _read_script(options))
@@ -84,7 +98,7 @@ def is_scaled(options: argparse.Namespace) -> bool:
     return bool(scales)
 
 
-def refuse_scale(options: argparse.Namespace) -> None:
+def _refuse_scale(options: argparse.Namespace) -> None:
     """Raise UserError where a command that counts a recipe is asked for the tiny scale."""
     if is_scaled(options):
         raise UserError(
@@ -104,7 +118,7 @@ def base_of(options: argparse.Namespace) -> "MegarlConfig":
     return config
 
 
-def named_model(options: argparse.Namespace) -> str | None:
+def _named_model(options: argparse.Namespace) -> str | None:
     """The model that a recipe is for, where nothing gives another; None where the recipe does not say."""
     from megarl.config.origins import compose_open
 

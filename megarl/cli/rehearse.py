@@ -125,17 +125,15 @@ def _check_options(options: argparse.Namespace, gpu: "Gpu") -> None:
 
 def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The configuration, and the policy's config.json. Raises UserError where one of them cannot be read."""
+    from converters.formats.safetensors import read_json, unquantised
+    from megarl.config.folder import model_config_file
     from megarl.config.validate import check_single_values
-    from megarl.rehearsal.job import model_config
 
-    recipe.refuse_scale(options)
-    given = [word.partition("=")[0] for word in options.overrides]
-    model = options.model or recipe.named_model(options)
-    stand_ins = {"output_dir": "rehearsal", **({"model.path": model} if model else {})}
-    overrides = [recipe.override(key, value) for key, value in stand_ins.items() if key not in given]
-    config = recipe.read_config(argparse.Namespace(**{**vars(options), "overrides": [*overrides, *options.overrides]}))
+    config = recipe.read_open(options)
     check_single_values(config)
-    hf_config = model_config(model or config.model.path)
+    place = (options.model, "--model") if options.model else (config.model.path, "model.path")
+    # Released weights may be in another format than bf16.
+    hf_config = unquantised(read_json(model_config_file(*place)))
     if options.prediction_layers is not None:
         hf_config[_PREDICTION_LAYERS] = options.prediction_layers
     return config, hf_config

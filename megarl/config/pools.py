@@ -39,6 +39,11 @@ def check_pools(config: MegarlConfig) -> None:
     _check_sharing(config)
 
 
+def take_turns(config: MegarlConfig) -> bool:
+    """Whether trainer and engines take turns on the same GPUs."""
+    return {POLICY, ENGINE} <= config.cluster.sharing()
+
+
 def refuse_turns(config: MegarlConfig) -> None:
     """Raise UserError for a pool whose roles would have to take turns, of a command in which they do not."""
     for name, pool in config.cluster.pools.items():

@@ -3,15 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.formats.safetensors import CONFIG, read_json, unquantised
+from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
 from megarl.cluster.placement.roles import ENGINE, POLICY
-from megarl.config.folder import recipes_folder
 from megarl.config.megatron import megatron_options
+from megarl.config.pools import take_turns
 from megarl.models.auxiliary import wanted_auxiliary
 from megarl.rehearsal.distinct_ranks import distinct_ranks
 from megarl.rehearsal.engine import RehearsedEngine, check_engine, rehearse_engine
@@ -85,7 +84,7 @@ def job_needs(
 ) -> list[Need]:
     """The needs in each phase, with what else is on the same GPUs."""
     sharing = config.cluster.sharing()
-    takes_turns = {POLICY, ENGINE} <= sharing
+    takes_turns = take_turns(config)
     policy, ranks = models[0], found[POLICY]
     # A rank and engines that share a GPU for good.
     engines = round(1 / config.cluster.gpu_share) - 1
@@ -163,13 +162,3 @@ def rehearse_model(rank_model: "RankModel", size: "MicroBatchSize") -> RankPairs
     function = "megarl.rehearsal.trainer_rank", "rehearse_ranks"
     found: list[RehearsedRank] = call_apart(*function, rank_model, [each.rank for each in distinct], size)
     return list(zip(distinct, found, strict=True))
-
-
-def model_config(place: str) -> dict[str, Any]:
-    """The config.json of the policy in bf16, whose released weights may be in another format.
-
-    `place` is the file, its folder, or a name in configs/models. Raises UserError where there is none.
-    """
-    path = Path(place)
-    named = recipes_folder() / "models" / f"{place}.json"
-    return unquantised(read_json(path / CONFIG if path.is_dir() or not named.is_file() else named))

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from converters.architectures import Lora, read_architecture
 from converters.errors import UserError
-from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
+from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json, unquantised
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from megarl.algorithms import SftObjective
+from megarl.config.folder import known_model
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rehearsal.activations import MicroBatchSize, rehearse_micro_batch
 from megarl.rehearsal.alive import Alive
 from megarl.rehearsal.distinct_ranks import DistinctRank, distinct_ranks
-from megarl.rehearsal.job import model_config
 from megarl.rehearsal.own_process import call_apart
 from megarl.rehearsal.trainer_rank import RankModel, RehearsedRank, StateBytes, check_layout, state_bytes
 from megatron_ext.megatron_model import MegatronModel
@@ -162,7 +162,7 @@ def test_a_tensor_that_the_layout_does_not_know_is_found(folder: Path, name: str
 
 
 def test_ranks_with_the_same_part_of_a_model_are_one() -> None:
-    architecture = read_architecture({**model_config("deepseek_v3"), "num_nextn_predict_layers": 0})
+    architecture = read_architecture({**unquantised(known_model("deepseek_v3")), "num_nextn_predict_layers": 0})
     layers = {"num_layers_in_first_pipeline_stage": 7, "num_layers_in_last_pipeline_stage": 6}
     sizes = ParallelSizes(256, 8, 8, None, 1, 32, 1, **layers)
     assert distinct_ranks(megatron_layout(architecture, sizes, module_names="local"), sizes) == [
@@ -174,7 +174,7 @@ def test_ranks_with_the_same_part_of_a_model_are_one() -> None:
 
 @pytest.mark.long
 def test_a_rank_of_deepseek_v3_of_256_is_built_and_counted() -> None:
-    config = {**model_config("deepseek_v3"), "num_nextn_predict_layers": 0}
+    config = {**unquantised(known_model("deepseek_v3")), "num_nextn_predict_layers": 0}
     layers = {"num_layers_in_first_pipeline_stage": 7, "num_layers_in_last_pipeline_stage": 6}
     sizes = ParallelSizes(256, 8, 8, None, 1, 32, 1, **layers)
     options = MegatronOptions(sizes, torch.bfloat16, optimizer={"lr": 1e-6})
