@@ -13,6 +13,7 @@ from torch import Tensor
 
 from converters.architectures import Head
 from converters.layouts.parallel_sizes import ParallelSizes
+from megarl.planning.memory.trainer import micro_batches_in_flight
 from megarl.rehearsal.alive import Alive
 from megatron_ext.forward import packed_sequences, predict_labels, predict_mtp, predict_values
 from megatron_ext.megatron_model import MegatronModel
@@ -51,17 +52,6 @@ class ActivationBytes:
     def of_stage(self, parallel: ParallelSizes, stage: int) -> int:
         """The most on a rank of a pipeline stage, with as many micro-batches in flight as Megatron's schedule has."""
         return round(self.kept * (micro_batches_in_flight(parallel, stage) - 1)) + self.peak
-
-
-def micro_batches_in_flight(parallel: ParallelSizes, stage: int) -> float:
-    """How many micro-batches a stage keeps activations of at most; with virtual stages in parts of one.
-
-    See `forward_backward_pipelining_without_interleaving` and `..._with_interleaving` of megatron-core.
-    """
-    stages, chunks = parallel.pipeline_model_parallel_size, parallel.chunks
-    if chunks == 1:
-        return stages - stage
-    return ((stages - stage - 1) * 2 + (chunks - 1) * stages + 1) / chunks
 
 
 def rehearse_micro_batch(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 from converters.architectures import Architecture, Lora, adapter_architecture
@@ -193,11 +194,12 @@ def _recomputed(each: Sequence[float], recompute: Recompute) -> list[Sequence[fl
     return [each[start : start + recompute.layers] for start in range(0, len(each), recompute.layers)]
 
 
-def micro_batches_in_flight(parallel: ParallelSizes, stage: int, micro_batches: int) -> float:
+def micro_batches_in_flight(parallel: ParallelSizes, stage: int, micro_batches: float = inf) -> float:
     """Micro-batches whose activations a stage keeps at the most, in units of all of its layers.
 
     One forward, one backward in turns (arXiv 2104.04473): a stage is as many ahead as stages follow, and with
-    interleaved chunks as many chunks as `get_pp_rank_microbatches` of megatron-core starts with.
+    interleaved chunks as many chunks as `get_pp_rank_microbatches` of megatron-core starts with. An update of fewer
+    `micro_batches` keeps those.
     """
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.chunks
     if chunks == 1:
