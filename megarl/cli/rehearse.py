@@ -104,8 +104,8 @@ def _run(options: argparse.Namespace) -> int:
         print(f"megarl: {placed}; what each rank needs is rehearsed all the same", file=sys.stderr, flush=True)
     with phase("rehearsing ranks and an engine"):
         job = rehearse_job(config, hf_config, models, placement, gpu, options.gpus_per_node)
-    fits = _print(options, job, placed, config, time.perf_counter() - start)
-    return 0 if fits and placement else EXIT_DOES_NOT_FIT
+    _print(options, job, placed, config, time.perf_counter() - start)
+    return 0 if job.fits and placement else EXIT_DOES_NOT_FIT
 
 
 def _check_options(options: argparse.Namespace, gpu: "Gpu") -> None:
@@ -141,10 +141,9 @@ def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 
 def _print(
     options: argparse.Namespace, job: "RehearsedJob", placed: str, config: "MegarlConfig", seconds: float
-) -> bool:
-    """Say what is needed; whether all fits."""
+) -> None:
+    """Say what is needed, and what would help where something does not fit."""
     from megarl.rehearsal.advice import advise
-    from megarl.rehearsal.need import tightest
 
     if options.json:
         needs = [{**vars(need), "total": need.total, "free": need.free} for need in job.needs]
@@ -160,13 +159,11 @@ def _print(
     else:
         _print_table(job.needs)
         print(f"{placed}\n{_say_engine(job)}\n{_say_refit(job, config.rollout.replicas)}")
-        print(_say_room(job.needs))
+        print(_say_room(job))
         print(f"{_NOT_REHEARSED}\nrehearsed in {say_seconds(seconds)}")
-    worst = tightest(job.needs)
-    if worst.free < 0:
-        advice = advise(worst, {need.role for need in job.needs}, config.megatron)
-        print(f"megarl: {_too_large(worst, options)}: {advice}", file=sys.stderr)
-    return worst.free >= 0
+    if not job.fits:
+        advice = advise(job.worst, {need.role for need in job.needs}, config.megatron)
+        print(f"megarl: {_too_large(job.worst, options)}: {advice}", file=sys.stderr)
 
 
 def _engine_facts(job: "RehearsedJob") -> dict[str, Any]:
@@ -196,17 +193,15 @@ def _say_refit(job: "RehearsedJob", replicas: int) -> str:
     )
 
 
-def _say_room(needs: "Sequence[Need]") -> str:
+def _say_room(job: "RehearsedJob") -> str:
     """Whether all fits, and where least is left.
 
     Example: "all phases fit; least is left in trainer, update (stages 1 to 6, 96 ranks): 5.27 GB"
     """
-    from megarl.rehearsal.need import tightest
-
-    short = sum(need.free < 0 for need in needs)
-    if short:
-        return f"{short} of {say_count(len(needs), 'line')} above lack memory"
-    least = tightest(needs)
+    if not job.fits:
+        short = sum(need.free < 0 for need in job.needs)
+        return f"{short} of {say_count(len(job.needs), 'line')} above lack memory"
+    least = job.worst
     return f"all phases fit; least is left in {least.role}, {least.phase} ({least.who}): {say_bytes(least.free)}"
 
 

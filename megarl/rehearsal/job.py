@@ -14,7 +14,7 @@ from megarl.config.pools import take_turns
 from megarl.models.auxiliary import wanted_auxiliary
 from megarl.rehearsal.distinct_ranks import distinct_ranks
 from megarl.rehearsal.engine import RehearsedEngine, check_engine, rehearse_engine
-from megarl.rehearsal.need import Gpu, Need
+from megarl.rehearsal.need import Gpu, Need, tightest
 from megarl.rehearsal.own_process import call_apart
 from megarl.rehearsal.phases import (
     RankPairs,
@@ -43,6 +43,16 @@ class RehearsedJob:
     refit: RehearsedRefit
     cache_bytes: int
     """Room of a worker for keys and values."""
+
+    @property
+    def worst(self) -> Need:
+        """The need that leaves the least free."""
+        return tightest(self.needs)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every GPU has room in every phase."""
+        return self.worst.free >= 0
 
 
 def rehearse_job(
