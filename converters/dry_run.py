@@ -8,7 +8,7 @@ import torch
 
 from converters.architectures import read_architecture
 from converters.errors import UserError
-from converters.formats.safetensors import CONFIG, read_json
+from converters.formats.safetensors import CONFIG, read_json, stated_dtype
 from converters.fp8 import is_block_fp8
 from converters.hf_to_megatron import ConversionPlan, DTypeChoice, plan_conversion
 from converters.layouts.parallel_sizes import ParallelSizes
@@ -48,7 +48,7 @@ def plan_from_config(
 
 
 def _own_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    name = stated_dtype(config) or "bfloat16"
     if name not in _DTYPES:
         raise UserError(f"config.json says that its weights are in {name!r}; say --dtype bf16 or fp32")
     return _DTYPES[name]

@@ -17,6 +17,8 @@ from converters.formats.safetensors import (
     finish,
     open_for_writing,
     partial_folder,
+    stated_dtype,
+    with_dtype,
 )
 
 SHAPES = {"b": (4, 3), "a": (5,), "bias": (7,), "c": (2, 2), "scalar": ()}
@@ -197,3 +199,11 @@ def test_no_room_for_the_files_is_said_before_anything_is_written(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert not partial.exists()
+
+
+@pytest.mark.parametrize("keys", [(), ("dtype",), ("torch_dtype",), ("dtype", "torch_dtype")])
+def test_a_config_says_the_type_that_its_weights_are_written_in(keys: tuple[str, ...]) -> None:
+    config = dict.fromkeys(keys, "float32")
+    assert stated_dtype(config) == ("float32" if keys else None)
+    # Readers of either key find the same.
+    assert with_dtype(config, torch.bfloat16) == dict.fromkeys(keys or ("dtype",), "bfloat16")

@@ -28,6 +28,8 @@ _BESIDE_CONFIG = (
     "processor_config.json",
     "*.py",
 )
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+"""Fields of a config.json that say the type of the weights: as transformers writes it, and as it did before."""
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
@@ -50,10 +52,18 @@ def unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
+def stated_dtype(config: Mapping[str, Any]) -> str | None:
+    """The type that a config.json says its weights have, None where it says none.
+
+    Example: stated_dtype({"torch_dtype": "bfloat16"}) is "bfloat16"
+    """
+    return next((config[key] for key in _DTYPE_KEYS if config.get(key)), None)
+
+
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """`config` of weights in `dtype`."""
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return {**config, key: dtype_name(dtype)}
+    keys = [key for key in _DTYPE_KEYS if key in config] or _DTYPE_KEYS[:1]
+    return {**config, **dict.fromkeys(keys, dtype_name(dtype))}
 
 
 def main_dtype(folder: Path) -> torch.dtype:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError, did_you_mean
+from converters.formats.safetensors import CONFIG, read_json, stated_dtype
 from megarl.rollout.kind import NUMBER_FORMAT, QUANTISATION
 from megarl.rollout.sglang import cpu
 from megarl.rollout.sglang.adapter_arguments import ADAPTER_SLOT, LORA_ALPHA
@@ -84,13 +85,13 @@ def check_int8(arguments: Mapping[str, Any]) -> None:
 def _held_in(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
     """The `quantization_config` of the model of a server, empty where it has none."""
     overrides = json.loads(arguments.get(OVERRIDES) or "{}")
-    config = json.loads((Path(arguments["model_path"]) / "config.json").read_text())
+    config = read_json(Path(arguments["model_path"]) / CONFIG)
     return {**config, **overrides}.get(QUANTISATION) or {}
 
 
 def environment_of_context(model_path: Path, given: Mapping[str, Any]) -> dict[str, str]:
     """The environment in which the spare tokens may lie beyond what the model was made for: none is ever there."""
-    longest = json.loads((model_path / "config.json").read_text()).get("max_position_embeddings") or 0
+    longest = read_json(model_path / CONFIG).get("max_position_embeddings") or 0
     needed = given.get("context_length") or 0
     return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} if needed <= longest < needed + SPARE_TOKENS else {}
 
@@ -101,7 +102,7 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
     Raises UserError for a refused value and for what must stay as it is; names are checked by the server.
     """
     SGLANG.check(_own_left_out(given))
-    hf_config = json.loads((model_path / "config.json").read_text())
+    hf_config = read_json(model_path / CONFIG)
     _check_layers(hf_config)
     _check_fields(hf_config)
     required = {**REQUIRED, "model_path": str(model_path), "port": port, "api_key": key}
@@ -117,7 +118,7 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
     return {
         **_DEFAULTS,
         # SGLang's own choice for a model in fp32 is a half-precision type.
-        "dtype": hf_config.get("dtype") or hf_config.get("torch_dtype") or "auto",
+        "dtype": stated_dtype(hf_config) or "auto",
         # For top-p without top-k, whose log-probs come with the tokens that are kept.
         "sampling_mask_max_tokens": hf_config["vocab_size"],
         **on_device,

@@ -1,7 +1,6 @@
 """SGLang as an engine: a client of its server behind the protocols of an engine."""
 
 import base64
-import json
 import pickle
 import threading
 import time
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from converters.formats.safetensors import CONFIG, read_json
 from megarl.data import Turn
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.engine_of_workers import EngineOfWorkers
@@ -69,7 +69,7 @@ class SglangEngine(EngineOfWorkers):
         except BaseException:
             self._end_server()
             raise
-        vocabulary = json.loads((self._model_path / "config.json").read_text())["vocab_size"]
+        vocabulary = read_json(self._model_path / CONFIG)["vocab_size"]
         returned = ReturnedExperts.of(self._model_path) if self._engine_args.get(_RETURNS_EXPERTS) else None
         limits = Limits(about["max_req_input_len"], vocabulary, returned, self._has_slot)
         self._in_flight = InFlight(self._server.client, limits, self._fails, self._report_progress)

@@ -1,6 +1,5 @@
 """vLLM's own arguments: the environment it reads on import, and EngineArgs by their own names."""
 
-import json
 import os
 from collections.abc import Mapping
 from ipaddress import ip_address
@@ -11,6 +10,7 @@ from typing import Any
 import ray
 
 from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json, stated_dtype
 from megarl.process.scratch import scratch_folder_of_process
 from megarl.rollout.kind import QUANTISATION
 from megarl.rollout.vllm import cpu
@@ -108,11 +108,11 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
         cpu.fp8.take_float32_activations()
     backend = adapter_slot.BACKEND if given.get(ADAPTER_SLOT) else weight_transfer.BACKEND
     required = {**REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": backend}}
-    hf_config = json.loads((model_path / "config.json").read_text())
+    hf_config = read_json(model_path / CONFIG)
     if device.backend() == "gloo":
         cpu.kv_cache.check(hf_config, given)
     # vLLM's own choice for a model in fp32 is bfloat16.
-    dtype = hf_config.get("dtype") or hf_config.get("torch_dtype") or "auto"
+    dtype = stated_dtype(hf_config) or "auto"
     on_device = cpu.corrections.engine_arguments(hf_config) if device.backend() == "gloo" else _CUDA_DEFAULTS
     # As the trainer: vLLM leaves the router of DeepSeek's models in the type of the model.
     routers = {"moe_router_dtype": "float32"} if "n_routed_experts" in hf_config else {}

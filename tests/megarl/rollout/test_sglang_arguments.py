@@ -23,6 +23,12 @@ from megarl.rollout.sglang.samples import Limits, question
 from megatron_ext import device
 
 
+def test_a_broken_config_is_told_of_in_one_sentence(tmp_path):
+    (tmp_path / CONFIG).write_text("{")
+    with pytest.raises(UserError, match=rf"{CONFIG} is not JSON .*; copy it again"):
+        server_arguments(tmp_path, {}, 1, "key")
+
+
 def test_another_version_and_another_name_are_told_in_one_sentence():
     check_version(VERSIONS[0])
     with pytest.raises(UserError, match=r"SGLang 0\.4\.0 is installed, .* knows 0\.5\.23 alone"):
