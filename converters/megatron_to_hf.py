@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from converters.architectures import Architecture, read_architecture
+from converters.architectures import MTP_LAYERS, Architecture, read_architecture
 from converters.boxes import Box, first_overlap
 from converters.errors import UserError
 from converters.formats.peft import refuse_adapter_checkpoint
@@ -35,7 +35,7 @@ from converters.stream.run import Progress, write_targets
 from converters.stream.sources import TorchDistSource
 from converters.stream.targets import Part, Place, Target, Written
 
-_MTP, _MTP_FIELD = "mtp.", "num_nextn_predict_layers"
+_MTP = "mtp."
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _source_of(megatron_folder: Path, hf_config_folder: Path | None, *, without_
     left_out = 0 if has_mtp and not without_mtp else architecture.mtp_layers
     weights = checkpoint.weights
     if left_out:
-        config = {**config, _MTP_FIELD: 0}
+        config = {**config, MTP_LAYERS: 0}
         architecture = read_architecture(config)
         weights = {key: each for key, each in weights.items() if not key.startswith(_MTP)}
     copies = _copies(found, whole if has_mtp else architecture)

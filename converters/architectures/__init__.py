@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.architectures.families import FAMILIES
-from converters.architectures.hf_config import HuggingFaceConfig
+from converters.architectures.hf_config import MTP_LAYERS, HuggingFaceConfig, without_mtp
 from converters.architectures.lora import ALL_LINEAR, Lora, adapter_architecture
 from converters.architectures.value_head import with_head, with_value_head
 from converters.architectures.weight_map import Architecture, Dimension, Head, Kind, Parameter, Part
@@ -13,6 +13,7 @@ from converters.errors import UserError
 __all__ = [
     "ALL_LINEAR",
     "FAMILIES",
+    "MTP_LAYERS",
     "Architecture",
     "Dimension",
     "Head",
@@ -24,6 +25,7 @@ __all__ = [
     "read_architecture",
     "with_head",
     "with_value_head",
+    "without_mtp",
 ]
 
 

@@ -15,6 +15,8 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
+MTP_LAYERS = "num_nextn_predict_layers"
+"""Field that counts layers for multi-token prediction."""
 _SMALLEST: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim"), 1),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings"), 1),
@@ -22,11 +24,11 @@ _SMALLEST: Mapping[str, int] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), 1),
     **dict.fromkeys(("decoder_sparse_step", "sliding_window"), 1),
     **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 0),
-    "num_nextn_predict_layers": 0,
+    MTP_LAYERS: 0,
 }
 """Field that holds a whole number -> the smallest that makes sense."""
 _LARGEST: Mapping[str, int] = {
-    **dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers"), 1000),
+    **dict.fromkeys(("num_hidden_layers", MTP_LAYERS), 1000),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10_000),
 }
 """The same -> the largest: all tensors of a model have their names in memory, and a wrong number would take it all."""
@@ -41,6 +43,11 @@ _TYPES: Mapping[str, type] = {
     "model_type": str,
 }
 _WORDS = {bool: "true or false", dict: "an object", list: "a list", str: "a name"}
+
+
+def without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` of the same model without layers for multi-token prediction."""
+    return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else dict(config)
 
 
 @dataclass(frozen=True)

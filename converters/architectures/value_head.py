@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from converters.architectures.hf_config import without_mtp
 from converters.architectures.weight_map import Architecture, Dimension, Head, Kind, Parameter, Part
 
 _OUTPUT = "output_layer.weight"
@@ -46,8 +47,7 @@ def with_value_head(architecture: Architecture) -> Architecture:
 def _hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
     classes = [_classifier(name) for name in config.get("architectures") or []]
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    without_mtp = {"num_nextn_predict_layers": 0} if config.get("num_nextn_predict_layers") else {}
-    return {**config, **({"architectures": classes} if classes else {}), **labels, **without_mtp}
+    return {**without_mtp(config), **({"architectures": classes} if classes else {}), **labels}
 
 
 def _classifier(name: str) -> str:

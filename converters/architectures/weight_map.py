@@ -1,7 +1,7 @@
 """The weight map of an architecture: which HuggingFace tensors make up which Megatron parameter, as data."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any, Literal
@@ -114,6 +114,11 @@ class Architecture:
     def num_layers(self) -> int:
         """Transformer layers, without multi-token prediction."""
         return self.transformer_config["num_layers"]
+
+    @property
+    def without_mtp(self) -> "Architecture":
+        """The same model without layers for multi-token prediction."""
+        return replace(self, mtp_layers=0)
 
     def dimensions_of(self, parameter: Parameter) -> list[list[Dimension]]:
         """The dimensions of the HuggingFace tensors of a parameter."""

@@ -1,6 +1,5 @@
 """Cost of computing with a model: matrix products and attention."""
 
-from dataclasses import replace
 from math import inf, prod
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ def forward_flops(architecture: Architecture, adapter: Lora | None = None) -> Pa
 
     Layers for multi-token prediction do not run there.
     """
-    model = replace(architecture, mtp_layers=0)
+    model = architecture.without_mtp
     adapters = _adapter_weights(architecture, adapter)
     return PassFlops(2 * (_active_weights(model) + adapters), _attention(architecture, architecture.num_layers))
 
@@ -53,7 +52,7 @@ def update_flops(
     does not train has none: with an `adapter` the model's, and the output layer behind `prediction_layers`, which run
     here alone, if these are `detached`.
     """
-    model = _active_weights(replace(architecture, mtp_layers=0))
+    model = _active_weights(architecture.without_mtp)
     products = (2 if adapter else 3) * model + 3 * _adapter_weights(architecture, adapter)
     layers = architecture.num_layers
     if prediction_layers:

@@ -33,7 +33,6 @@ EXAMPLES = """examples:
 TAKES_OVERRIDES = True
 EXIT_DOES_NOT_FIT = 1
 _LAYERS = "--prediction-layers"
-_PREDICTION_LAYERS = "num_nextn_predict_layers"
 _NAMES = {
     "this command": "megarl rehearse",
     "engine_tp": "the tensor-parallel size of rollout.engine_args",
@@ -125,6 +124,7 @@ def _check_options(options: argparse.Namespace, gpu: "Gpu") -> None:
 
 def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The configuration, and the policy's config.json. Raises UserError where one of them cannot be read."""
+    from converters.architectures import MTP_LAYERS
     from converters.formats.safetensors import read_json, unquantised
     from megarl.config.folder import model_config_file
     from megarl.config.validate import check_single_values
@@ -135,7 +135,7 @@ def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     # Released weights may be in another format than bf16.
     hf_config = unquantised(read_json(model_config_file(*place)))
     if options.prediction_layers is not None:
-        hf_config[_PREDICTION_LAYERS] = options.prediction_layers
+        hf_config[MTP_LAYERS] = options.prediction_layers
     return config, hf_config
 
 

@@ -1,6 +1,6 @@
 """The policy as it lies on disk, checked before any process starts."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
 
@@ -47,7 +47,7 @@ class Model:
     @property
     def without_prediction_layers(self) -> Architecture:
         """The architecture of engines that do not draft: they leave out layers for multi-token prediction."""
-        return replace(self.architecture, mtp_layers=0)
+        return self.architecture.without_mtp
 
 
 def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from converters.architectures import Architecture, read_architecture
+from converters.architectures import Architecture, read_architecture, without_mtp
 from converters.cost import Traffic, formats, traffic
 from converters.errors import UserError, names_as_given
 from converters.formats.safetensors import read_json
@@ -20,7 +19,6 @@ from megarl.config.folder import model_config_file
 from megarl.planning.amounts import say_count
 from megarl.planning.cluster import Cluster
 
-_PREDICTION_LAYERS = "num_nextn_predict_layers"
 _OF_A_LOADER = "which reads all tensors out of the memory of one machine, whose rate is not known here"
 """Why refits through a loader are not counted."""
 
@@ -151,6 +149,4 @@ def read_model(place: str, name: str = "the model") -> Architecture:
     Layers of multi-token prediction stay in the trainer. Raises UserError, which calls it `name`, where there is no
     such model, and for a config.json that means no known one.
     """
-    config = read_json(model_config_file(place, name))
-    prediction: Mapping[str, Any] = {_PREDICTION_LAYERS: 0} if _PREDICTION_LAYERS in config else {}
-    return read_architecture({**config, **prediction})
+    return read_architecture(without_mtp(read_json(model_config_file(place, name))))

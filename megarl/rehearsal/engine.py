@@ -4,7 +4,7 @@ Where that is not possible, an engine is counted in closed form.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -86,7 +86,7 @@ def rehearse_engine(
     """
     rollout = engine_configuration(config)
     kind = engine_kind(rollout.engine)
-    architecture = replace(read_architecture(hf_config), mtp_layers=0)
+    architecture = read_architecture(hf_config).without_mtp
     if reason := _why_not_built(kind, rollout):
         return _in_closed_form(config, rollout, architecture, gpu_bytes, reason)
     chosen = quantisation(rollout, dtype)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.formats.safetensors import CONFIG, read_json
@@ -75,7 +75,7 @@ def rehearse_job(
         coming = pool.submit(rehearse_engine, config, hf_config, policy.options.params_dtype, gpu.memory)
         found = {rank_model.name: rehearse_model(rank_model, size) for rank_model in models}
         engine = coming.result()
-    architecture = replace(policy.architecture(), mtp_layers=0)
+    architecture = policy.architecture().without_mtp
     workers = config.rollout.replicas * engine.workers
     topology = topology_in(placement, (POLICY, ENGINE), policy.options.parallel.world_size, workers, gpus_per_node)
     ranks = [distinct.rank for distinct, _ in found[POLICY]]
