@@ -7,19 +7,12 @@ from typing import Any
 import torch
 
 from converters.architectures import read_architecture
+from converters.dtypes import SHORT_NAMES, dtype_name
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json, stated_dtype
 from converters.fp8 import is_block_fp8
 from converters.hf_to_megatron import ConversionPlan, DTypeChoice, plan_conversion
 from converters.layouts.parallel_sizes import ParallelSizes
-
-_DTYPES: Mapping[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 
 
 def plan_from_config(
@@ -37,7 +30,7 @@ def plan_from_config(
     config = read_json(hf_folder / CONFIG)
     architecture = read_architecture(config)
     is_fp8 = is_block_fp8(config)  # refuses other kinds of quantisation
-    weights = _DTYPES[dtype] if dtype != "keep" else torch.bfloat16 if is_fp8 else _own_dtype(config)
+    weights = SHORT_NAMES[dtype] if dtype != "keep" else torch.bfloat16 if is_fp8 else _own_dtype(config)
     return plan_conversion(
         architecture,
         parallel,
@@ -49,6 +42,7 @@ def plan_from_config(
 
 def _own_dtype(config: Mapping[str, Any]) -> torch.dtype:
     name = stated_dtype(config) or "bfloat16"
-    if name not in _DTYPES:
+    known = {dtype_name(dtype): dtype for dtype in SHORT_NAMES.values()}
+    if name not in known:
         raise UserError(f"config.json says that its weights are in {name!r}; say --dtype bf16 or fp32")
-    return _DTYPES[name]
+    return known[name]

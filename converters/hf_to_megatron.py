@@ -10,6 +10,7 @@ import torch
 
 from converters.architectures import Architecture, read_architecture
 from converters.copying import check_checkpoint
+from converters.dtypes import SHORT_NAMES
 from converters.errors import UserError
 from converters.formats.safetensors import HuggingFaceCheckpoint, copy_side_files, unquantised, with_dtype, write_config
 from converters.formats.torch_dist import (
@@ -47,11 +48,6 @@ COPIES = "copies"
 DTypeChoice = Literal["bf16", "fp32", "keep"]
 _FILES_PER_RANK = 2
 """As megatron-core saves by default: two threads can then read or write without waiting for each other."""
-_DTYPES: Mapping[DTypeChoice, torch.dtype | None] = {
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "keep": None,
-}
 
 
 @dataclass(frozen=True)
@@ -232,10 +228,9 @@ def _finish(
 def _output_dtypes(
     architecture: Architecture, source: HuggingFaceSource, choice: DTypeChoice
 ) -> dict[str, torch.dtype]:
-    chosen = _DTYPES[choice]
-    if chosen is None:
+    if choice == "keep":
         return {name: source.dtype(name) for name in architecture.hf_shapes}
-    return architecture.hf_dtypes(chosen)
+    return architecture.hf_dtypes(SHORT_NAMES[choice])
 
 
 def _append(folder: Path, shared: StoredObject | None) -> None:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
-import torch
-
+from converters.dtypes import SHORT_NAMES
 from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.config.lora import adapter_options
@@ -13,9 +12,6 @@ from megarl.schema.algorithm import RewardModelConfig, TeacherConfig
 from megatron_ext.options.arguments import PARALLEL_FIELDS, split_options
 from megatron_ext.options.options import MegatronOptions, MtpTraining
 from megatron_ext.options.supported_options import check_supported
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Values of `model.dtype`."""
 
 
 class ModelGroup(Protocol):
@@ -40,7 +36,7 @@ def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> M
         parallel=ParallelSizes(
             world_size=ranks, **{name: value for name, value in options.items() if name in PARALLEL_FIELDS}
         ),
-        params_dtype=DTYPES[config.model.dtype],
+        params_dtype=SHORT_NAMES[config.model.dtype],
         transformer=groups["transformer"],
         optimizer=groups["optimizer"],
         distributed=groups["distributed"],

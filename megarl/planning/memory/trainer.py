@@ -6,7 +6,7 @@ from math import inf
 from typing import Any
 
 from converters.architectures import Architecture, Lora, adapter_architecture
-from converters.dtypes import dtype_name
+from converters.dtypes import short_name
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.memory.activations import (
     FUSED,
@@ -23,7 +23,7 @@ from megatron_ext.log_probs import CHUNK_LOGITS
 
 _LOGIT_COPIES = 3
 _FLOAT32 = 4
-_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "uint8": 1}
 """Bytes of an element of the types that Megatron's options name."""
 _LABEL_BYTES = 48
 """Kept for the backward pass of a label's log-probability, loss and token."""
@@ -53,9 +53,9 @@ class TrainingOptions:
     @classmethod
     def of(cls, megatron: Mapping[str, Any], dtype: str = "bf16") -> "TrainingOptions":
         """The options of the group `megatron`, of weights in `dtype`: bf16 or fp32."""
-        moments = sum(_WIDTHS[_type(megatron.get(name))] for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+        moments = sum(_width(megatron.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
         # The main parameters of a model in float32 are its weights.
-        main = 0 if dtype == "fp32" else _WIDTHS[_type(megatron.get("main_params_dtype"))]
+        main = 0 if dtype == "fp32" else _width(megatron.get("main_params_dtype"))
         away = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
         # Megatron has host copies beside main parameters that it has made on the GPU.
         kept = main * (1 - away) if megatron.get("use_precision_aware_optimizer") else main
@@ -69,9 +69,8 @@ class TrainingOptions:
         )
 
 
-def _type(name: Any) -> str:
-    known = dtype_name(name or "fp32")
-    return {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "uint8": "fp8"}.get(known, known)
+def _width(dtype: Any) -> int:
+    return _WIDTHS[short_name(dtype or "fp32")]
 
 
 @dataclass(frozen=True)
