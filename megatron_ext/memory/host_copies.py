@@ -26,9 +26,14 @@ class HostTensor:
             part.copy_(piece)
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """uint8[N]: the bytes of a tensor, which are its own memory where that is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
 def on_host(tensor: Tensor) -> HostTensor:
     """A tensor in one piece, which is its own memory where that is the host's already."""
-    return HostTensor(tensor.dtype, tuple(tensor.shape), [_bytes_of(tensor.detach().cpu())])
+    return HostTensor(tensor.dtype, tuple(tensor.shape), [bytes_of(tensor.cpu())])
 
 
 class HostCopies:
@@ -60,7 +65,7 @@ class HostCopies:
         with stream.entered():
             for tensor, start in zip(tensors, starts, strict=True):
                 pieces = self._pieces(start, tensor.nbytes)
-                parts = _bytes_of(tensor.detach()).split([len(piece) for piece in pieces])
+                parts = bytes_of(tensor).split([len(piece) for piece in pieces])
                 for piece, part in zip(pieces, parts, strict=True):
                     piece.copy_(part, non_blocking=True)
                 copies.append(HostTensor(tensor.dtype, tuple(tensor.shape), pieces))
@@ -75,7 +80,3 @@ class HostCopies:
             pieces.append(self._buckets[number][offset : offset + end - start])
             start += len(pieces[-1])
         return pieces
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -13,6 +13,7 @@ from converters.boxes import Box
 from converters.layout import Shape
 from megarl.resharding.direct.messages import Message, Piece, PieceScales, parts, parts_of_blocks
 from megarl.resharding.kernels import Block, Quantised, gather, is_known, rule_of, scatter
+from megatron_ext.memory.host_copies import bytes_of
 
 _End: TypeAlias = Literal["source", "destination"]
 
@@ -74,7 +75,7 @@ def differing(message: Sequence[Block], written: Collection[str] = ()) -> Iterat
         for name, packed, local in zip(block.names, block.packed, block.local, strict=True):
             if name in written:
                 local.copy_(packed)
-            elif not torch.equal(_as_bytes(packed), _as_bytes(local)):
+            elif not torch.equal(bytes_of(packed), bytes_of(local)):
                 yield name
 
 
@@ -203,7 +204,3 @@ def _block(run: Sequence[_BucketRange], memory: Tensor, bucket: Tensor) -> Block
             local.append(each.view)
             names.append(each.name)
     return Block(memory, packed, local, names, [each.quantised for each in run if each.quantised])
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)

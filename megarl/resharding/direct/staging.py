@@ -11,6 +11,7 @@ from converters.boxes import Box
 from converters.number_formats import NumberFormat
 from megarl.resharding.direct.messages_by_peer import DestinationMessages
 from megarl.resharding.direct.quantised_shard import QuantisedShard
+from megatron_ext.memory.host_copies import bytes_of
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Staging:
                 (blocks.codes_name, blocks.codes, codes),
                 (blocks.scales_name, blocks.scales, scales),
             ):
-                if not torch.equal(_bytes(there), _bytes(here)):
+                if not torch.equal(bytes_of(there), bytes_of(here)):
                     found.add(name)
         return found
 
@@ -126,7 +127,3 @@ def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
         start, stop = number, number + 1
     if start is not None and stop is not None:
         yield start, stop
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
