@@ -20,7 +20,7 @@ _ENVIRONMENT = {
 def call_apart(module: str, function: str, *arguments: Any) -> Any:
     """Call a function of a module in a new process, which alone imports it. Raises UserError where it does.
 
-    Example: call_apart("megarl.rehearsal.trainer_rank", "rehearse_each", rank_model, [0, 32], size)
+    Example: call_apart("megarl.rehearsal.trainer_rank", "rehearse_ranks", rank_model, [0, 32], size)
     """
     done = subprocess.run(
         [sys.executable, "-m", __name__],

@@ -17,7 +17,7 @@ _FIELD = "field."
 
 
 class StepBatch(NamedTuple):
-    """The batch of one optimizer step, and what there is to say about how it was made."""
+    """The batch of one optimizer step, and the metrics of how it was made."""
 
     batch: RaggedBatch
     metrics: Mapping[str, float] = MappingProxyType({})

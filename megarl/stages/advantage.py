@@ -57,7 +57,7 @@ def with_advantages(
     Also `returns` where a critic learns, and `outcomes` where an implicit reward model does. `kl`, if there is one, is
     that of `kl_in_reward`.
 
-    Raises UserError for what is not a finite number, naming the response, and as `estimate` does.
+    Raises UserError for what is not a finite number, naming the response, and as `estimate_compact` does.
     """
     algorithm = config.algorithm
     prompts = prompt_of_each(groups)

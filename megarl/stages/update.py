@@ -1,4 +1,4 @@
-"""Training batches to new weights, and what there is to say about the step."""
+"""Training batches to new weights, and the metrics of the step."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 

@@ -25,7 +25,7 @@ _OF_SURROGATE = {**INPUTS, "log_ratio": "float[T]: of the ratio", "chosen": "boo
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss of every token [T], differentiable, and what there is to say about every token [T], by name."""
+    """A loss of every token [T], differentiable, and its metrics of every token [T], by name."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]

@@ -25,8 +25,9 @@ _LOGIT_COPIES = 3
 _FLOAT32 = 4
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "uint8": 1}
 """Bytes of an element of the types that Megatron's options name."""
-_LABEL_BYTES = 48
-"""Kept for the backward pass of a label's log-probability, loss and token."""
+_LABEL_BYTES = 20 + 16 + 12
+"""Kept of a label for the backward pass: what `linear_log_probs` saves (one long, three of float32), token and position
+(two long), and for the loss, as an estimate, three of float32."""
 _STAGE_TENSORS = 6
 """Hidden states that exist for a moment at once: what a layer reads and writes, and their gradients."""
 
