@@ -26,7 +26,7 @@ import psutil
 from faults_run import NOTES
 from machine import at_least_one, describe, give_out
 from transformers.utils import logging
-from workload import environment
+from workload import REWARD, environment
 
 from megarl.output.places import EXPORT
 from megarl.quickstart.arithmetic import write_arithmetic
@@ -107,7 +107,7 @@ class Lab:
             *("megatron.expert_model_parallel_size=1", "rollout.replicas=2", "rollout.max_response_tokens=96"),
             *("rollout.engine_args.max_model_len=128", f"loop.steps={STEPS}", f"loop.prompts_per_step={PROMPTS}"),
             *("loop.samples_per_prompt=4", f"checkpoint.every={SAVED_EVERY}", "tracking.loggers=[jsonl]"),
-            f"reward.function={Path(__file__).with_name('digit_share.py')}:score",
+            f"reward.function={REWARD}",
             "cluster.engine_threads=1",
         )
         self._undisturbed: dict[tuple[str, str], Outcome] = {}

@@ -24,7 +24,7 @@ from models_by_size import LARGE, TINY, write_model
 from observation import Window, observe
 from schedules_run import tokens_of
 from transformers.utils import logging
-from workload import environment
+from workload import REWARD, environment
 
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.tracking import read_history
@@ -58,7 +58,7 @@ def workload(folder: Path, arguments: argparse.Namespace) -> list[str]:
         *(f"loop.prompts_per_step={arguments.prompts}", "loop.samples_per_prompt=4", "checkpoint.every=0"),
         *("loop.max_tokens_per_micro_batch=1024", "algorithm.train_on_truncated_responses=true"),
         "tracking.loggers=[jsonl]",
-        f"reward.function={Path(__file__).with_name('digit_share.py')}:score",
+        f"reward.function={REWARD}",
         *([f"model.dtype={arguments.dtype}"] if arguments.dtype else []),
         *arguments.settings,
     ]

@@ -12,11 +12,14 @@ import torch
 from transformers.utils import logging
 
 from megarl.output.places import EXPORT
+from megarl.quickstart import digits
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.rows import write_rows
 from megarl.quickstart.smollm2 import write_smollm2
 from megarl.quickstart.tiny_models import write_tiny_model
 
+REWARD = f"{digits.__file__}:share_of_digits"
+"""Every response gets one, and they differ, so that each has an advantage to train on."""
 # As in the quickstart: the two ranks hold different experts, and a dense model has none to cut.
 TINY: Mapping[str, tuple[str, ...]] = {
     "qwen3_moe": (),
@@ -86,7 +89,7 @@ def _real(wordings: Sequence[str], longest: int, folder: Path) -> Workload:
             *("--config-name", "quickstart_smollm2"),
             *("model.dtype=fp32", "rollout.engine_args.dtype=float32", "rollout.engine_args.max_model_len=256"),
             "refit.bucket_bytes=134217728",
-            f"reward.function='{Path(__file__).with_name('digit_share.py')}:score'",
+            f"reward.function='{REWARD}'",
             *("loop.prompts_per_step=4", "data.shuffle=false", f"rollout.max_response_tokens={longest}"),
             f"model.path='{folder / 'model'}'",
             f"data.train_files=['{folder / 'train.parquet'}']",
