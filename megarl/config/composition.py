@@ -18,6 +18,7 @@ def check_composition(config: MegarlConfig) -> None:
     _check_auxiliary(config)
     _check_teachers(config)
     _check_kl(config)
+    _check_interpolation(config)
     _check_self_play(config)
     _check_ranges(config)
     _check_whole_vocabulary(config)
@@ -106,6 +107,16 @@ def _check_kl(config: MegarlConfig) -> None:
         raise UserError(
             f"algorithm.kl_in=reward with algorithm.advantage={algorithm.advantage}, which does not read rewards of "
             "single tokens, so the KL would be lost: use kl_in=loss"
+        )
+
+
+def _check_interpolation(config: MegarlConfig) -> None:
+    if config.algorithm.ratio_to == "interpolated" and not config.schedule.max_staleness:
+        raise UserError(
+            "algorithm.ratio_to=interpolated estimates the old policy by the age of tokens, and with schedule."
+            "max_staleness=0 none has any: the estimate would be the engine itself, and every correction 1; use "
+            "ratio_to=old for corrections that weigh, ratio_to=rollout for ratios to the engine, or max_staleness "
+            "above 0"
         )
 
 

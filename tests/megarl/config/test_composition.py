@@ -24,6 +24,7 @@ from megarl.schema import (
     RewardModelConfig,
     RewardTermConfig,
     RolloutConfig,
+    ScheduleConfig,
     TeacherConfig,
 )
 
@@ -41,6 +42,13 @@ def test_groups_of_one_with_group_statistics(advantage: str) -> None:
         check_composition(config(samples=1, algorithm={"advantage": advantage}))
 
 
+INTERPOLATED = {
+    "algorithm": {
+        "ratio_to": "interpolated",
+        "updates_per_step": 4,
+        "corrections": [CorrectionConfig("icepop", 0.5, 5.0)],
+    }
+}
 REPLAY = {"algorithm": {"router_replay": "rollout"}, "rollout": RolloutConfig(engine="transformers")}
 REFUSED = {
     "PRIME with a frozen reward model": (
@@ -158,6 +166,10 @@ REFUSED = {
         {"algorithm": {"off_policy_mask": 0.1}, "rollout": RolloutConfig(top_p=0.9)},
         r"algorithm\.off_policy_mask with rollout\.top_p",
     ),
+    "corrections from the engine to itself": (
+        INTERPOLATED,
+        r"ratio_to=interpolated .*max_staleness=0 none has any: .* every correction 1; use ratio_to=old",
+    ),
     "a filter on a reward that is not there": (
         {
             "algorithm": {"filter_groups": True, "filter_on": "acc"},
@@ -212,6 +224,7 @@ ALLOWED = {
         "algorithm": {"dynamic_sampling": True, "filter_on": "a/acc"},
         "reward": RewardConfig(functions={"a": RewardTermConfig("math"), "b": RewardTermConfig("format")}),
     },
+    "interpolation between versions": {**INTERPOLATED, "schedule": ScheduleConfig(max_staleness=1)},
     "top_p on-policy": {"rollout": RolloutConfig(top_p=0.9, top_k=50)},
     "distillation beside a reward": {
         "algorithm": {"distillation_coefficient": 0.1},
