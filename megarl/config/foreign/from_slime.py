@@ -71,13 +71,13 @@ def _algorithm(t: _Translation) -> None:
     gamma, lambd = t.take("gamma"), t.take("lambd")
     if advantage == "gae":
         t.recipe.set("algorithm.advantage_options", {"gamma": gamma, "gae_lambda": lambd})
-        if "normalize_advantages" not in t.given:
-            t.absent("advantage_estimator", "gae whitens advantages here, as with --normalize-advantages there")
         _critic(t)
     elif advantage == "reinforce_plus_plus":
         t.recipe.set("algorithm.advantage_options", {"gamma": gamma})
     elif advantage == "grpo" and t.take("disable_grpo_std_normalization"):
         t.recipe.set("algorithm.advantage_options", {"normalize_by_std": False})
+    if advantage in slime.WHITENED:
+        _whitening(t, advantage)
     low = t.take("eps_clip")
     high = t.take("eps_clip_high")
     options = {"clip_low": low, "clip_high": low if high is None else high}
@@ -102,6 +102,14 @@ def _algorithm(t: _Translation) -> None:
             t.absent("dynamic_sampling_filter_path", "algorithm.filter_on, filter_low and filter_high say which groups")
 
 
+def _whitening(t: _Translation, advantage: str) -> None:
+    if t.take("normalize_advantages"):
+        why = f"{advantage} always whitens advantages"
+        t.recipe.always.setdefault(why, []).append(shown(t.given["normalize_advantages"]))
+    else:
+        t.absent("advantage_estimator", f"{advantage} whitens advantages here, as with --normalize-advantages there")
+
+
 def _critic(t: _Translation) -> None:
     for name, key in slime.CRITIC.items():
         if (value := t.take(name)) is not None:
@@ -114,6 +122,9 @@ def _critic(t: _Translation) -> None:
 def _kl(t: _Translation) -> None:
     in_loss, in_reward, kind = t.take("kl_loss_coef"), t.take("kl_coef"), t.take("kl_loss_type")
     in_loss = in_loss if t.take("use_kl_loss") else 0.0
+    if in_reward and (why := slime.OTHER_KL_IN_REWARD.get(t.recipe.get("algorithm.advantage"))):
+        t.absent("kl_coef", why)
+        in_reward = 0.0
     if not in_loss and not in_reward:
         return
     t.recipe.set("algorithm.kl_coefficient", in_loss or in_reward)

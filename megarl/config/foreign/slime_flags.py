@@ -87,6 +87,19 @@ ADVANTAGES: Mapping[str, tuple[str, str]] = {
 }
 """Value of --advantage-estimator -> advantage and policy loss."""
 
+WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Advantages among them that are always whitened here, as with --normalize-advantages there."""
+
+_FOR_A_KL = "for a KL in the loss set algorithm.kl_coefficient"
+OTHER_KL_IN_REWARD: Mapping[str, str] = {
+    "grpo": f"slime's own grpo, gspo and cispo make nothing of this KL, nor does the recipe; {_FOR_A_KL}",
+    "reinforce_plus_plus_baseline": (
+        "there each token's advantage bears the KL of that token, here the group would compare that of whole responses;"
+        f" the recipe has none; {_FOR_A_KL}"
+    ),
+}
+"""Advantage -> why --kl-coef is no KL in the reward."""
+
 KL_ESTIMATORS: Mapping[str, str] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
 REWARDS: Mapping[str, str] = {
@@ -214,7 +227,7 @@ ABSENT: Mapping[str, str] = {
     "use_opd": "teachers are given as teachers.NAME.path",
     **dict.fromkeys(("opsm_delta", "use_opsm"), "algorithm.off_policy_mask leaves such responses out"),
     "use_routing_replay": "only the experts of the rollout are replayed: algorithm.router_replay",
-    "normalize_advantages": "gae and reinforce_plus_plus always whiten advantages, others never",
+    "normalize_advantages": f"only {', '.join(WHITENED)} whiten advantages here, and always do",
 }
 """Argument without a counterpart -> what there is in its place."""
 
