@@ -1,5 +1,6 @@
 import dataclasses
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -91,6 +92,23 @@ def test_a_key_that_other_messages_alone_have_is_not_there(tmp_path):
     rows = [row("7"), row(prompt=calls)]
     prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
     assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["7", "11"]
+
+
+def test_prompts_are_the_same_on_every_day(tmp_path, monkeypatch):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = """{%- if strftime_now is defined %}{{ strftime_now("%d%m%Y") }}{%- endif %}"""
+    file = write(tmp_path / "a.parquet", [row()])
+
+    def prompt_of(day):
+        class Clock(datetime):
+            @classmethod
+            def now(cls, tz=None):
+                return cls(2026, 11, day, tzinfo=tz)
+
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+        return tokenizer.decode(list(load_prompts([file], tokenizer, DataConfig()).prompts[0].token_ids))
+
+    assert prompt_of(28) == prompt_of(29) == "26072024"
 
 
 def test_files_follow_each_other_and_indices_run_through(tokenizer, tmp_path):
