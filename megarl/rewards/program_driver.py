@@ -4,6 +4,7 @@ The program, the code or the call, and a token come on stdin. The last line is t
 is there only where all went well. The program's name is not "__main__": what it guards by that is not run.
 """
 
+import builtins
 import json
 import os
 import sys
@@ -18,16 +19,20 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     program = types.ModuleType("program")
     sys.modules["program"] = program  # dataclasses and pickle look a class's module up there
-    for name in ("before", "program", "tests"):
+    before: dict[str, Any] = {}
+    exec(request["before"], before)
+    vars(builtins).update(before)  # not its own names: what it lacks is not called instead of it
+    for name in ("program", "tests"):
         exec(compile(request[name], f"{name}.py", "exec", dont_inherit=True), vars(program))
     result = _call(program, request["call"]) if request["call"] else None
     print(f"\n{request['token']}{json.dumps(result)}", file=sys.__stdout__)
 
 
 def _call(program: types.ModuleType, call: Mapping[str, Any]) -> Any:
-    """The result of a function, or of a method of the class Solution, as LeetCode has it."""
-    name = call["name"]
-    function = getattr(program, name) if hasattr(program, name) else getattr(program.Solution(), name)
+    """The result of a method of the class Solution, as LeetCode has it, or else of a function."""
+    name: str = call["name"]
+    solution: Any = getattr(program, "Solution", None)
+    function = getattr(solution() if hasattr(solution, name) else program, name)
     return function(*call["arguments"])
 
 

@@ -14,13 +14,21 @@ _KEYS = ("inputs", "outputs", "fn_name")
 _ROW_KEYS = ("input", "output", "testtype", "metadata")
 _STDIN_KINDS = (None, "stdin", "stdin_stdout")
 _FUNCTION_KIND = "functional"
-_BEFORE_CALLED = "\n".join(
+_IMPORTED = [
+    *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math"),
+    *("random", "statistics", "itertools", "functools", "operator", "io", "sys", "json"),
+]
+_BEFORE = "\n".join(
     [
-        "import math",
-        *(f"from {name} import *" for name in ["typing", "collections", "functools", "itertools", "heapq", "bisect"]),
+        *(f"from {name} import *" for name in [*_IMPORTED, "builtins", "typing"]),
+        *(f"import {name}" for name in _IMPORTED),
+        "sys.setrecursionlimit(50000)",
     ]
 )
-"""Imports that LeetCode makes for its programs, which therefore make none."""
+"""Lines that stand before a program for LiveCodeBench (import_string in lcb_runner/evaluation/testing_util.py).
+
+LeetCode's programs make no imports themselves, and other programs of that benchmark lean on them as well.
+"""
 
 
 class Test(NamedTuple):
@@ -71,8 +79,10 @@ class Prints:
 
     def tests(self, program: str) -> Iterator[Test]:
         """A test for each text."""
+        # Compiled by itself, since the first lines of a program may be imports of __future__.
+        main = f"{_BEFORE}\nexec(compile({program!r}, __file__, 'exec', dont_inherit=True))"
         for stdin, expected in zip(self.inputs, self.outputs, strict=True):
-            yield Test(program, stdin, partial(_are_same, expected), _bytes(expected))
+            yield Test(main, stdin, partial(_are_same, expected), _bytes(expected))
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,7 @@ class Calls:
         """A test for each call."""
         for arguments, results in zip(self.arguments, self.results, strict=True):
             call = {"name": self.name, "arguments": arguments}
-            yield _driven(results, before=_BEFORE_CALLED, program=program, call=call)
+            yield _driven(results, before=_BEFORE, program=program, call=call)
 
 
 def read_truth(ground_truth: Any, **_options: Any) -> Truth:

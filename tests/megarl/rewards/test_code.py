@@ -137,6 +137,54 @@ def test_a_function_is_called_where_the_ground_truth_names_one(program, ground_t
     assert score(fenced(program), ground_truth)["score"] == value
 
 
+def method(name, *lines):
+    return "\n".join(
+        ["class Solution:", f"    def {name}(self, a: List[int]) -> int:", *(f"        {x}" for x in lines)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (method("apply", "return heapq.nsmallest(1, a)[0]"), "apply"),
+        (method("apply", "return min(min(a), inf, gcd(*a), pow(2, 9, 8) + 9)"), "apply"),
+        (method("apply", "d = defaultdict(int)", "d[1] = collections.Counter(a)[1]", "return d[1]"), "apply"),
+        (method("apply", "return a[0] - 2 if len(a) == 2 else self.apply(a[:2])"), "apply"),
+        (method("apply", "f = lambda n: 1 if n == 0 else f(n - 1)", "return f(5000)"), "apply"),
+        (method("merge", "return 1"), "merge"),  # heapq has one, too
+        (method("apply", "return 1") + "\n\ndef apply(a): return 2", "apply"),
+        ("class Solution: pass\n\ndef apply(a): return 1", "apply"),
+        ("from __future__ import annotations\n" + method("reduce", "return 1"), "reduce"),
+    ],
+)
+def test_a_called_program_gets_what_livecodebench_gives_it(program, name):
+    assert score(fenced(program), {"fn_name": name, "inputs": ["[3, 1]"], "outputs": ["1"]})["score"] == 1.0
+
+
+def test_what_a_program_lacks_is_not_called_instead_of_it():
+    truth = {"fn_name": "gcd", "inputs": ["4\n6"], "outputs": ["2"]}
+    assert score(fenced("x = 1"), truth)["score"] == 0.0
+    assert score(fenced("def gcd(a, b): return math.gcd(a, b)"), truth)["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(heapq.nsmallest(1, map(int, sys.stdin.read().split()))[0])",
+        "def f(n): return 1 if n == 0 else f(n - 1)\nprint(f(5000))",
+        "'Says one.'\nfrom __future__ import annotations\ndef f(n: Unknown): print(gcd(n, 1))\nf(2)",
+        "if __name__ == '__main__':\n    print(1)",
+    ],
+)
+def test_a_program_of_stdin_gets_what_livecodebench_gives_it(program):
+    assert score(fenced(program), {"inputs": ["3 1"], "outputs": ["1"]})["score"] == 1.0
+
+
+def test_test_code_may_stand_in_for_what_a_program_calls():
+    tests = "from unittest.mock import patch\nwith patch('builtins.input', lambda: '3'):\n    assert ask() == 3"
+    assert score(fenced("def ask(): return int(input())"), tests)["score"] == 1.0
+
+
 def test_the_share_of_passed_tests_counts_where_asked_for():
     two_of_three = fenced("print(3 if input() == '1 2' else 0)")
     assert score(two_of_three, SUMS, partial=True)["score"] == pytest.approx(2 / 3)
