@@ -172,7 +172,7 @@ def _inputs_and_outputs(inputs: Any, outputs: Any, function: str | None = None) 
 def _arguments(value: Any) -> Sequence[Any]:
     """The arguments of a call: a line of JSON for each, as LiveCodeBench has it, or a list of them, as APPS has it."""
     if isinstance(value, str):
-        return [json.loads(line) for line in value.splitlines() if line.strip()]
+        return [json.loads(line) for line in value.split("\n") if line.strip()]
     if not _is_list(value):
         raise ValueError("an input of a function must be a list of arguments, or a line of JSON for each")
     return list(value)
@@ -194,7 +194,7 @@ def _driven(results: Sequence[Any], *, program: str, before: str = "", tests: st
 
 def _is_result(token: str, results: Sequence[Any], output: str) -> bool:
     """Whether the last line of `output` is the token and one of the results."""
-    last = (_lines(output) or [""])[-1]
+    last = _lines(output)[-1]
     if not last.startswith(token):
         return False
     try:
@@ -220,7 +220,8 @@ def _are_same_numbers(line: str, other: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    return [line.strip() for line in text.strip().splitlines()]
+    # No splitlines(): U+2028 and others may stand in a line, also in JSON's texts.
+    return [line.strip() for line in text.strip().split("\n")]
 
 
 def _bytes(text: str) -> int:

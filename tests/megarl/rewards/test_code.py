@@ -60,6 +60,7 @@ def test_a_program_is_judged_by_its_tests(solution, ground_truth, value):
         *((" 1 2", "1 2", 1.0), ("\n1\n 2\n", "1\n2", 1.0), ("1\n2", "1\n\n2", 0.0), ("1\n2", "1", 0.0)),
         *(("0.5", "0.500000\n", 1.0), ("1  2", "1 2", 1.0), ("1e3 -0", "1000 0.0", 1.0), ("0.5", "0.50001", 0.0)),
         *(("1 2 3", "1 2", 0.0), ("50000000000000000", "50000000000000001", 0.0), ("a  b", "a b", 0.0)),
+        *(("1\u20282", "1\n2", 0.0), ("1\x0c2", "1\x0c2", 1.0), ("", "1", 0.0)),
         *(("nan", "1", 0.0), ("sNaN", "1", 0.0), ("1e9999999999999999999", "1", 0.0), ("x 1.0", "x 1", 0.0)),
     ],
 )
@@ -118,6 +119,7 @@ IN_CLASS = "class Solution:\n    def apply(self, a: int, b: List[int]) -> Option
         (CALLED, {"fn_name": "apply", "inputs": ["1\n2", "3\n4\n"], "outputs": ["[3]", "[7]"]}, 1.0),
         (CALLED, {"fn_name": "apply", "inputs": ["1\n2", "3\n4\n"], "outputs": ["[3]", "[8]"]}, 0.0),
         (CALLED, {"fn_name": "apply", "inputs": ["1\n2"], "outputs": ["3"]}, 0.0),
+        (CALLED, {"fn_name": "apply", "inputs": ['"a\u2028"\n"b\x85"'], "outputs": ['["a\u2028b\x85"]']}, 1.0),
         (CALLED, {"fn_name": "apply", "inputs": [["a", "b"]], "outputs": [["ab"]]}, 1.0),
         (CALLED, {"fn_name": "apply", "inputs": [[1, 2]], "outputs": [[[3]]]}, 1.0),
         (CALLED, {"fn_name": "other", "inputs": [[1, 2]], "outputs": [[3]]}, 0.0),
