@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_LEARNED = ("content", "reasoning_content")
+"""Texts of a message that a model is to write itself."""
+
+
 class Conversation(NamedTuple):
     """A whole chat: `token_ids` [T] and `mask` [T], True for the tokens the assistant has to produce itself."""
 
@@ -46,8 +50,8 @@ def load_conversations(
 
     Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a chat without an assistant turn,
     begun by one or longer than `max_tokens`, and a chat template whose renderings don't extend each other (one that
-    rewrites earlier turns, as templates do that drop past reasoning), that writes nothing before a turn, or that ends
-    turns without a special token.
+    rewrites earlier turns, as templates do that drop past reasoning), that leaves out a part of a reply, that writes
+    nothing before a turn, or that ends turns without a special token.
     """
     if not files:
         raise UserError(f"no data file is given; name parquet files in {group}.train_files (or {group}.eval_files)")
@@ -97,6 +101,7 @@ def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]
         if message["role"] == "assistant" and number >= chat.first:
             texts.append(render(tokenizer, messages[:number], where, add_generation_prompt=True))
             texts.append(render(tokenizer, messages[: number + 1], where, add_generation_prompt=False))
+            _check_whole(f"{where}, message {number}", message, *texts[-2:])
     if not texts:
         raise UserError(f"{where}: no message has the role 'assistant', so there is nothing to learn from it")
     texts.append(render(tokenizer, messages, where, add_generation_prompt=False))
@@ -108,6 +113,25 @@ def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]
                 f"conversation into rows with one assistant message each"
             )
     return texts
+
+
+def _check_whole(where: str, message: Message, before: str, after: str) -> None:
+    """Raise `UserError` where the text `after`, of a chat that goes on after `before`, lacks a part of the message."""
+    rendered = _without_spaces(after)
+    start = len(_without_spaces(before)) if after.startswith(before) else 0
+    for key in _LEARNED:
+        said = _without_spaces(message.get(key) or "")
+        # The generation prompt may be the first characters of it, as <think> is.
+        if said and said not in rendered[max(start - len(said) + 1, 0) :]:
+            raise UserError(
+                f"{where}: the model's chat template leaves out a part of its {key!r}, such as the reasoning, which "
+                f"would never be learned; take the lines that cut it (look for '</think>') out of chat_template.jinja, "
+                f"or take that part out of the message"
+            )
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def _mask_turns(where: str, prefixes: list[list[int]], end_tokens: frozenset[int]) -> Conversation:

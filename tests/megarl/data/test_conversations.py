@@ -75,6 +75,40 @@ def test_a_template_that_rewrites_history_is_refused(tmp_path):
         load(tokenizer, tmp_path, chat("1", "2/3"), chat("1", "2/3", "4", "5"))
 
 
+DROPS_THOUGHTS = (
+    "{%- for message in messages -%}{%- if message.role == 'user' -%}<user>{{ message.content }}{%- else -%}"
+    "<assistant>{{ message.content.split('=')[-1] }}<end>{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize("begin", ["", "+"])
+def test_a_template_that_leaves_out_a_part_of_a_reply_is_refused(tmp_path, begin):
+    """As DeepSeek-R1's does, whatever it writes behind <assistant> to ask for a reply."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = DROPS_THOUGHTS.replace("<assistant>{%- endif", f"<assistant>{begin}{{%- endif")
+    for thoughts in ("3=", "2="):
+        with pytest.raises(UserError, match=r"row 0 .*, message 1: .* leaves out a part of its 'content'"):
+            load(tokenizer, tmp_path, chat("1 3=2", f"+{thoughts}2"))
+
+
+def test_reasoning_that_a_template_does_not_know_is_refused(tmp_path):
+    tokenizer = make_tokenizer()
+    thinks = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "reasoning_content": "1+1"}]
+    with pytest.raises(UserError, match=r"leaves out a part of its 'reasoning_content'"):
+        load(tokenizer, tmp_path, thinks)
+
+
+def test_a_reply_may_lose_spaces_and_begin_in_the_generation_prompt(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}<{{ message.role }}>{{ message.content.replace(' ', '') }}<end>{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<assistant>+{%- endif -%}"
+    )
+    (conversation,) = load(tokenizer, tmp_path, chat("1", " + 2 "))
+    assert masked_text(tokenizer, conversation) == "2<end>"
+
+
 def test_a_template_without_an_end_token_is_refused(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = NO_END
