@@ -26,6 +26,7 @@ def check_messages(value: object, where: str) -> list[Message]:
     """Return `value` as a chat: a non-empty list of {role: str, content: str}.
 
     Keys of None are left out: in parquet a message has every key that any other has, and templates ask which are there.
+    Among the arguments of a tool call they are refused, since there null may be meant.
     `where` (file, row, column) opens the `UserError` raised for anything else.
     """
     if not isinstance(value, list) or not value:
@@ -40,7 +41,29 @@ def check_messages(value: object, where: str) -> list[Message]:
             raise UserError(
                 f"{where}: message {number} must have a text 'role' and a text 'content', found {_shortened(message)}"
             )
-    return [{key: part for key, part in message.items() if part is not None} for message in value]
+    return [_without_none(message, f"{where}: message {number}") for number, message in enumerate(value)]
+
+
+def _without_none(value: Any, where: str) -> Any:
+    """A message, or a part of it, without keys of None."""
+    if isinstance(value, list):
+        return [_without_none(each, where) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    if _holds_none(value.get("arguments") or ()):
+        raise UserError(
+            f"{where} has a call with None among its arguments, as a parquet struct has for each key that its row "
+            f"lacks and another row has: give arguments as JSON text, for a chat_template.jinja that writes it as it "
+            f"is, found {_shortened(value)}"
+        )
+    return {key: _without_none(part, where) for key, part in value.items() if part is not None}
+
+
+def _holds_none(value: object) -> bool:
+    """Whether None is in lists and mappings of any depth, or is it."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_none, value.values()))
+    return any(map(_holds_none, value)) if isinstance(value, list | tuple) else value is None
 
 
 def render(

@@ -94,6 +94,36 @@ def test_a_key_that_other_messages_alone_have_is_not_there(tmp_path):
     assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["7", "11"]
 
 
+CALLS = (
+    "{% for call in messages[1].tool_calls %}{% set function = call.function %}{{ function|length }}+"
+    "{% if function.arguments is string %}{{ function.arguments }}"
+    "{% else %}{% for key, value in function.arguments.items() %}{{ key }}={{ value }}{% endfor %}{% endif %}"
+    "{% endfor %}"
+)
+
+
+def calling(**call):
+    said = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", **call}}]}
+    return row(prompt=[{"role": "user", "content": "1"}, said])
+
+
+def test_arguments_of_other_rows_calls_are_refused(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CALLS
+    rows = [calling(arguments={"a": "1"}), calling(arguments={"b": ["2"]})]
+    with pytest.raises(UserError, match=r"row 0 .*message 1 has a call with None among its arguments.* as JSON text"):
+        load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig())
+
+
+@pytest.mark.parametrize("arguments", [{"1": "2"}, "1=2"])
+def test_arguments_that_all_calls_have_are_rendered_without_the_keys_of_other_calls(tmp_path, arguments):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CALLS
+    rows = [calling(arguments=arguments), calling(arguments=arguments, id="0")]
+    prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
+    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["2+1=2", "3+1=2"]
+
+
 def test_prompts_are_the_same_on_every_day(tmp_path, monkeypatch):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = """{%- if strftime_now is defined %}{{ strftime_now("%d%m%Y") }}{%- endif %}"""
