@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 
 from converters.errors import UserError
 
-_ROWS_PER_BATCH = 1024
+_ROWS_PER_BATCH = 64
+"""Arrow reads no batch in which texts of a struct take more than 2 GiB, and tests of one program may take megabytes."""
 _OTHERS = {
     b"{": "is no parquet file; docs/data.md has a line that makes one of jsonl",
     b"version https://git-lfs": "is a pointer of Git LFS: `git lfs pull` in its folder brings the file itself",

@@ -13,6 +13,16 @@ def test_rows_come_in_order_with_the_wanted_columns(tmp_path):
     assert rows == [(number, {"x": number, "y": "text"}) for number in range(3000)]
 
 
+def test_rows_of_32_mb_are_read_though_arrow_takes_2_gib_at_once(tmp_path, monkeypatch):
+    path, sizes, read = tmp_path / "a.parquet", [], pq.ParquetFile.iter_batches
+    pq.write_table(pa.table({"x": range(1000)}), path)
+    monkeypatch.setattr(
+        pq.ParquetFile, "iter_batches", lambda *a, **k: (sizes.append(b.num_rows) or b for b in read(*a, **k))
+    )
+    assert len(list(read_rows(path, ["x"]))) == sum(sizes) == 1000
+    assert max(sizes) * 32 * 2**20 <= 2**31
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(UserError, match=r"nowhere\.parquet does not exist"):
         list(read_rows(tmp_path / "nowhere.parquet", ["x"]))
