@@ -78,7 +78,7 @@ class LiveConsole:
         self._progress.start()
         self._progress.update(self._task, completed=step, text=self._text.update(step, metrics))
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
         """Leave the last state of the line on the terminal."""
         self._progress.stop()
 
@@ -99,7 +99,7 @@ class PlainConsole:
             self._console.print(f"step {step}/{self._last_step}  {text}", highlight=False, soft_wrap=True)
             self._next_line_s = self._clock() + _PLAIN_LINE_EVERY_S
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Do nothing: every line is already out."""
 
 

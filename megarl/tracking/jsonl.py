@@ -34,7 +34,7 @@ class JsonLinesLogger:
         self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
         """Sync the file to the disk and close it."""
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -64,6 +64,6 @@ def open_tracker(names: Sequence[str], run: Run) -> Tracker:
         for name in names:
             loggers.append(LOGGERS[name].make(run))
     except BaseException:
-        Tracker(loggers).close()
+        Tracker(loggers).close(failed=True)
         raise
     return Tracker(loggers)

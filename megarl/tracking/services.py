@@ -73,7 +73,7 @@ class TensorBoardLogger:
             global_step=step,
         )
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
         """Close the event file, if there is one."""
         if self._writer is not None:
             self._writer.close()
@@ -114,9 +114,9 @@ class WandbLogger:
         shown = value.with_at_most(_WANDB_BINS)
         return self._wandb.Histogram(np_histogram=(list(shown.counts), list(shown.edges)))
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    def close(self, *, failed: bool = False) -> None:
+        """Finish the run; its state is "failed" where the exit code is not 0."""
+        self._run.finish(exit_code=int(failed))
 
 
 class MlflowLogger:
@@ -140,9 +140,9 @@ class MlflowLogger:
         """Log all metrics at once."""
         self._mlflow.log_metrics(_of_mlflow(metrics), step=step)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """End the run."""
-        self._mlflow.end_run()
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
 class ServiceLogger:
@@ -154,7 +154,7 @@ class ServiceLogger:
     def __init__(self, name: str, make: Callable[[], Logger]) -> None:
         self._name = name
         self._waiting: Queue[tuple[int, Mapping[str, MetricValue]] | None] = Queue(_MOST_WAITING)
-        self._has_lost = False
+        self._has_lost = self._has_failed = False
         made: Future[None] = Future()
         # A daemon: a service that never answers holds up no end of a program.
         self._thread = Thread(target=self._serve, args=(make, made), name=name, daemon=True)
@@ -170,8 +170,9 @@ class ServiceLogger:
                 self._warn(f"is {_MOST_WAITING} steps behind: metrics from step {step} on may be missing there")
             self._has_lost = True
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Let it write out what is pending and end, for as long as `_CLOSE_WAIT_S`."""
+        self._has_failed = failed
         end = time.monotonic() + _CLOSE_WAIT_S
         with suppress(Full):
             self._waiting.put(None, timeout=_CLOSE_WAIT_S)
@@ -189,7 +190,7 @@ class ServiceLogger:
         while (taken := self._waiting.get()) is not None:
             step, metrics = taken
             self._try(f"does not take the metrics of step {step}", partial(logger.log, step, metrics))
-        self._try("does not take the end of the run", logger.close)
+        self._try("does not take the end of the run", lambda: logger.close(failed=self._has_failed))
 
     def _try(self, what: str, act: Callable[[], None]) -> None:
         try:

@@ -18,8 +18,8 @@ class Logger(Protocol):
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Take the metrics of one step, numbers and histograms. Steps don't fall."""
 
-    def close(self) -> None:
-        """Write out what is pending and end."""
+    def close(self, *, failed: bool = False) -> None:
+        """Write out what is pending and end; `failed`: the run did not end well."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Run:
 
 
 class Tracker:
-    """Hands every step's metrics to all `loggers`; a context manager that closes them."""
+    """Hands every step's metrics to all `loggers`; a context manager that closes them, and tells them of an error."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._loggers = list(loggers)
@@ -64,11 +64,11 @@ class Tracker:
         for logger in self._loggers:
             logger.log(step, values)
 
-    def close(self) -> None:
+    def close(self, *, failed: bool = False) -> None:
         """Close all loggers, the later ones too when an earlier one fails."""
         with ExitStack() as stack:
             for logger in reversed(self._loggers):
-                stack.callback(logger.close)
+                stack.callback(logger.close, failed=failed)
         self._loggers.clear()
 
     def __enter__(self) -> Self:
@@ -77,4 +77,4 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=kind is not None)

@@ -24,10 +24,10 @@ class Histogram:
         if len(self.counts) + 1 != len(self.edges):
             raise ValueError("len(bins) must be len(histogram) + 1")
 class Run:
-    def __init__(self, id): self.id, self.lines, self.axis, self.finished = id, [], {}, False
+    def __init__(self, id): self.id, self.lines, self.axis, self.exit_codes = id, [], {}, []
     def define_metric(self, name, step_metric): self.axis[name] = step_metric
     def log(self, line): self.lines.append(line)
-    def finish(self): self.finished = True
+    def finish(self, exit_code): self.exit_codes.append(exit_code)
 def init(*, project, name, dir, config, id, resume):
     assert (id is None) == (resume is None) and resume in (None, "must")
     id = id or f"run{len(runs)}"
@@ -35,7 +35,7 @@ def init(*, project, name, dir, config, id, resume):
 """
 MLFLOW = """
 import types
-runs, active, experiments = {}, [], []
+runs, active, experiments, states = {}, [], [], {}
 def set_experiment(name): experiments.append(name)
 def start_run(run_id, run_name):
     run_id = run_id or f"run{len(runs)}"
@@ -46,7 +46,7 @@ def log_metrics(metrics, step):
     assert all(c.isalnum() or c in "_-./ " for name in metrics for c in name)
     assert all(type(value) is float for value in metrics.values())
     runs[active[-1]].append((step, metrics))
-def end_run(): active.pop()
+def end_run(status): states[active.pop()] = status
 """
 
 
@@ -55,7 +55,7 @@ def installed(tmp_path, monkeypatch):
     """Put the stand-in for a service where Python finds it; returns it."""
 
     def install(name, source):
-        (tmp_path / "site").mkdir()
+        (tmp_path / "site").mkdir(exist_ok=True)
         (tmp_path / "site" / f"{name}.py").write_text(source)
         monkeypatch.syspath_prepend(tmp_path / "site")
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -121,7 +121,7 @@ def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, installed):
         "run0": [0, 1],
         "run1": [0],
     }
-    assert all(run.axis == {"*": "step"} and run.finished for run in wandb.runs.values())
+    assert all(run.axis == {"*": "step"} and not any(run.exit_codes) for run in wandb.runs.values())
     assert wandb.runs["run1"].lines == [{"reward/mean": 0.5, "step": 0}]
 
 
@@ -133,6 +133,25 @@ def test_a_resumed_run_goes_on_with_its_mlflow_run(tmp_path, installed):
     values = {"reward/mean": 0.5}
     assert mlflow.runs == {"run0": [(0, values), (1, values)], "run1": [(0, values)]}
     assert (mlflow.active, set(mlflow.experiments)) == ([], {"sums"})
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_services_are_told_that_a_run_has_failed_and_that_it_has_ended_well_at_last(tmp_path, installed, error):
+    wandb, mlflow = installed("wandb", WANDB), installed("mlflow", MLFLOW)
+    with pytest.raises(error), open_tracker(["wandb", "mlflow"], Run(tmp_path, 0, 9)):
+        raise error
+    assert (wandb.runs["run0"].exit_codes, mlflow.states) == ([1], {"run0": "FAILED"})
+    with open_tracker(["wandb", "mlflow"], Run(tmp_path, 1, 9, resumed=True)):
+        pass
+    assert (wandb.runs["run0"].exit_codes, mlflow.states) == ([1, 0], {"run0": "FINISHED"})
+
+
+def test_a_service_is_told_that_the_run_fails_where_another_logger_cannot_start(tmp_path, installed):
+    wandb = installed("wandb", WANDB)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(OSError, match="directory"):
+        open_tracker(["wandb", "jsonl"], Run(tmp_path, 0, 9, resumed=True))
+    assert wandb.runs["run0"].exit_codes == [1]
 
 
 def test_a_service_that_is_away_for_a_while_ends_no_run(tmp_path, installed, monkeypatch, capsys):

@@ -11,13 +11,13 @@ from megarl.tracking.metrics import METRICS
 
 class Recorder:
     def __init__(self, error=None):
-        self.lines, self.closed, self.error = [], False, error
+        self.lines, self.closed, self.failed, self.error = [], False, None, error
 
     def log(self, step, metrics):
         self.lines.append((step, dict(metrics)))
 
-    def close(self):
-        self.closed = True
+    def close(self, *, failed=False):
+        self.closed, self.failed = True, failed
         if self.error:
             raise self.error
 
