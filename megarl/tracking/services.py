@@ -24,6 +24,8 @@ from megarl.tracking.tracker import Logger, Run, Tracker
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+_WANDB_OFFLINE = ("offline", "dryrun", "disabled")
+"""Modes of wandb in which no server is asked."""
 _WANDB_BINS = 512
 """As many bins as wandb takes in a histogram; it raises ValueError for more."""
 _MLFLOW_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
@@ -82,6 +84,9 @@ class TensorBoardLogger:
 class WandbLogger:
     """A Weights & Biases run; a resumed run goes on with the run that `output_dir`/wandb_run_id names.
 
+    Offline each start is a run of its own, in one group: when two are synced under one id, the later one replaces the
+    earlier one, and a service cannot go on with a run that it has not seen.
+
     "step" is a metric of its own and the axis of all others, because wandb ignores a step number that falls, as it
     does after a resume. Raises `UserError` if wandb is not installed.
     """
@@ -91,16 +96,20 @@ class WandbLogger:
     def __init__(self, run: Run) -> None:
         self._wandb: Any = _import("wandb")
         id_file = run.place(self.ID_FILE)
-        run_id = _read_id(id_file)
+        settings: Any = self._wandb.setup().settings
+        is_offline = settings.mode in _WANDB_OFFLINE
+        run_id = None if is_offline else _read_id(id_file)
         self._run: Any = self._wandb.init(
             project=run.project,
             name=run.run_name,
+            group=settings.run_group or (run.run_name if is_offline else None),
             dir=str(run.output_dir),
             config=dict(run.config),
             id=run_id,
             resume="must" if run_id else None,
         )
-        id_file.write_text(self._run.id)
+        if not is_offline:
+            id_file.write_text(self._run.id)
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:

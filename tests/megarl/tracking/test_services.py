@@ -14,7 +14,11 @@ from megarl.tracking import LOGGERS, Histogram, Run, open_tracker, read_history,
 
 # Stand-ins for services that need an account or a server: they keep what they are told, as the real ones' clients do.
 WANDB = """
-runs = {}
+import os, types
+runs, groups = {}, []
+def setup():
+    mode, group = (os.environ.get(f"WANDB_{name}") for name in ("MODE", "RUN_GROUP"))
+    return types.SimpleNamespace(settings=types.SimpleNamespace(mode=mode or "online", run_group=group))
 class Histogram:
     MAX_LENGTH = 512
     def __init__(self, np_histogram):
@@ -28,8 +32,9 @@ class Run:
     def define_metric(self, name, step_metric): self.axis[name] = step_metric
     def log(self, line): self.lines.append(line)
     def finish(self, exit_code): self.exit_codes.append(exit_code)
-def init(*, project, name, dir, config, id, resume):
+def init(*, project, name, group, dir, config, id, resume):
     assert (id is None) == (resume is None) and resume in (None, "must")
+    groups.append(group)
     id = id or f"run{len(runs)}"
     return runs.setdefault(id, Run(id))
 """
@@ -123,6 +128,18 @@ def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, installed):
     }
     assert all(run.axis == {"*": "step"} and not any(run.exit_codes) for run in wandb.runs.values())
     assert wandb.runs["run1"].lines == [{"reward/mean": 0.5, "step": 0}]
+
+
+def test_each_start_offline_is_a_wandb_run_of_its_own_in_one_group(tmp_path, installed, monkeypatch):
+    wandb = installed("wandb", WANDB)
+    starts = [("offline", None), ("offline", None), ("online", None), ("dryrun", "mine"), ("online", "mine")]
+    for step, (mode, group) in enumerate(starts):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        monkeypatch.setenv("WANDB_RUN_GROUP", group or "")
+        log_once("wandb", Run(tmp_path, step, 9, run_name="sums", resumed=step > 0), step)
+    steps = {name: [line["step"] for line in run.lines] for name, run in wandb.runs.items()}
+    assert steps == {"run0": [0], "run1": [1], "run2": [2, 4], "run3": [3]}
+    assert wandb.groups == ["sums", "sums", None, "mine", "mine"]
 
 
 def test_a_resumed_run_goes_on_with_its_mlflow_run(tmp_path, installed):
