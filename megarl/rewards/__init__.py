@@ -12,11 +12,12 @@ from megarl.rewards.scoring import (
     Score,
     reward_arguments,
 )
-from megarl.rewards.terms import OVERLONG
+from megarl.rewards.terms import OVERLONG, REWARD_MODEL
 
 __all__ = [
     "OVERLONG",
     "REWARDS",
+    "REWARD_MODEL",
     "UNCHECKED",
     "Outcome",
     "PendingScores",

@@ -16,6 +16,8 @@ SINGLE = "score"
 """The name of a reward that is alone."""
 OVERLONG = "overlong"
 """The name of the term that `reward.overlong_buffer_tokens` adds."""
+REWARD_MODEL = "reward_model"
+"""The name of the term that `reward_model.path` adds."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def terms_of(config: "RewardConfig") -> list[Term]:
     terms = []
     for name, term in config.functions.items():
         where = f"reward.functions.{name}"
-        if not name or "/" in name or name in (SINGLE, OVERLONG):
+        if not name or "/" in name or name in (SINGLE, OVERLONG, REWARD_MODEL):
             raise UserError(f"{where}: a term cannot be named {name!r}; choose another name, without a slash")
         if not math.isfinite(term.weight):
             raise UserError(f"{where}.weight={term.weight} must be a finite number")

@@ -16,7 +16,7 @@ from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Trajectory, prompt_of_each, trajectories_of
 from megarl.data.stretches import not_finite
-from megarl.rewards import OVERLONG
+from megarl.rewards import OVERLONG, REWARD_MODEL
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.batch import (
     at_responses,
@@ -26,7 +26,6 @@ from megarl.stages.batch import (
     trained_responses,
 )
 from megarl.stages.fields import with_fields
-from megarl.stages.reward import REWARD_MODEL
 
 
 def kl_in_reward(batch: Batch, objective: PolicyObjective) -> Tensor | None:

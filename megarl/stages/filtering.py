@@ -5,10 +5,9 @@ from collections.abc import Collection, Sequence
 from converters.errors import UserError
 from megarl.algorithms import ADVANTAGES
 from megarl.data import PromptGroup, Trajectory, trajectories_of
-from megarl.rewards import OVERLONG
+from megarl.rewards import OVERLONG, REWARD_MODEL
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.batch import is_trained_on
-from megarl.stages.reward import REWARD_MODEL
 
 _SHAPING = (OVERLONG, REWARD_MODEL)
 """Terms that differ between nearly any two responses, right or wrong alike."""

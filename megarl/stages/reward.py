@@ -10,12 +10,18 @@ from converters.errors import UserError
 from megarl.algorithms.finite import check_finite
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.data import Prompt, PromptGroup, Trajectory, trajectories_of
-from megarl.rewards import OVERLONG, Outcome, PendingScores, RewardLost, RewardTimedOut, Score, reward_arguments
+from megarl.rewards import (
+    OVERLONG,
+    REWARD_MODEL,
+    Outcome,
+    PendingScores,
+    RewardLost,
+    RewardTimedOut,
+    Score,
+    reward_arguments,
+)
 from megarl.schema import RewardConfig
 from megarl.stages.batch import whole
-
-REWARD_MODEL = "reward_model"
-"""The name of a reward model's score among the terms of a reward."""
 
 
 def begin_scoring(pending: PendingScores, group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> None:

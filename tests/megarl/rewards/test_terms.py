@@ -163,7 +163,10 @@ def test_the_ground_truths_of_a_large_data_set_are_checked_in_seconds():
             r"reward\.function=math and reward\.func.*",
         ),
         ({"functions": {"a/b": RewardTermConfig("math")}}, "cannot be named 'a/b'"),
-        ({"functions": {"overlong": RewardTermConfig("math")}}, "cannot be named 'overlong'"),
+        *(
+            ({"functions": {name: RewardTermConfig("math")}}, f"cannot be named '{name}'")
+            for name in ("score", "overlong", "reward_model")
+        ),
         ({"functions": {"a": RewardTermConfig("math", weight=float("inf"))}}, r"functions\.a\.weight=inf must be"),
         ({"functions": {"a": RewardTermConfig("mth")}}, r"reward\.functions\.a\.function='mth' .* mean math"),
         (

@@ -8,10 +8,9 @@ from trajectories import group, group_of_scores, with_baseline
 from converters.errors import UserError
 from megarl.data import FinishReason, PromptGroup, Trajectory
 from megarl.data.trajectory import Failure
-from megarl.rewards import OVERLONG, UNCHECKED, Score
+from megarl.rewards import OVERLONG, REWARD_MODEL, UNCHECKED, Score
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig
 from megarl.stages.filtering import check_refills, groups_to_train_on, left_out, teaches, without_small_groups
-from megarl.stages.reward import REWARD_MODEL
 
 
 def outcome(right: float, penalty: float = 0.0, model: float = 0.0) -> Score:
