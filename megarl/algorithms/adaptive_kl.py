@@ -14,9 +14,10 @@ _LARGEST_ERROR = 0.2
 class AdaptiveKl:
     """Keeps the KL near `target`, in nats per token; without a target the coefficient is fixed.
 
-    After every step coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * responses / horizon (arXiv:1909.08593,
-    section 2.2, where 0.1 stands for responses / horizon). The coefficient of a step goes into the objective by
-    `PolicyObjective.with_kl_coefficient`.
+    After every step coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * min(1, responses / horizon)
+    (arXiv:1909.08593, section 2.2, where 0.1 stands for the last factor). Without the minimum, as in verl, a step of
+    five horizons of responses would take the coefficient to 0, and one of more below. The coefficient of a step goes
+    into the objective by `PolicyObjective.with_kl_coefficient`.
     """
 
     coefficient: float
@@ -41,7 +42,7 @@ class AdaptiveKl:
                 "for the step at which the log-probs went wrong, and lower megatron.lr"
             )
         error = min(max(kl / self.target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
-        self.coefficient *= 1 + error * responses / self.horizon
+        self.coefficient *= 1 + error * min(1.0, responses / self.horizon)
 
     def state_dict(self) -> dict[str, float]:
         """State for a checkpoint."""

@@ -49,7 +49,7 @@ class AlgorithmConfig:
     kl_target: float | None = None
     """Adapt the coefficient, towards this KL per token; without it the coefficient is fixed."""
     kl_horizon: int = 10000
-    """How slowly the coefficient adapts, in responses."""
+    """How slowly the coefficient adapts, in responses: a step of so many, or more, changes it by a fifth at most."""
     refresh_reference_every: int = 0
     """Steps after which the present policy becomes the reference (self-play, iterative training); 0 is never."""
     entropy_coefficient: float = 0.0

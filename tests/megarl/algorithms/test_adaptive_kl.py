@@ -20,6 +20,15 @@ def test_the_coefficients_of_verl() -> None:
     assert coefficients == pytest.approx(verl.case("plain").arrays["adaptive_kl"].tolist(), rel=1e-6)
 
 
+@pytest.mark.parametrize(("responses", "factor"), [(5000, 0.9), (10_000, 0.8), (50_000, 0.8), (60_000, 0.8)])
+def test_a_step_of_many_responses_changes_the_coefficient_by_a_fifth(responses: int, factor: float) -> None:
+    """Five horizons in one step would take it to 0, six below, where every run would end."""
+    below, above = adaptive(), adaptive()
+    below.update(0.0, responses)
+    above.update(5.0, responses)
+    assert (below.coefficient, above.coefficient) == pytest.approx((0.001 * factor, 0.001 * (2 - factor)))
+
+
 @given(st.floats(0, 10), st.integers(1, 1000))
 def test_a_fixed_coefficient_stays(kl: float, responses: int) -> None:
     controller = AdaptiveKl.from_config(AlgorithmConfig(kl_coefficient=0.3))
