@@ -24,8 +24,9 @@ class ModelGroup(Protocol):
 def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> MegatronOptions:
     """Megatron's options in a checked configuration, for the policy or for another model beside it.
 
-    Options that such a model does not set are the policy's. Raises UserError for an option that is not supported, and
-    for sizes that do not fit each other.
+    Options that such a model does not set are the policy's. Its layers for multi-token prediction stay as they were
+    loaded: nobody drafts with them, and wrong responses would teach them. Raises UserError for an option that is not
+    supported, and for sizes that do not fit each other.
     """
     options = {**config.megatron, **(model.megatron if model else {})}
     check_supported(options)
@@ -43,7 +44,7 @@ def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> M
         scheduler=groups["scheduler"],
         fp32_logits=config.model.fp32_logits,
         shared_prefixes=config.loop.shared_prefixes,
-        mtp_training=cast(MtpTraining, config.model.mtp_training),
+        mtp_training="none" if model else cast(MtpTraining, config.model.mtp_training),
         freeze_moe_router=config.model.freeze_moe_router,
         adapter=None if model else adapter_options(config.lora, config.loop.seed),
     )

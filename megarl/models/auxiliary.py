@@ -13,7 +13,7 @@ from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.config.megatron import ModelGroup, megatron_options
 from megarl.data import Prompt
 from megarl.data.tokenizer import read_tokenizer
-from megarl.models.policy import Model, check_layout, check_not_in_fp8
+from megarl.models.policy import Model, check_layout, check_not_in_fp8, check_prediction_layers
 from megarl.schema import MegarlConfig, TeacherConfig
 from megatron_ext.options.options import MegatronOptions
 
@@ -119,9 +119,12 @@ def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -
     """Raise UserError for an auxiliary model that cannot work with this policy and these prompts."""
     for name, wanted in wanted_auxiliary(config).items():
         architecture = read_architecture(read_json(wanted.path / CONFIG))
-        check_layout(architecture, megatron_options(config, wanted.settings))
+        options = megatron_options(config, wanted.settings)
+        check_layout(architecture, options)
         if wanted.is_trained:
             check_not_in_fp8(wanted.path)
+            if wanted.head == "language_model":
+                check_prediction_layers(architecture, options, beside=wanted.key)
         is_checked = wanted.path == model.folder and model.megatron_checkpoint is None
         if wanted.head == "language_model" and not is_checked:
             check_copies(HuggingFaceCheckpoint(wanted.path), architecture)

@@ -139,8 +139,11 @@ def _is_set(coefficient: float | list[float] | None) -> bool:
     return any(coefficient) if isinstance(coefficient, list) else bool(coefficient)
 
 
-def check_prediction_layers(architecture: Architecture, options: MegatronOptions) -> None:
-    """Raise UserError if the multi-token-prediction layers of a model cannot be trained, or left alone, as asked."""
+def check_prediction_layers(architecture: Architecture, options: MegatronOptions, beside: str | None = None) -> None:
+    """Raise UserError if the multi-token-prediction layers of a model cannot be trained, or left alone, as asked.
+
+    The model is the policy, or that of the group of keys `beside`, whose layers are always left alone.
+    """
     if not architecture.mtp_layers:
         return
     trained, parallel = options.mtp_training != "none", options.parallel
@@ -155,9 +158,11 @@ def check_prediction_layers(architecture: Architecture, options: MegatronOptions
         )
     waits = options.distributed.get("overlap_grad_reduce") and parallel.pipeline_model_parallel_size > 1
     if not trained and waits:
+        own = "set model.mtp_training=detached, or leave overlap_grad_reduce out"
         raise UserError(
             "megatron.overlap_grad_reduce waits for the last stage's copy of the embedding, which nobody uses where"
-            " prediction layers are left alone: set model.mtp_training=detached, or leave overlap_grad_reduce out"
+            " prediction layers are left alone: "
+            f"{f'set overlap_grad_reduce=false in {beside}.megatron' if beside else own}"
         )
 
 

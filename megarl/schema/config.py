@@ -33,7 +33,7 @@ class ModelConfig:
     fp32_logits: bool = False
     """Logits are not rounded to bf16, in the trainer and in the engines: their log-probabilities then differ less."""
     mtp_training: str = "detached"
-    """Training of layers for multi-token prediction, where the model has them: detached, only these layers learn from
+    """Training of layers for multi-token prediction, where the policy has them: detached, only these layers learn from
     their loss; joint, the model under them too; none, they stay as they were loaded."""
     freeze_moe_router: bool = False
     """The routers of all models of the run stay as they were loaded: no gradient, no weight decay."""

@@ -294,6 +294,14 @@ def test_a_model_that_never_trains_has_no_steps_to_take_scales_from(
     assert megatron_options(make_config("+megatron.fp8=hybrid", "+megatron.fp8_recipe=tensorwise"), model)
 
 
+@pytest.mark.parametrize("training", ["detached", "joint", "none"])
+def test_prediction_layers_of_the_policy_alone_train(make_config: Callable[..., MegarlConfig], training: str) -> None:
+    config = make_config(f"model.mtp_training={training}")
+    assert megatron_options(config).mtp_training == training
+    beside = config.critic, config.implicit_reward_model, RewardModelConfig("r"), TeacherConfig("t")
+    assert [megatron_options(config, model).mtp_training for model in beside] == ["none"] * 4
+
+
 MASK = "{kind: token_band, low: 0.5, high: 2}"
 
 

@@ -46,3 +46,15 @@ def test_a_copy_of_a_teachers_weight_equals_it(policy, damaged):
 
 def test_a_critic_has_no_output_layer(policy, damaged):
     check(policy, "quickstart_ppo", f"critic.path={damaged}")
+
+
+def test_nothing_waits_for_prediction_layers_that_stay(tmp_path):
+    predicting = write_tiny_model(
+        "deepseek_v3", tmp_path, fields={"num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    )
+    stages = ["megatron.pipeline_model_parallel_size=2", "+megatron.overlap_grad_reduce=true"]
+    with pytest.raises(UserError, match=r"left alone: set overlap_grad_reduce=false in implicit_reward_model\.meg"):
+        check(predicting, "quickstart", "+algorithm=prime", *stages)
+    own = "+implicit_reward_model.megatron={overlap_grad_reduce: false}"
+    check(predicting, "quickstart", "+algorithm=prime", *stages, own)
+    check(predicting, "quickstart", "+algorithm=ppo", *stages)
