@@ -245,6 +245,14 @@ def _check_preferences(config: MegarlConfig) -> None:
     PreferenceObjective(config.preference.beta, config.preference.label_smoothing)
 
 
+def _refuse_joint_prediction(config: MegarlConfig) -> None:
+    if config.model.mtp_training == "joint":
+        raise UserError(
+            "model.mtp_training=joint adds the prediction layers' cross entropy to what the policy learns, and megarl"
+            " dpo and spin teach it preferences alone: set it to detached, or none"
+        )
+
+
 def _refuse_options_of_policies(config: MegarlConfig) -> None:
     for name in ("beta", "label_smoothing"):
         value = getattr(config.preference, name)
@@ -283,9 +291,9 @@ _PREFERENCES = (*_TRAINING, _check_preferences)
 CHECKS: Mapping[str, Sequence[Callable[[MegarlConfig], None]]] = {
     "train": (*_TRAINING, check_composition, check_schedule, check_abilities, _check_step),
     "sft": _TRAINING,
-    "dpo": _PREFERENCES,
+    "dpo": (*_PREFERENCES, _refuse_joint_prediction),
     "reward-model": (*_PREFERENCES, refuse_lora, _refuse_options_of_policies),
-    "spin": (*_PREFERENCES, refuse_turns),
+    "spin": (*_PREFERENCES, refuse_turns, _refuse_joint_prediction),
     "eval": (_check_logs,),
     "chat": (_check_logs,),
 }

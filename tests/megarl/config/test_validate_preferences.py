@@ -60,3 +60,11 @@ def test_a_reward_model_takes_no_option_of_the_loss_of_a_policy(
         UserError, match=f"^{override} is for megarl dpo and spin, and the loss of a reward model has no"
     ):
         validate(make_config("quickstart_reward_model", override), "reward-model")
+
+
+@pytest.mark.parametrize("command", ["dpo", "spin"])
+def test_a_policy_learns_preferences_alone(make_config: Callable[..., MegarlConfig], command: str) -> None:
+    with pytest.raises(UserError, match=r"^model\.mtp_training=joint .* alone: set it to detached, or none$"):
+        validate(make_config(f"quickstart_{command}", "model.mtp_training=joint"), command)
+    for training in ("detached", "none"):
+        validate(make_config(f"quickstart_{command}", f"model.mtp_training={training}"), command)
