@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms import Metrics
@@ -14,7 +15,7 @@ from megarl.run.batches import BatchStream, StepBatch
 from megarl.run.opening import RunSetup
 from megarl.stages.conversations import conversation_batch
 from megatron_ext.objective import Objective
-from megatron_ext.packing.packing import RaggedBatch, pack
+from megatron_ext.packing.packing import DRAFTED, RaggedBatch, pack
 
 P = TypeVar("P")
 
@@ -36,8 +37,10 @@ def digest_of_pairs(pairs: Sequence[PreferencePair]) -> str:
 
 
 def pair_batch(pairs: Sequence[PreferencePair]) -> RaggedBatch:
-    """Pairs as the objectives of preferences take them."""
-    return conversation_batch([reply for pair in pairs for reply in pair], "seq_mean_token_sum", unit=2)
+    """Pairs as the objectives of preferences take them; layers that predict further ahead learn the chosen replies."""
+    batch = conversation_batch([reply for pair in pairs for reply in pair], "seq_mean_token_sum", unit=2)
+    is_chosen = torch.arange(len(batch)) % 2 == 0
+    return batch.with_fields(**{DRAFTED: is_chosen.repeat_interleave(batch.lengths)})
 
 
 def draw_pairs(

@@ -83,7 +83,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/ratio_histogram", "", "all such ratios, in bins that are finer towards 1"),
     Metric("policy/gradient_norm", "", "norm of the whole gradient before it is clipped"),
     Metric("policy/learning_rate", "", "learning rate of the step's last optimizer step"),
-    Metric("mtp/loss/<layer>", "nats", "mean -log p of the trained tokens by each layer for multi-token prediction"),
+    Metric(
+        "mtp/loss/<layer>",
+        "nats",
+        "mean -log p of the trained tokens (in pairs the chosen ones) by each layer for multi-token prediction",
+    ),
     Metric(
         "mtp/accuracy/<layer>",
         "",

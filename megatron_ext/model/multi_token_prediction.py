@@ -3,7 +3,7 @@
 Layer k of D sees the hidden state of token i and the tokens up to i + k, and predicts token i + k + 1. Its loss is the
 mean over all trained tokens of the batch of an optimizer step that it can predict, those from place k + 1 of their
 sequence on, of -log p(token), of the same softmax(logits / temperature) as the policy's own log-probs. The objective
-has the sum over the layers times mtp_loss_scaling_factor / D, as Megatron's.
+has the sum over the layers times mtp_loss_scaling_factor / D, as Megatron's. A batch may leave tokens out (`DRAFTED`).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from megatron_ext import device, versions
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.objective import Objective
 from megatron_ext.options.options import MtpTraining
-from megatron_ext.packing.packing import MicroBatch, MtpTokens, RaggedBatch, asked, positions_within
+from megatron_ext.packing.packing import MicroBatch, MtpTokens, RaggedBatch, asked, drafted, positions_within
 
 M = TypeVar("M")
 
@@ -100,7 +100,7 @@ def with_mtp_tokens(micro_batch: MicroBatch, layers: int) -> MicroBatch:
     def placed(values: Tensor) -> Tensor:
         return values.new_zeros(own.tokens.shape[1]).index_copy(0, rows, values[tokens])
 
-    taken, are_asked = [micro_batch.labels[0]], [micro_batch.asked]
+    taken, are_asked = [micro_batch.labels[0]], [drafted(micro_batch.fields, micro_batch.asked)]
     for _ in range(layers):
         taken.append(next_of(taken[-1]))
         are_asked.append(next_of(are_asked[-1]))
@@ -148,5 +148,5 @@ class WithPredictionLayers(Generic[M]):
 def predictable(batch: RaggedBatch, layers: int) -> Tensor:
     """long[layers]: how many of the tokens that are asked for each layer predicts."""
     place = positions_within(batch.lengths)
-    are_asked = asked(batch.fields, place >= 0)
+    are_asked = drafted(batch.fields, asked(batch.fields, place >= 0))
     return torch.stack([(are_asked & (place >= layer + 2)).sum() for layer in range(layers)])

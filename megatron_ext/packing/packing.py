@@ -91,6 +91,15 @@ def asked(fields: Mapping[str, Tensor], labels: Tensor) -> Tensor:
     return labels if name is None else fields[name] != 0
 
 
+DRAFTED = "drafted"
+"""Field of a batch: which of the labels that a model is asked about its prediction layers learn; without it, all."""
+
+
+def drafted(fields: Mapping[str, Tensor], are_asked: Tensor) -> Tensor:
+    """Which labels, bool[T], prediction layers learn, of those that a model is asked about."""
+    return are_asked & fields[DRAFTED] if DRAFTED in fields else are_asked
+
+
 class MtpTokens(NamedTuple):
     """Tokens of the prediction layers of a model, a row for each of D layers; 0 where a sequence has no such token."""
 

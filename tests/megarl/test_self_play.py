@@ -22,8 +22,9 @@ from megarl.run.timeline import Timeline
 from megarl.schema import CheckpointConfig, LoopConfig, MegarlConfig, PreferenceConfig, RolloutConfig
 from megarl.spin import Exchange, check_lengths, draw_iteration, last_exchange, pairs_against
 from megarl.stages.conversations import conversation_batch
+from megatron_ext.model.multi_token_prediction import predictable, with_mtp_tokens
 from megatron_ext.objective import StepResult
-from megatron_ext.packing.packing import RaggedBatch
+from megatron_ext.packing.packing import RaggedBatch, pack
 
 ANSWERS = {1: [5, 2], 2: [6, 2], 3: [7, 2]}
 """The replies in the data to prompts of one token; 2 ends them."""
@@ -239,3 +240,19 @@ def test_pairs_weigh_the_same_whatever_their_lengths():
     weights = batch.fields["weights"].split(batch.lengths.tolist())
     for weight, conversation in zip(weights, [reply for pair in pairs for reply in pair], strict=True):
         assert weight.tolist() == pytest.approx([said / 6 for said in conversation.mask])
+
+
+def test_layers_that_predict_further_ahead_learn_the_chosen_replies_alone():
+    exchanges = [Exchange([1, 3], [5, 6, 2]), Exchange([4], [7, 8, 5, 2]), Exchange([4], [2])]
+    batch = pair_batch(pairs_against(exchanges, [[9] * length for length in (4, 2, 3)]))
+    starts = batch.lengths.cumsum(0) - batch.lengths
+    micro_batch = with_mtp_tokens(pack(batch, range(len(batch)), align=8), 2)
+    for layer, count in enumerate(predictable(batch, 2).tolist()):
+        learned = [
+            token
+            for start, length in zip(starts.tolist()[::2], batch.lengths.tolist()[::2], strict=True)
+            for place, token in enumerate(batch.tokens[start : start + length].tolist())
+            if batch.fields["weights"][start + place] and place >= layer + 2
+        ]
+        assert micro_batch.mtp.labels[layer][micro_batch.mtp.asked[layer]].tolist() == learned
+        assert count == len(learned) > 0
