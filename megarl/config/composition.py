@@ -39,11 +39,12 @@ def _check_groups(config: MegarlConfig) -> None:
             "responses to one prompt with each other: in a group of one there is nothing to compare, so nothing would "
             "be learned; use 2 or more"
         )
-    if algorithm.dynamic_sampling and samples < 2:
-        raise UserError(
-            "algorithm.dynamic_sampling looks for prompts whose responses differ in reward, and with "
-            "loop.samples_per_prompt=1 there are none: use 2 or more samples, or turn it off"
-        )
+    for key in ("dynamic_sampling", "filter_groups"):
+        if getattr(algorithm, key) and samples < 2:
+            raise UserError(
+                f"algorithm.{key} looks for prompts whose responses differ in reward, and with "
+                "loop.samples_per_prompt=1 there are none: use 2 or more samples, or turn it off"
+            )
 
 
 def _check_filter(config: MegarlConfig) -> None:

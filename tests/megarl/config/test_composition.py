@@ -76,7 +76,11 @@ REFUSED = {
     "GSPO averaged over tokens": ({"algorithm": {"policy_loss": "gspo"}}, "seq_mean"),
     "dynamic sampling in groups of one": (
         {"samples": 1, "algorithm": {"advantage": "reinforce_plus_plus", "dynamic_sampling": True}},
-        "looks for prompts whose responses differ",
+        "dynamic_sampling looks for prompts whose responses differ",
+    ),
+    "a filter of groups of one": (
+        {"samples": 1, "algorithm": {"advantage": "reinforce_plus_plus", "filter_groups": True, "filter_low": 0.2}},
+        "filter_groups looks for prompts whose responses differ",
     ),
     "a router that cannot be told": (
         {"megatron": {"moe_router_fusion": True}, **REPLAY},
