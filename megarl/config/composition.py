@@ -166,6 +166,7 @@ def _check_whole_vocabulary(config: MegarlConfig) -> None:
     asked = {
         "corrections": bool(algorithm.corrections),
         "off_policy_mask": algorithm.off_policy_mask is not None,
+        "kl_unbiased": algorithm.kl_unbiased,
         "ratio_to=rollout": algorithm.ratio_to == "rollout",
         "updates_per_step above 1": algorithm.updates_per_step > 1,
     }

@@ -170,6 +170,10 @@ REFUSED = {
         {"algorithm": {"off_policy_mask": 0.1}, "rollout": RolloutConfig(top_p=0.9)},
         r"algorithm\.off_policy_mask with rollout\.top_p",
     ),
+    "top_p with a KL weighed by the ratio": (
+        {"algorithm": {"kl_unbiased": True, "kl_coefficient": 0.01}, "rollout": RolloutConfig(top_p=0.9)},
+        r"algorithm\.kl_unbiased with rollout\.top_p",
+    ),
     "corrections from the engine to itself": (
         INTERPOLATED,
         r"ratio_to=interpolated .*max_staleness=0 none has any: .* every correction 1; use ratio_to=old",
