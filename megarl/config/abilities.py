@@ -40,5 +40,11 @@ def _needs(config: MegarlConfig) -> Iterator[_Need]:
         yield _Need(f"algorithm.corrections of {kinds}", Ability.LOG_PROBS, "leave them out")
     if algorithm.ratio_to == "rollout":
         yield _Need("algorithm.ratio_to=rollout", Ability.LOG_PROBS, "set it to old")
+    if algorithm.ratio_to == "interpolated":
+        yield _Need("algorithm.ratio_to=interpolated", Ability.LOG_PROBS, "set it to old")
+    if algorithm.off_policy_mask is not None:
+        yield _Need(f"algorithm.off_policy_mask={algorithm.off_policy_mask}", Ability.LOG_PROBS, "leave it out")
+    if algorithm.kl_unbiased:
+        yield _Need("algorithm.kl_unbiased", Ability.LOG_PROBS, "leave it out")
     if config.refit.verify == "logprobs":
         yield _Need("refit.verify=logprobs", Ability.LOG_PROBS, "set it to checksum")

@@ -26,6 +26,14 @@ ASKING = [
     ),
     (Ability.LOG_PROBS, "schedule.max_staleness=2", "algorithm.corrections of token_importance has engines say with"),
     (Ability.LOG_PROBS, "algorithm.ratio_to=rollout", "ratio_to=rollout has engines say with"),
+    (
+        Ability.LOG_PROBS,
+        "schedule.max_staleness=1 schedule.corrected=false algorithm.updates_per_step=2"
+        " algorithm.ratio_to=interpolated",
+        "ratio_to=interpolated has engines say with",
+    ),
+    (Ability.LOG_PROBS, "algorithm.off_policy_mask=0.1", r"off_policy_mask=0\.1 has engines say with"),
+    (Ability.LOG_PROBS, "algorithm.kl_unbiased=true algorithm.kl_coefficient=0.1", "kl_unbiased has engines say with"),
     (Ability.LOG_PROBS, "refit.verify=logprobs", "refit.verify=logprobs has engines say with"),
 ]
 
@@ -45,8 +53,8 @@ def test_what_an_engine_lacks_is_refused_where_it_is_asked_for(config_of, monkey
     bare = replace(VLLM, title="Bare", offers=frozenset(Ability) - {lacking})
     monkeypatch.setitem(megarl.rollout.ENGINES, "bare", bare)
     with pytest.raises(UserError, match=f"{says}.*, and Bare does not: .*, or choose another rollout.engine"):
-        validate(config_of("rollout.engine=bare", choice), "train")
-    validate(config_of("rollout.engine=vllm", choice), "train")
+        validate(config_of("rollout.engine=bare", *choice.split()), "train")
+    validate(config_of("rollout.engine=vllm", *choice.split()), "train")
 
 
 def test_a_plain_synchronous_run_asks_for_nothing(config_of, monkeypatch) -> None:
