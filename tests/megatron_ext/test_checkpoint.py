@@ -99,7 +99,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(folder, tmp_path_factory):
+def runs(tmp_path_factory):
+    folder = write_model(tmp_path_factory.mktemp("model"), layers=2)
     return run_all(SAME, OTHER, folder, tmp_path_factory.mktemp("checkpoints"))
 
 
@@ -170,9 +171,9 @@ def assert_goes_on(pair, runs):
     assert continued["rates"] == whole["rates"][SAVED_AFTER:]
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, layers: int = 4) -> Path:
     # Tied embeddings lie on two pipeline stages, and tensor parallelism pads a vocabulary of 63.
-    fields = {"num_hidden_layers": 4, "vocab_size": 63, "tie_word_embeddings": True}
+    fields = {"num_hidden_layers": layers, "vocab_size": 63, "tie_word_embeddings": True}
     return write_tiny_model("qwen3_moe", folder, fields=fields)
 
 
