@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from distinct_vectors import with_distinct_vectors
-from launch import run_ranks
+from launch import run_in_turn, run_ranks
 from long_cases import but_long
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -62,10 +62,13 @@ def saved(models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     The last has the keys of layers that differ, as any model of Megatron-LM's may.
     """
     root = tmp_path_factory.mktemp("saved")
-    for sizes, names in SAVED.values():
-        run_ranks(save, SIZES[sizes], {name: models[name] for name in names}, root)
-    run_ranks(save_with_optimizer, SIZES["TP2 EP2"], models["qwen3_moe"], root / "qwen3_moe-optimizer")
-    run_ranks(save_per_layer, SIZES["PP2"], models["qwen3_moe"], root / "qwen3_moe-per_layer")
+    run_in_turn(
+        [
+            *((save, SIZES[sizes], {name: models[name] for name in names}, root) for sizes, names in SAVED.values()),
+            (save_with_optimizer, SIZES["TP2 EP2"], models["qwen3_moe"], root / "qwen3_moe-optimizer"),
+            (save_per_layer, SIZES["PP2"], models["qwen3_moe"], root / "qwen3_moe-per_layer"),
+        ]
+    )
     return root
 
 

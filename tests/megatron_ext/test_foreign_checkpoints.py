@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from distinct_vectors import with_distinct_vectors
-from launch import run_ranks
+from launch import run_in_turn
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -40,8 +40,7 @@ def models(tiny_models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFac
 def saved(models: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Below it a folder for each layout, with one for each of its options, with one for each model."""
     root = tmp_path_factory.mktemp("saved")
-    for layout, (sizes, options) in LAYOUTS.items():
-        run_ranks(save, sizes, models, options, root / layout)
+    run_in_turn([(save, sizes, models, options, root / layout) for layout, (sizes, options) in LAYOUTS.items()])
     return root
 
 
