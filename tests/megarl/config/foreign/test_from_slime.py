@@ -219,7 +219,7 @@ def test_advantages_that_are_whitened_there_and_not_here_are_said(tmp_path: Path
 
 
 def test_advantages_called_whitened_are_all_that_are() -> None:
-    """Of the advantages that scripts of slime become."""
+    """All that scripts of slime become are asked."""
     inputs = {
         "responses": Ragged(torch.tensor([1, 3, 2, 2])),
         "groups": torch.tensor([0, 0, 1, 1]),
