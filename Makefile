@@ -214,7 +214,7 @@ benchmark-data-plane: setup
 benchmark-checkpoint: setup
 	$(PYTHON) benchmarks/checkpoint.py $(ARGS)
 
-benchmark-router-replay: setup
+benchmark-router-replay: setup .venv-sglang
 	$(PYTHON) benchmarks/router_replay.py $(ARGS)
 
 benchmark-kv-scales: setup

@@ -12,7 +12,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from gaps import FAMILIES, FORMATS, ROOT
+from lab import FAMILIES, FORMATS, ROOT
 from machine import at_least_one, describe, give_out
 from workload import MEGARL, environment
 
