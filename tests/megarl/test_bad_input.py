@@ -207,6 +207,7 @@ def test_deepep_that_ranks_do_not_have(run, cluster):
     assert "cannot import deep_ep" in message
 
 
+@pytest.mark.long
 def test_engine_that_dies_at_start(run, cluster):
     message = run("rollout.engine_args.kv_cache_memory_bytes=1", *ONE_RANK)
     assert "an engine did not start" in message
