@@ -1,5 +1,6 @@
 """Engines in a process of their own: vLLM changes torch's threads and random state of the process it runs in."""
 
+import functools
 import gc
 import multiprocessing
 from collections import deque
@@ -35,17 +36,6 @@ def make_engine(*arguments):
     """An engine that leaves what vLLM has imported out of its searches for garbage; the one before it took it in."""
     gc.freeze()
     return VllmEngine(*arguments)
-
-
-def queueing_engine(folder):
-    """An engine that has begun a batch when it gives the tokens of the one before, as those on GPUs have."""
-    engine = VllmEngine(folder, {"max_model_len": 512, "kv_cache_memory_bytes": 2**27})
-    engine.start()
-    # vLLM turns it on for asynchronous scheduling, which no CPU has, and pipeline stages.
-    core = engine._core._client.engine_core
-    core.batch_queue, core.batch_queue_size = deque(maxlen=2), 2
-    core.step_fn = core.step_with_batch_queue
-    return engine
 
 
 EngineHost.register("stream", proxytype=IteratorProxy, create_method=False)
@@ -162,6 +152,21 @@ class Served:
 
     def greedy(self, prompt):
         return self.engine.generate([Request(prompt, GREEDY)])[0][0]
+
+
+@functools.cache
+def queueing(folders):
+    """An engine that has begun a batch when it gives the tokens of the one before, as those on GPUs have.
+
+    A process has one, for all that is tried with it: each begins with an update, and leaves the engine awake.
+    """
+    engine = VllmEngine(folders[0], {"max_model_len": 512, "kv_cache_memory_bytes": 2**27})
+    engine.start()
+    # vLLM turns it on for asynchronous scheduling, which no CPU has, and pipeline stages.
+    core = engine._core._client.engine_core
+    core.batch_queue, core.batch_queue_size = deque(maxlen=2), 2
+    core.step_fn = core.step_with_batch_queue
+    return Served(engine, folders)
 
 
 def check_that_messages_are_recorded(trainer, engine, workers):

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from asked_engine import AskedEngine
-from engine_host import GREEDY, Served, queueing_engine, vllm_pool
+from engine_host import GREEDY
 from transformers import AutoModelForCausalLM
 
 from megarl.data.stretches import fetch
@@ -64,29 +64,25 @@ def test_what_is_in_flight_goes_on_with_what_the_older_weights_have_read(
     assert (sampled - again).abs().max() > 1e-2
 
 
-def of_a_queueing_engine(folders, prompt):
-    """Answers of an engine that has a batch on its way when the weights change."""
-    engine = queueing_engine(folders[0])
-    served = Served(engine, folders)
-    generating = []
+def kept_by_a_queueing_engine(served, prompt):
+    """Answers of an engine that has a batch on its way when the weights change, and the version before that."""
+    engine, generating = served.engine, []
+    served.update(served.first, old := engine.version() + 1)
     with ThreadPoolExecutor() as pool:
         # Begun one after the other, each is in batches of its own, and one of the two is always on its way.
         asked = AskedEngine(engine, pool)
         for _ in range(2):
             generating.append(asked.begin(Request(prompt, replace(GREEDY, max_tokens=400))))
         engine.pause("keep")
-        served.update(served.second, 1, kv="keep")
+        served.update(served.second, old + 1, kv="keep")
         engine.resume()
-        turns = [each.result(60)[0][0] for each in generating]
-    engine.close()
-    return turns
+        return old, [each.result(60)[0][0] for each in generating]
 
 
-def test_a_batch_that_is_on_its_way_is_of_the_weights_that_compute_it(folders, endless_prompt, check_kept):
-    with vllm_pool() as process:
-        turns = process.apply(of_a_queueing_engine, (folders, endless_prompt))
+def test_a_batch_that_is_on_its_way_is_of_the_weights_that_compute_it(with_queueing, folders, check_kept):
+    old, turns = with_queueing(kept_by_a_queueing_engine)
     for turn in turns:
-        check_kept(folders, turn, old=0, new=1)
+        check_kept(folders, turn, old, old + 1)
 
 
 @every_kind
