@@ -16,7 +16,7 @@ Wrapped: TypeAlias = DistributedDataParallel | FullySharded
 
 
 def wrap_distributed(
-    chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any], *, fully_sharded: bool = False
+    chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any], *, fully_sharded: bool
 ) -> Sequence[Wrapped]:
     """Wrap model chunks in Megatron's data parallelism; gradients are reduced in fp32 unless `fields` say otherwise.
 

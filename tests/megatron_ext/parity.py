@@ -101,7 +101,7 @@ def gradients(
     Summed over ranks the shares are the whole gradient; elements of other ranks are 0.
     """
     chunks = loaded_model(rank, sizes, folder, overrides, params_dtype)
-    wrapped = wrap_distributed(chunks, {"use_distributed_optimizer": False})
+    wrapped = wrap_distributed(chunks, {"use_distributed_optimizer": False}, fully_sharded=False)
     chunks[0].config.finalize_model_grads_func = lambda model, _tokens, **groups: finalize_model_grads(
         model, None, **groups
     )

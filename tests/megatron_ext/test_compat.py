@@ -159,7 +159,7 @@ class Training:
 
     def __init__(self, rank: int, sizes: ParallelSizes, folder: Path) -> None:
         self.bare = loaded_model(rank, sizes, folder)
-        self.chunks = wrap_distributed(self.bare, {})
+        self.chunks = wrap_distributed(self.bare, {}, fully_sharded=False)
         self.optimizer = build_optimizer(self.chunks, {"lr": 1e-2, "clip_grad": 0.0}, torch.float32)
 
     def step(self, number: int) -> None:
