@@ -60,7 +60,14 @@ def latest_checkpoint(config: MegarlConfig, command: str) -> Checkpoint | None:
             f"{folder} is a checkpoint of megarl {writer}, from which megarl {command} cannot go on: choose "
             "another output_dir"
         )
-    return Checkpoint(folder, state)
+    return Checkpoint(folder, _as_written_now(state))
+
+
+def _as_written_now(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state with the keys of today: megarl sft, dpo, reward-model and spin have written others."""
+    if "batches" not in state:
+        return state
+    return {**state, **state["batches"], "has_converged": state["is_enough"]}
 
 
 def check_trained_alike(folder: Path, architecture: Architecture, adapter: AdapterOptions | None) -> None:

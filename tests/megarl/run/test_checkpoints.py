@@ -14,7 +14,13 @@ from converters.formats.peft import write_adapter_config
 from converters.formats.safetensors import read_json
 from megarl.cluster.workers.worker import WorkerFailed
 from megarl.config.folder import recipes_folder
-from megarl.run.checkpoints import CheckpointFailed, Checkpoints, check_trained_alike, checkpoints_folder
+from megarl.run.checkpoints import (
+    CheckpointFailed,
+    Checkpoints,
+    check_trained_alike,
+    checkpoints_folder,
+    latest_checkpoint,
+)
 from megarl.run.resumption import run_with_restarts
 from megarl.schema import MegarlConfig
 from megatron_ext.checkpoint import checkpoint_folder
@@ -38,6 +44,19 @@ def failing(number: int):
 def save(config: MegarlConfig, step: int) -> None:
     with Checkpoints(config, "train", {}) as checkpoints:
         checkpoints.save(step, lambda _folder: {})
+
+
+def test_a_checkpoint_with_the_keys_of_earlier_versions_is_gone_on_from(config: MegarlConfig) -> None:
+    sampler, waiting = {"drawn": 3}, [2]
+    with Checkpoints(config, "sft", {}) as checkpoints:
+        checkpoints.save(1, lambda _: {"is_enough": True, "batches": {"sampler": sampler, "waiting": waiting}})
+        now = {"has_converged": True, "sampler": sampler, "waiting": waiting}
+        found = latest_checkpoint(config, "sft")
+        assert found is not None
+        assert {name: found.state[name] for name in now} == now
+        checkpoints.save(2, lambda _: now)
+    assert (found := latest_checkpoint(config, "sft")) is not None
+    assert {name: found.state[name] for name in now} == now
 
 
 def test_a_run_whose_disk_is_away_goes_on_from_the_last_checkpoint(config, monkeypatch, capsys):
