@@ -133,16 +133,17 @@ def _fitting_engines(template: PlannedStep, gpus: int, lacking: FallenOut) -> li
     refit, fits = template.refit, []
     for sizes in all_engine_sizes(refit.engine_architecture, gpus, refit.cluster.gpus_per_node):
         engines = replace(refit, engine=sizes, replicas=gpus // sizes.world_size)
+        each = StepPrediction(replace(template, refit=engines))
         try:
             engines.check_served()
+            room = each.engine_room
         except UserError:
             lacking.unserved += 1
             continue
-        each = StepPrediction(replace(template, refit=engines))
-        if each.engine_room >= 0:
+        if room >= 0:
             fits.append(each)
         else:
-            lacking.add(-each.engine_room, say_engine(each))
+            lacking.add(-room, say_engine(each))
     return sorted(fits, key=lambda each: each.rollout_seconds)
 
 

@@ -150,7 +150,7 @@ def _in_closed_form(
         workers=parallel.world_size,
         weights=round(engine_weight_bytes(engine_weights(architecture, parallel), chosen)),
         activations=_activation_bytes(architecture, rollout, data_parallel),
-        longest=round(kv_token_bytes(architecture, parallel, sizes.kv_bytes) * tokens / sizes.kv_ranks),
+        longest=round(kv_token_bytes(architecture, parallel, sizes.kv_bytes, sizes.kv_ranks) * tokens),
         longest_tokens=tokens,
         data_parallel=data_parallel,
         share=kind.memory_share(rollout.engine_args, gpu_bytes, architecture.multi_latent_attention),

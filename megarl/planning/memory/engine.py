@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from converters.architectures import Architecture
+from converters.errors import UserError
 from converters.layouts.cuts import ENGINES
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.number_formats import NumberFormat
@@ -48,9 +49,9 @@ def engine_memory(
 ) -> EngineMemory:
     """Memory of one rank of an engine with the sizes `parallel`, which takes `utilization` of a GPU of `memory_bytes`.
 
-    The engine computes `prefill_tokens` of prompts at a time; one number of keys and values takes `kv_bytes`, and
-    `kv_ranks` ranks share out the tokens that they are of. With `computes_beside` its share is of what CUDA leaves, and
-    for weights, keys and values alone.
+    The engine computes `prefill_tokens` of prompts at a time; for `kv_bytes` and `kv_ranks`, and the UserError they
+    may raise, see `kv_token_bytes`. With `computes_beside` its share is of what CUDA leaves, and for weights, keys and
+    values alone.
     """
     weights = engine_weight_bytes(engine_weights(architecture, parallel), number_format)
     groups = parallel.world_size // parallel.tensor_model_parallel_size
@@ -62,7 +63,7 @@ def engine_memory(
     return EngineMemory(
         weights=round(weights),
         working=round(widths + _CONTEXT_BYTES),
-        kv_token=kv_token_bytes(architecture, parallel, kv_bytes) / kv_ranks,
+        kv_token=kv_token_bytes(architecture, parallel, kv_bytes, kv_ranks),
         kv_cache=round(room - weights),
         attention_ranks=groups,
     )
@@ -115,12 +116,23 @@ def element_bytes(number_format: NumberFormat | None) -> float:
     )
 
 
-def kv_token_bytes(architecture: Architecture, parallel: ParallelSizes, kv_bytes: int = _BF16) -> float:
-    """Bytes of keys and values that a rank has of a token: latent attention keeps one latent on every rank."""
-    config = architecture.transformer_config
+def kv_token_bytes(
+    architecture: Architecture, parallel: ParallelSizes, kv_bytes: int = _BF16, kv_ranks: int = 1
+) -> float:
+    """Bytes of keys and values that a rank has of a token: latent attention keeps one latent on every rank.
+
+    One number takes `kv_bytes`, and `kv_ranks` ranks that would have the same share out the tokens; a rank then has
+    some tokens whole, and the bytes are a mean. Raises UserError where not as many ranks have the same.
+    """
+    config, tensor = architecture.transformer_config, parallel.tensor_model_parallel_size
     if architecture.multi_latent_attention:
-        width = config["kv_lora_rank"] + config["qk_pos_emb_head_dim"]
+        width, alike = config["kv_lora_rank"] + config["qk_pos_emb_head_dim"], tensor
     else:
-        heads = max(1.0, config["num_query_groups"] / parallel.tensor_model_parallel_size)
-        width = 2 * heads * config["kv_channels"]
-    return float(architecture.num_layers * width * kv_bytes)
+        groups = config["num_query_groups"]
+        width, alike = 2 * max(1.0, groups / tensor) * config["kv_channels"], max(1, tensor // groups)
+    if alike % kv_ranks:
+        raise UserError(
+            f"decode_context_parallel_size {kv_ranks} shares out tokens to ranks with the same keys and values, and"
+            f" with attention over {tensor} ranks {alike} have the same: set it to a divisor of {alike}"
+        )
+    return float(architecture.num_layers * width * kv_bytes) / kv_ranks

@@ -193,6 +193,8 @@ class StepPrediction:
     def host_bytes(self) -> tuple[int, int]:
         """Pinned memory of the host for what a trainer's rank and an engine's have on a GPU in turns; the most of each.
 
+        State that `optimizer_cpu_offload` keeps there for good is not in it.
+
         vLLM copies each segment of its weights, and torch rounds each such copy up to a power of two.
         """
         memory = self.trainer_memory

@@ -85,7 +85,7 @@ def _memory(prediction: StepPrediction) -> Table:
         ("working", memory.working, engine.working),
         ("keys and values", None, max(0, engine.kv_cache)),
         ("buckets of a refit", refit.buckets * refit.bucket_bytes, None),
-        *([("on the host, at most", *prediction.host_bytes)] if refit.colocated else []),
+        *([("on the host in turns", *prediction.host_bytes)] if refit.colocated else []),
     )
     for name, *values in rows:
         table.add_row(name, *("" if value is None else say_bytes(value) for value in values))

@@ -127,6 +127,14 @@ def test_a_latent_whose_tokens_are_shared_out_is_of_more_tokens(capsys: pytest.C
     assert shared["stage_seconds"]["rollout"] < whole["stage_seconds"]["rollout"]
 
 
+def test_no_engine_is_proposed_whose_ranks_have_too_few_copies_to_share_out(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ("--config-name", "grpo_deepseek_v3", "--model", "deepseek_v3", "--device", "H200", "--gpus", "384")
+    assert main(["plan", *recipe, "--search", "--json", "+rollout.engine_args.decode_context_parallel_size=16"]) == 0
+    proposed = json.loads(capsys.readouterr().out)["best"]
+    assert proposed
+    assert all("(TP 16" in each["engines"] or "(TP 32" in each["engines"] for each in proposed)
+
+
 def test_those_who_take_turns_have_what_they_keep_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
     def step(recipe: str, model: str) -> dict[str, Any]:
         assert main(["plan", "--config-name", recipe, "--model", model, "--json"]) == 0

@@ -7,6 +7,7 @@ from small_configs import CONFIGS
 
 from converters.architectures import read_architecture
 from converters.cost import formats
+from converters.errors import UserError
 from converters.layouts.engine import engine_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
 from converters.number_formats import FP8_BLOCK
@@ -134,3 +135,14 @@ def test_the_rows_of_experts_are_those_of_the_kernel_of_vllm(name: str, expert_p
 
 def test_a_model_without_experts_has_no_rows_of_them() -> None:
     assert expert_workspace_bytes(read_model("qwen3_8b"), 4096, 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "kv_ranks", "alike"),
+    [("deepseek_v3", 8, 16, 8), ("qwen3_30b_a3b", 2, 2, 1), ("qwen3_30b_a3b", 8, 4, 2), ("deepseek_v3", 8, 3, 8)],
+)
+def test_tokens_are_shared_out_to_ranks_that_have_the_same(name: str, tensor: int, kv_ranks: int, alike: int) -> None:
+    architecture, sizes = read_model(name), engine_sizes(tensor, None)
+    with pytest.raises(UserError, match=f"attention over {tensor} ranks {alike} have the same: set it to a divisor"):
+        kv_token_bytes(architecture, sizes, 2, kv_ranks)
+    assert kv_token_bytes(architecture, sizes, 2, alike) == kv_token_bytes(architecture, sizes) / alike
