@@ -92,11 +92,58 @@ def test_a_template_that_leaves_out_a_part_of_a_reply_is_refused(tmp_path, begin
             load(tokenizer, tmp_path, chat("1 3=2", f"+{thoughts}2"))
 
 
-def test_reasoning_that_a_template_does_not_know_is_refused(tmp_path):
-    tokenizer = make_tokenizer()
-    thinks = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "reasoning_content": "1+1"}]
-    with pytest.raises(UserError, match=r"leaves out a part of its 'reasoning_content'"):
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_reasoning_that_a_template_does_not_know_is_refused(tokenizer, tmp_path, key):
+    thinks = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", key: "1+1"}]
+    with pytest.raises(UserError, match=rf"leaves out a part of its '{key}'"):
         load(tokenizer, tmp_path, thinks)
+
+
+FIRST_CALL = (
+    "{%- for message in messages -%}<{{ message.role }}>{{ message.content }}"
+    "{%- if message.tool_calls -%}{%- set call = message.tool_calls[0] -%}"
+    "={{ call.function.name if call.function else call.name }}{%- endif -%}<end>{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
+)
+
+
+def calling(content, *calls):
+    return [{"role": "user", "content": "1"}, {"role": "assistant", "content": content, "tool_calls": list(calls)}]
+
+
+@pytest.mark.parametrize("call", [{"name": "12"}, {"function": {"name": "12"}}])
+def test_a_call_that_a_template_leaves_out_is_refused(tmp_path, call):
+    """As a template does that knows no tools, or writes one call alone, even if the name stands in the content."""
+    tokenizer = make_tokenizer()
+    for content in ("", "12"):
+        with pytest.raises(UserError, match=r"row 0 .*, message 1: .* leaves out a part of its 'tool_calls'"):
+            load(tokenizer, tmp_path, calling(content, call))
+    tokenizer.chat_template = FIRST_CALL
+    (conversation,) = load(tokenizer, tmp_path, calling("12", call))
+    assert masked_text(tokenizer, conversation) == "12=12<end>"
+    with pytest.raises(UserError, match=r"leaves out a part of its 'tool_calls'"):
+        load(tokenizer, tmp_path, calling("", call, call))
+
+
+@pytest.mark.parametrize("call", ["12", {"function": "12"}, {"arguments": "12"}])
+def test_a_call_without_a_name_is_refused(tokenizer, tmp_path, call):
+    with pytest.raises(UserError, match=r"row 0 .*, message 1: its 'tool_calls' must be a list"):
+        load(tokenizer, tmp_path, calling("", call))
+
+
+def test_calls_that_are_no_list_are_refused(tokenizer, tmp_path):
+    messages = chat("1", "2")
+    messages[1]["tool_calls"] = 7
+    with pytest.raises(UserError, match=r"row 0 .*, message 1: its 'tool_calls' must be a list"):
+        load(tokenizer, tmp_path, messages)
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_a_reply_may_have_no_calls(tokenizer, tmp_path, calls):
+    messages = chat("1", "2")
+    messages[1]["tool_calls"] = calls
+    (conversation,) = load(tokenizer, tmp_path, messages)
+    assert masked_text(tokenizer, conversation) == "2<end>"
 
 
 def test_a_reply_may_lose_spaces_and_begin_in_the_generation_prompt(tmp_path):
