@@ -1,5 +1,6 @@
 """Chat messages to text and token ids, through the chat template of the model's own tokenizer."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ def check_messages(value: object, where: str) -> list[Message]:
     """Return `value` as a chat: a non-empty list of {role: str, content: str}.
 
     Keys of None are left out: in parquet a message has every key that any other has, and templates ask which are there.
-    Among the arguments of a tool call they are refused, since there null may be meant.
+    Among the arguments of a tool call they are refused, since there null may be meant; JSON text of arguments becomes
+    a mapping, in which null stays, and which is that text where a template wants one.
     `where` (file, row, column) opens the `UserError` raised for anything else.
     """
     if not isinstance(value, list) or not value:
@@ -53,10 +55,13 @@ def _without_none(value: Any, where: str) -> Any:
     if _holds_none(value.get("arguments") or ()):
         raise UserError(
             f"{where} has a call with None among its arguments, as a parquet struct has for each key that its row "
-            f"lacks and another row has: give arguments as JSON text, for a chat_template.jinja that writes it as it "
-            f"is, found {_shortened(value)}"
+            f"lacks and another row has: give arguments as JSON text, found {_shortened(value)}"
         )
-    return {key: _without_none(part, where) for key, part in value.items() if part is not None}
+    return {
+        key: _read_arguments(part) if key == "arguments" else _without_none(part, where)
+        for key, part in value.items()
+        if part is not None
+    }
 
 
 def _holds_none(value: object) -> bool:
@@ -89,6 +94,40 @@ def render(
         ) from error
     except Exception as error:  # a template is a program that others wrote
         raise UserError(f"{where}: the chat template of the model refuses these messages: {error}") from error
+
+
+class _Arguments(dict[str, Any]):
+    """Arguments of a call, given as JSON text: a mapping for templates that read one, the text for those that write it.
+
+    vLLM and SGLang hand templates mappings, too, when they serve a model.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], text: str) -> None:
+        super().__init__(arguments)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __repr__(self) -> str:
+        return repr(self._text)
+
+    def __add__(self, other: str) -> str:
+        return self._text + other
+
+    def __radd__(self, other: str) -> str:
+        return other + self._text
+
+
+def _read_arguments(value: Any) -> Any:
+    """Arguments of a call as templates take them; an empty text says that there are none."""
+    if not isinstance(value, str):
+        return value
+    try:
+        arguments = json.loads(value.strip() or "{}")
+    except (ValueError, RecursionError):
+        return value
+    return _Arguments(arguments, value) if isinstance(arguments, dict) else value
 
 
 class LengthBound:

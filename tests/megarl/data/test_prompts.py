@@ -9,6 +9,7 @@ import pytest
 
 from converters.errors import UserError
 from megarl.data import load_prompts
+from megarl.data.chat import check_messages, render
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.schema import DataConfig
 
@@ -122,6 +123,60 @@ def test_arguments_that_all_calls_have_are_rendered_without_the_keys_of_other_ca
     rows = [calling(arguments=arguments), calling(arguments=arguments, id="0")]
     prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
     assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["2+1=2", "3+1=2"]
+
+
+LOOPS = "{% for key, value in arguments.items() %}{{ key }}={{ value|tojson }}+{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "texts"),
+    [
+        (LOOPS, ['1="b2"+', "2=[3, null]+1={}+", "", "", "?"]),
+        ("{{ arguments|tojson }}", ['{"1": "b2"}', '{"2": [3, null], "1": {}}', "{}", "{}", '"1=2"']),
+        *(
+            (template, ["+{'1':  'b2'}=", "+{'2':[3,null],'1':{}}=", "+{}=", "+=", "+1=2="])
+            for template in ("{{ '+' + arguments + '=' }}", "{{ '+' ~ arguments ~ '=' }}", "+{{ arguments }}=")
+        ),
+        ("{{ arguments + '=' }}", ["{'1':  'b2'}=", "{'2':[3,null],'1':{}}=", "{}=", "=", "1=2="]),
+    ],
+)
+def test_arguments_in_json_are_a_mapping_or_text_as_the_template_takes_them(template, texts):
+    """As those of GLM-4.5, of Llama 3 and of DeepSeek-V3 do."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = f"{{% set arguments = messages[1].tool_calls[0].function.arguments %}}{template}"
+    given = ["{'1':  'b2'}", "{'2':[3,null],'1':{}}", "{}", "", "1=2"]
+    for arguments, text in zip(given, texts, strict=True):
+        messages = check_messages(calling(arguments=arguments.replace("'", '"'))["prompt"], "row 0")
+        if text == "?":
+            with pytest.raises(UserError, match=r"row 0: the chat template of the model refuses"):
+                render(tokenizer, messages, "row 0", add_generation_prompt=True)
+        else:
+            rendered = render(tokenizer, messages, "row 0", add_generation_prompt=True)
+            assert rendered == (text if "tojson" in template else text.replace("'", '"'))
+
+
+def test_an_argument_that_is_text_stays_text():
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ messages[1].tool_calls[0].function.arguments|tojson }}"
+    for arguments in ({"arguments": "{}"}, '{"arguments": "{}"}'):
+        messages = check_messages(calling(arguments=arguments)["prompt"], "row 0")
+        assert render(tokenizer, messages, "row 0", add_generation_prompt=True) == '{"arguments": "{}"}'
+
+
+def test_calls_of_several_functions_are_rendered_by_a_template_that_reads_mappings(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CALLS
+    rows = [calling(arguments=arguments) for arguments in ('{"1": 2}', '{"1":  2}', '{"3": "4"}')]
+    prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
+    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["2+1=2", "2+1=2", "2+3=4"]
+
+
+def test_rows_whose_arguments_are_other_texts_of_one_mapping_are_rendered_each(tmp_path):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ '=' + messages[1].tool_calls[0].function.arguments }}"
+    rows = [calling(arguments=arguments) for arguments in ("{}", "{ }")]
+    prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
+    assert prompts[0].token_ids != prompts[1].token_ids
 
 
 def test_prompts_are_the_same_on_every_day(tmp_path, monkeypatch):
