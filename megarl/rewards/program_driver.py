@@ -32,8 +32,9 @@ def _call(program: types.ModuleType, call: Mapping[str, Any]) -> Any:
     """The result of a method of the class Solution, as LeetCode has it, or else of a function."""
     name: str = call["name"]
     solution: Any = getattr(program, "Solution", None)
-    function = getattr(solution() if hasattr(solution, name) else program, name)
-    return function(*call["arguments"])
+    # An instance may have what its class lacks, but not every one can be made without arguments.
+    is_method = hasattr(solution, name) or (solution is not None and not hasattr(program, name))
+    return getattr(solution() if is_method else program, name)(*call["arguments"])
 
 
 if __name__ == "__main__":

@@ -156,6 +156,9 @@ def method(name, *lines):
         (method("merge", "return 1"), "merge"),  # heapq has one, too
         (method("apply", "return 1") + "\n\ndef apply(a): return 2", "apply"),
         ("class Solution: pass\n\ndef apply(a): return 1", "apply"),
+        ("class Solution:\n    def __init__(self, n): pass\n\ndef apply(a): return 1", "apply"),
+        ("class Solution:\n    def __init__(self): self.apply = lambda a: 1", "apply"),
+        ("class Solution:\n    def __getattr__(self, name): return lambda a: 1", "apply"),
         ("from __future__ import annotations\n" + method("reduce", "return 1"), "reduce"),
     ],
 )
