@@ -23,10 +23,12 @@ _BEFORE = "\n".join(
         *(f"from {name} import *" for name in [*_IMPORTED, "builtins", "typing"]),
         *(f"import {name}" for name in _IMPORTED),
         "sys.setrecursionlimit(50000)",
+        "sys.set_int_max_str_digits(50000)",
     ]
 )
 """Lines that stand before a program for LiveCodeBench (import_string in lcb_runner/evaluation/testing_util.py).
 
+The last is its compute_code_generation_metrics.py's, of whose process its programs are forks.
 LeetCode's programs make no imports themselves, and other programs of that benchmark lean on them as well.
 """
 

@@ -185,6 +185,18 @@ def test_a_program_of_stdin_gets_what_livecodebench_gives_it(program):
     assert score(fenced(program), {"inputs": ["3 1"], "outputs": ["1"]})["score"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("program", "ground_truth"),
+    [
+        ("print(10**int(input()))", {"inputs": ["5000"], "outputs": [f"1{'0' * 5000}"]}),
+        ("print(int(input()) % 7)", {"inputs": [f"1{'0' * 5000}"], "outputs": [str(10**5000 % 7)]}),
+        ("def f(n): return len(str(10**n))", {"fn_name": "f", "inputs": ["5000"], "outputs": ["5001"]}),
+    ],
+)
+def test_integers_may_have_as_many_digits_as_livecodebench_allows(program, ground_truth):
+    assert score(fenced(program), ground_truth)["score"] == 1.0
+
+
 def test_test_code_may_stand_in_for_what_a_program_calls():
     tests = "from unittest.mock import patch\nwith patch('builtins.input', lambda: '3'):\n    assert ask() == 3"
     assert score(fenced("def ask(): return int(input())"), tests)["score"] == 1.0
