@@ -31,6 +31,12 @@ _BEFORE = "\n".join(
 The last is its compute_code_generation_metrics.py's, of whose process its programs are forks.
 LeetCode's programs make no imports themselves, and other programs of that benchmark lean on them as well.
 """
+_RUN = """
+import linecache
+linecache.cache[__file__] = 0, None, io.StringIO({program!r}, None).readlines(), __file__
+exec(compile("".join(linecache.cache[__file__][2]), __file__, "exec", dont_inherit=True))
+"""
+"""Runs a program whose source, as it asks for it (inspect.getsource), is its own, and not what stands before it."""
 
 
 class Test(NamedTuple):
@@ -82,7 +88,7 @@ class Prints:
     def tests(self, program: str) -> Iterator[Test]:
         """A test for each text."""
         # Compiled by itself, since the first lines of a program may be imports of __future__.
-        main = f"{_BEFORE}\nexec(compile({program!r}, __file__, 'exec', dont_inherit=True))"
+        main = f"{_BEFORE}\n{_RUN.format(program=program)}"
         for stdin, expected in zip(self.inputs, self.outputs, strict=True):
             yield Test(main, stdin, partial(_are_same, expected), _bytes(expected))
 

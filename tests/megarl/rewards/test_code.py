@@ -179,6 +179,8 @@ def test_what_a_program_lacks_is_not_called_instead_of_it():
         "def f(n): return 1 if n == 0 else f(n - 1)\nprint(f(5000))",
         "'Says one.'\nfrom __future__ import annotations\ndef f(n: Unknown): print(gcd(n, 1))\nf(2)",
         "if __name__ == '__main__':\n    print(1)",
+        "import inspect\ndef f(): return '''\u2028\r\x0c'''\nclass A: pass\nprint(inspect.getsource(A).count('A'))",
+        "import inspect\ndef f():\n    return '{}'\nprint(inspect.getsource(f).count('{}'))",
     ],
 )
 def test_a_program_of_stdin_gets_what_livecodebench_gives_it(program):
