@@ -121,7 +121,10 @@ def _check_whole(where: str, message: Message, before: str, after: str) -> None:
     rendered = _without_spaces(after)
     start = len(_without_spaces(before)) if after.startswith(before) else 0
     for key in _LEARNED:
-        said = _without_spaces(message.get(key) or "")
+        text = message.get(key) or ""
+        if not isinstance(text, str):
+            raise UserError(f"{where}: its {key!r} must be a text, found {text!r}")
+        said = _without_spaces(text)
         # The generation prompt may be the first characters of it, as <think> is.
         if said and said not in rendered[max(start - len(said) + 1, 0) :]:
             raise _left_out(

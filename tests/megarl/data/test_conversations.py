@@ -99,6 +99,14 @@ def test_reasoning_that_a_template_does_not_know_is_refused(tokenizer, tmp_path,
         load(tokenizer, tmp_path, thinks)
 
 
+@pytest.mark.parametrize("value", [["1"], {"text": "1"}, 1, True])
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking"])
+def test_reasoning_that_is_no_text_is_refused(tokenizer, tmp_path, key, value):
+    thinks = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", key: value}]
+    with pytest.raises(UserError, match=rf"row 0 .*, message 1: its '{key}' must be a text"):
+        load(tokenizer, tmp_path, thinks)
+
+
 FIRST_CALL = (
     "{%- for message in messages -%}<{{ message.role }}>{{ message.content }}"
     "{%- if message.tool_calls -%}{%- set call = message.tool_calls[0] -%}"
