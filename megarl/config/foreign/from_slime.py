@@ -125,6 +125,11 @@ def _kl(t: _Translation) -> None:
     if in_reward and (why := slime.OTHER_KL_IN_REWARD.get(t.recipe.get("algorithm.advantage"))):
         t.absent("kl_coef", why)
         in_reward = 0.0
+    if t.take("use_unbiased_kl") and in_loss:
+        t.recipe.set("algorithm.kl_unbiased", True)
+    elif "use_unbiased_kl" in t.given:
+        why = "there is no KL in the loss, which it would weigh"
+        t.recipe.always.setdefault(why, []).append(shown(t.given["use_unbiased_kl"]))
     if not in_loss and not in_reward:
         return
     t.recipe.set("algorithm.kl_coefficient", in_loss or in_reward)

@@ -73,7 +73,6 @@ SWITCHES: Mapping[str, tuple[str, Any]] = {
     "skip_eval_before_train": ("loop.eval_at_start", False),
     "use_rollout_logprobs": ("algorithm.ratio_to", "rollout"),
     "use_rollout_routing_replay": ("algorithm.router_replay", "rollout"),
-    "use_unbiased_kl": ("algorithm.kl_unbiased", True),
 }
 """Argument without a value -> key of megarl and its value."""
 
@@ -243,5 +242,5 @@ ABSENT_BEGINNINGS: Mapping[str, str] = {
 }
 """How such arguments begin -> the same."""
 
-NAMES = (*DEFAULTS, *SAME, *CRITIC, *LISTS, *SWITCHES, *ALWAYS, *ABSENT, "use_tis")
+NAMES = (*DEFAULTS, *SAME, *CRITIC, *LISTS, *SWITCHES, *ALWAYS, *ABSENT, "use_tis", "use_unbiased_kl")
 """Names to look for the nearest in, where an argument is unknown."""

@@ -255,6 +255,25 @@ def test_a_kl_in_the_reward_is_there_where_slime_has_one(tmp_path: Path, estimat
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_weighed"),
+    [
+        ("--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k3", True),
+        ("--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00", False),
+        ("--advantage-estimator grpo", False),
+        ("--advantage-estimator gspo --kl-coef 0.01", False),
+        ("--advantage-estimator ppo --kl-coef 0.01", False),
+    ],
+)
+def test_a_kl_is_weighed_where_there_is_one_in_the_loss(tmp_path: Path, flags: str, is_weighed: bool) -> None:
+    before = "--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl"
+    recipe = from_slime(script(tmp_path, before, f"{flags} --use-unbiased-kl"), {"BASE": "/b"})
+    assert recipe.get("algorithm.kl_unbiased") is (True if is_weighed else None)
+    said_of_it = [why for why, flags in recipe.always.items() if "--use-unbiased-kl" in flags]
+    assert said_of_it == ["there is no KL in the loss, which it would weigh"] * (not is_weighed)
+    assert not any("--use-unbiased-kl" in flags for flags in recipe.absent.values())
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 def test_no_argument_of_slime_is_called_unknown(tmp_path: Path, flag: str) -> None:
     (tmp_path / "run.yaml").write_text(f"{flag}: 1\n")
