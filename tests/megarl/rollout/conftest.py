@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from asked_engine import AskedEngine
-from engine_host import END_ID, Engines, Served, queueing, running_engines, vllm_pool, with_vllm
+from engine_host import END_ID, Engines, Served, running_engines, vllm_pool, with_vllm
 from trainer_ranks import Trainer
 from transformers import AutoModelForCausalLM
 from vllm_ranks import VOCABULARY, running_ranks, write_config
@@ -100,13 +100,9 @@ def vllm_process():
 
 @pytest.fixture(scope="session")
 def with_queueing(folders, endless_prompt):
-    """Calls a function with a vLLM engine that has a batch on its way, and with `endless_prompt`, in its process."""
+    """Calls a function of `folders` and `endless_prompt` in a process for the engine that `queueing` makes of them."""
     with vllm_pool() as process:
-        yield lambda function: process.apply(_with_queueing, (function, folders, endless_prompt))
-
-
-def _with_queueing(function, folders, prompt):
-    return function(queueing(folders), prompt)
+        yield lambda function: process.apply(function, (folders, endless_prompt))
 
 
 @pytest.fixture(scope="session")

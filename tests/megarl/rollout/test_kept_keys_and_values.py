@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from asked_engine import AskedEngine
-from engine_host import GREEDY
+from engine_host import GREEDY, queueing
 from transformers import AutoModelForCausalLM
 
 from megarl.data.stretches import fetch
@@ -64,8 +64,9 @@ def test_what_is_in_flight_goes_on_with_what_the_older_weights_have_read(
     assert (sampled - again).abs().max() > 1e-2
 
 
-def kept_by_a_queueing_engine(served, prompt):
+def kept_by_a_queueing_engine(folders, prompt):
     """Answers of an engine that has a batch on its way when the weights change, and the version before that."""
+    served = queueing(folders)
     engine, generating = served.engine, []
     served.update(served.first, old := engine.version() + 1)
     with ThreadPoolExecutor() as pool:

@@ -9,13 +9,14 @@ from typing import get_args
 from unittest import mock
 
 from asked_engine import AskedEngine
-from engine_host import GREEDY
+from engine_host import GREEDY, queueing
 
 from megarl.rollout.protocol import EngineMemory, Request
 
 
-def batches_at_resets(served, prompt):
+def batches_at_resets(folders, prompt):
     """How many batches were on their way at each reset, by what made it; the answers; and whether ever one was."""
+    served = queueing(folders)
     engine = served.engine
     core = engine._core._client.engine_core
     queued, seen, reset, step = [], [], core.scheduler.reset_prefix_cache, core.step_fn
