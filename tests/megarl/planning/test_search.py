@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from small_step import small_step
+from small_step import CONFIG, small_step
 
+from converters.architectures import read_architecture
 from converters.errors import UserError
 from converters.number_formats import FP8_BLOCK
 from megarl.planning.search import say_engine, say_trainer, search
@@ -53,6 +54,19 @@ def test_fsdp2_is_searched_among_the_sizes_that_it_can_have() -> None:
 def test_gpus_are_split_where_trainer_and_engines_have_their_own() -> None:
     best = search(small_step(colocated=False), 16).best[0].step.refit
     assert best.trainer.world_size + best.destinations == 16
+
+
+def test_engines_without_copies_to_share_out_are_not_proposed() -> None:
+    def smallest(kv_ranks: int) -> int:
+        engine = replace(template.engine, kv_ranks=kv_ranks)
+        found = search(replace(template, engine=engine), GPUS).best
+        return min(each.step.refit.engine.tensor_model_parallel_size for each in found)
+
+    architecture = read_architecture({**CONFIG, "num_key_value_heads": 2})
+    template = small_step()
+    refit = replace(template.refit, architecture=architecture, engine_architecture=architecture)
+    template = replace(template, refit=refit)
+    assert [smallest(1) < 4, smallest(2), smallest(4)] == [True, 4, 8]
 
 
 def test_what_falls_out_is_counted_with_the_nearest() -> None:
