@@ -6,14 +6,13 @@ is trained for a few steps with every engine; shown is |engine - trainer| of the
 
 import argparse
 import tempfile
-from collections.abc import Mapping
-from datetime import date
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from statistics import mean
 
-from lab import FAMILIES, FORMATS, ROOT, Lab
-from machine import at_least_one, describe, give_out
+from lab import FORMATS, Lab
+from model_table import options_parser, show_table
 
 AS_COMPUTED = "as_computed"
 KEYS_AND_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -33,33 +32,35 @@ HEAD = (
 )
 
 
+def rows(options: argparse.Namespace, scratch: Path) -> Iterator[Sequence[str]]:
+    """The row of each run."""
+    lab = Lab(scratch, options.steps)
+    for family, engine in product(options.models, options.engines):
+        weights = [each for each in FORMATS[engine] if each in (options.weights or FORMATS[engine])]
+        kept = [each for each in options.keys_and_values if each in KEYS_AND_VALUES[engine]]
+        for held_in, kept_in in product(weights, kept):
+            lines = lab.run(family, engine, held_in, *KEYS_AND_VALUES[engine][kept_in])
+            gaps, moved = [line[GAP] for line in lines], max(line["refit/bytes"] for line in lines)
+            yield family, engine, held_in, kept_in, f"{mean(gaps):.4f}", f"{max(gaps):.4f}", f"{moved:,.0f}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--engines", nargs="+", choices=FORMATS, default=["vllm", "transformers"])
+    """Run all of them, and print the table or write it to a file."""
+    parser = options_parser(__doc__, known_engines=FORMATS, engines=["vllm", "transformers"], steps=10)
     parser.add_argument("--weights", nargs="+", help="forms of weights, which are else all that an engine holds")
     parser.add_argument(
         "--keys-and-values", nargs="+", choices=KEYS_AND_VALUES["vllm"], default=[AS_COMPUTED], help="their forms"
     )
-    parser.add_argument("--steps", type=at_least_one, default=10)
-    parser.add_argument("--write", type=Path, help="file for the page; each row is also printed")
     options = parser.parse_args()
-    page = [f"`make benchmark-gaps`, {date.today()}, {describe(ROOT)}. {options.steps} steps each.", "", HEAD]
-    print("\n".join(page), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        lab = Lab(Path(scratch), options.steps)
-        for family in options.models:
-            for engine in options.engines:
-                weights = [each for each in FORMATS[engine] if each in (options.weights or FORMATS[engine])]
-                kept = [each for each in options.keys_and_values if each in KEYS_AND_VALUES[engine]]
-                for held_in, kept_in in product(weights, kept):
-                    lines = lab.run(family, engine, held_in, *KEYS_AND_VALUES[engine][kept_in])
-                    gaps = [line[GAP] for line in lines]
-                    cells = family, engine, held_in, kept_in, f"{mean(gaps):.4f}", f"{max(gaps):.4f}"
-                    page.append(f"| {' | '.join(cells)} | {max(line['refit/bytes'] for line in lines):,.0f} |")
-                    print(page[-1], flush=True)
-    if options.write:
-        give_out("\n".join(["# Engine and trainer on the same weights", "", *page, ""]), options.write)
+        show_table(
+            "Engine and trainer on the same weights",
+            "gaps",
+            HEAD,
+            rows(options, Path(scratch)),
+            options.write,
+            told=f" {options.steps} steps each.",
+        )
 
 
 if __name__ == "__main__":

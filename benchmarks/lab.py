@@ -17,8 +17,6 @@ from megarl.rollout import engine_kind
 from megarl.schema import RolloutConfig
 from megarl.tracking import read_history
 
-ROOT = Path(__file__).resolve().parent.parent
-FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3")
 FORMATS: Mapping[str, tuple[str, ...]] = {
     "vllm": (AS_TRAINED, "fp8_block", "fp8_block_ue8m0", "int8_channel", "mxfp8", "nvfp4"),
     "sglang": (AS_TRAINED, "fp8_block", "fp8_block_ue8m0", "int8_channel"),

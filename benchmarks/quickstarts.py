@@ -8,12 +8,13 @@ import argparse
 import json
 import subprocess
 import tempfile
-from datetime import date
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lab import FAMILIES, FORMATS, ROOT
-from machine import at_least_one, describe, give_out
+from lab import FORMATS
+from model_table import options_parser, show_table
 from workload import MEGARL, environment
 
 from converters.number_formats import AS_TRAINED
@@ -34,32 +35,21 @@ def summary_of(family: str, engine: str, weights: str, steps: int | None, output
     return dict(json.loads((output / "summary.json").read_text()))
 
 
-def row(family: str, engine: str, weights: str, summary: dict[str, Any]) -> str:
-    """The row of a quickstart."""
-    accuracies = (f"{summary[f'accuracy_{when}']:.3f}" for when in ("first", "last", "export"))
-    return f"| {' | '.join((family, engine, weights, str(summary['steps']), *accuracies, summary['refit_path']))} |"
+def rows(options: argparse.Namespace, scratch: Path) -> Iterator[Sequence[str]]:
+    """The row of each quickstart."""
+    for family, engine, weights in product(options.models, options.engines, options.weights):
+        summary = summary_of(family, engine, weights, options.steps, scratch / f"{family}_{engine}_{weights}")
+        accuracies = (f"{summary[f'accuracy_{when}']:.3f}" for when in ("first", "last", "export"))
+        yield family, engine, weights, str(summary["steps"]), *accuracies, summary["refit_path"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--engines", nargs="+", choices=FORMATS, default=["vllm", "sglang"])
+    """Run all of them, and print the table or write it to a file."""
+    parser = options_parser(__doc__, known_engines=FORMATS, engines=["vllm", "sglang"], steps=None)
     parser.add_argument("--weights", nargs="+", default=[AS_TRAINED, "fp8_block"], help="what engines hold weights in")
-    parser.add_argument("--steps", type=at_least_one, help="steps of each, which else has its own number")
-    parser.add_argument("--write", type=Path, help="file for the page; each row is also printed")
     options = parser.parse_args()
-    page = [f"`make benchmark-quickstarts`, {date.today()}, {describe(ROOT)}.", "", HEAD]
-    print("\n".join(page), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        for family in options.models:
-            for engine in options.engines:
-                for weights in options.weights:
-                    output = Path(scratch) / f"{family}_{engine}_{weights}"
-                    summary = summary_of(family, engine, weights, options.steps, output)
-                    page.append(row(family, engine, weights, summary))
-                    print(page[-1], flush=True)
-    if options.write:
-        give_out("\n".join(["# Quickstarts to their last step", "", *page, ""]), options.write)
+        show_table("Quickstarts to their last step", "quickstarts", HEAD, rows(options, Path(scratch)), options.write)
 
 
 if __name__ == "__main__":

@@ -105,12 +105,12 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
             training, expert_load=options.expert_load, lora=options.lora, keeps_reference=options.keeps_reference
         ),
         engine=EngineOptions(
-            share,
-            options.is_eager,
-            options.kv_bytes,
-            options.kv_ranks,
-            options.prefill_tokens,
-            options.computes_beside,
+            utilization=share,
+            is_eager=options.is_eager,
+            kv_bytes=options.kv_bytes,
+            kv_ranks=options.kv_ranks,
+            prefill_tokens=options.prefill_tokens,
+            computes_beside=options.computes_beside,
         ),
         staleness=options.staleness,
         sends_whole_tensors=options.sends_whole_tensors,

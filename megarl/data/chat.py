@@ -1,12 +1,13 @@
 """Chat messages to text and token ids, through the chat template of the model's own tokenizer."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
 from megarl.data.time_limit import CpuTimeSpentError, cpu_time_limit
+from megarl.data.tool_calls import read_arguments
+from megarl.rewards.nulls import holds_none
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,23 +53,16 @@ def _without_none(value: Any, where: str) -> Any:
         return [_without_none(each, where) for each in value]
     if not isinstance(value, Mapping):
         return value
-    if _holds_none(value.get("arguments") or ()):
+    if holds_none(value.get("arguments") or ()):
         raise UserError(
             f"{where} has a call with None among its arguments, as a parquet struct has for each key that its row "
             f"lacks and another row has: give arguments as JSON text, found {_shortened(value)}"
         )
     return {
-        key: _read_arguments(part) if key == "arguments" else _without_none(part, where)
+        key: read_arguments(part) if key == "arguments" else _without_none(part, where)
         for key, part in value.items()
         if part is not None
     }
-
-
-def _holds_none(value: object) -> bool:
-    """Whether None is in lists and mappings of any depth, or is it."""
-    if isinstance(value, Mapping):
-        return any(map(_holds_none, value.values()))
-    return any(map(_holds_none, value)) if isinstance(value, list | tuple) else value is None
 
 
 def render(
@@ -94,40 +88,6 @@ def render(
         ) from error
     except Exception as error:  # a template is a program that others wrote
         raise UserError(f"{where}: the chat template of the model refuses these messages: {error}") from error
-
-
-class _Arguments(dict[str, Any]):
-    """Arguments of a call, given as JSON text: a mapping for templates that read one, the text for those that write it.
-
-    vLLM and SGLang hand templates mappings, too, when they serve a model.
-    """
-
-    def __init__(self, arguments: Mapping[str, Any], text: str) -> None:
-        super().__init__(arguments)
-        self._text = text
-
-    def __str__(self) -> str:
-        return self._text
-
-    def __repr__(self) -> str:
-        return repr(self._text)
-
-    def __add__(self, other: str) -> str:
-        return self._text + other
-
-    def __radd__(self, other: str) -> str:
-        return other + self._text
-
-
-def _read_arguments(value: Any) -> Any:
-    """Arguments of a call as templates take them; an empty text says that there are none."""
-    if not isinstance(value, str):
-        return value
-    try:
-        arguments = json.loads(value.strip() or "{}")
-    except (ValueError, RecursionError):
-        return value
-    return _Arguments(arguments, value) if isinstance(arguments, dict) else value
 
 
 class LengthBound:

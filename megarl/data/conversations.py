@@ -1,20 +1,17 @@
 """Conversations for supervised fine-tuning, with a mask of what the assistant said."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from converters.errors import UserError
 from megarl.data.chat import LengthBound, Message, check_messages, encode, render
 from megarl.data.parquet import read_rows
+from megarl.data.whole_replies import check_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-_LEARNED = ("content", "reasoning_content", "thinking")
-"""Texts of a message that a model is to write itself."""
 
 
 class Conversation(NamedTuple):
@@ -101,8 +98,7 @@ def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]
         if message["role"] == "assistant" and number >= chat.first:
             texts.append(render(tokenizer, messages[:number], where, add_generation_prompt=True))
             texts.append(render(tokenizer, messages[: number + 1], where, add_generation_prompt=False))
-            _check_whole(f"{where}, message {number}", message, *texts[-2:])
-            _check_calls(f"{where}, message {number}", tokenizer, messages[: number + 1], texts[-1])
+            check_whole(f"{where}, message {number}", tokenizer, messages[: number + 1], *texts[-2:])
     if not texts:
         raise UserError(f"{where}: no message has the role 'assistant', so there is nothing to learn from it")
     texts.append(render(tokenizer, messages, where, add_generation_prompt=False))
@@ -114,57 +110,6 @@ def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]
                 f"conversation into rows with one assistant message each"
             )
     return texts
-
-
-def _check_whole(where: str, message: Message, before: str, after: str) -> None:
-    """Raise `UserError` where the text `after`, of a chat that goes on after `before`, lacks a part of the message."""
-    rendered = _without_spaces(after)
-    start = len(_without_spaces(before)) if after.startswith(before) else 0
-    for key in _LEARNED:
-        text = message.get(key) or ""
-        if not isinstance(text, str):
-            raise UserError(f"{where}: its {key!r} must be a text, found {text!r}")
-        said = _without_spaces(text)
-        # The generation prompt may be the first characters of it, as <think> is.
-        if said and said not in rendered[max(start - len(said) + 1, 0) :]:
-            raise _left_out(
-                where, key, "take the lines that cut it, such as the reasoning (look for '</think>'), out of"
-            )
-
-
-def _check_calls(where: str, tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], after: str) -> None:
-    """Raise `UserError` where the text `after`, of these messages, lacks the name of a function that the last calls."""
-    last = messages[-1]
-    calls = last.get("tool_calls") or []
-    calls = calls if isinstance(calls, list) else [calls]
-    for number, call in enumerate(calls):
-        # Names may stand in contents and reasoning, too, so that it does not help to look for one.
-        changed = [*calls[:number], _of_another_function(call, where), *calls[number + 1 :]]
-        chat = [*messages[:-1], {**last, "tool_calls": changed}]
-        if render(tokenizer, chat, where, add_generation_prompt=False) == after:
-            raise _left_out(where, "tool_calls", "write them in")
-
-
-def _of_another_function(call: Any, where: str) -> Mapping[str, Any]:
-    """A call that differs from `call` in the name of the function, whether that is in a mapping of its own or not."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(
-            f"{where}: its 'tool_calls' must be a list of {{function: {{name, arguments}}}}, found {call!r}"
-        )
-    other = {**function, "name": f"{function['name']}_"}
-    return {**call, "function": other} if "function" in call else other
-
-
-def _left_out(where: str, key: str, advice: str) -> UserError:
-    return UserError(
-        f"{where}: the model's chat template leaves out a part of its {key!r}, which would never be learned; {advice} "
-        f"chat_template.jinja, or take that part out of the message"
-    )
-
-
-def _without_spaces(text: str) -> str:
-    return "".join(text.split())
 
 
 def _mask_turns(where: str, prefixes: list[list[int]], end_tokens: frozenset[int]) -> Conversation:

@@ -23,7 +23,8 @@ UNQUANTISED = "bf16"
 """By this name of `megarl quickstart --weights`, the job of a number format without one: what to compare it with."""
 
 _MEASURED = (AS_TRAINED, UNQUANTISED, "fp8_block")
-"""Forms of the engine's weights in which quickstarts were run to their last step, in vLLM and in SGLang."""
+"""Forms of the engine's weights in which quickstarts were run to their last step: in vLLM, and but for `UNQUANTISED`
+in SGLang."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,8 @@ class QuickstartModel:
     def in_format(self, weights: str) -> tuple[str, ...]:
         """Overrides for engines that hold the weights in the format of this name: the trainer's are in bf16 then.
 
-        `UNQUANTISED` differs in nothing but the format.
-
-        Tokens are weighed by how likely the trainer finds them, as engine and trainer are not quite the same policy.
+        Tokens are weighed by how likely the trainer finds them, as engine and trainer are not quite the same policy;
+        also with `UNQUANTISED`, which differs in nothing but the format.
         """
         if weights == AS_TRAINED:
             return ()

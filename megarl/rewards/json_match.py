@@ -10,6 +10,7 @@ from jsonschema.exceptions import SchemaError  # type: ignore[import-untyped]
 from jsonschema_specifications import REGISTRY as SPECIFICATIONS  # type: ignore[import-untyped]
 
 from megarl.rewards.fenced import last_block
+from megarl.rewards.nulls import holds_none
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _DEEPEST = 100
@@ -190,7 +191,7 @@ def _refuse(constant: str) -> Any:
 
 def _truth(ground_truth: Any, reward: str) -> Any:
     if not isinstance(ground_truth, str):
-        if _holds_none(ground_truth):
+        if holds_none(ground_truth):
             raise ValueError(
                 f"the ground truth of {reward} holds None, as a parquet struct has for each key that its row lacks and "
                 f"another row has: give it as JSON text, found {ground_truth!r}"
@@ -200,12 +201,6 @@ def _truth(ground_truth: Any, reward: str) -> Any:
         return json.loads(ground_truth)
     except ValueError as error:
         raise ValueError(f"the ground truth of {reward} is no JSON: {error}, in {ground_truth!r}") from error
-
-
-def _holds_none(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_none, value.values()))
-    return any(map(_holds_none, value)) if isinstance(value, list | tuple) else value is None
 
 
 def _calls(value: Any) -> list[tuple[str, Any]] | None:

@@ -114,6 +114,16 @@ class StepPrediction:
         return self.engine_memory.kv_cache - round(longest * self.engine_memory.kv_token)
 
     @property
+    def host_bytes(self) -> tuple[int, int]:
+        """Pinned memory of the host for what a trainer's rank and an engine's have on a GPU in turns; the most of each.
+
+        vLLM copies each segment of its weights, and torch rounds each such copy up to a power of two. State that
+        `optimizer_cpu_offload` keeps there for good is not counted.
+        """
+        memory = self.trainer_memory
+        return memory.weights + memory.optimizer + memory.reference, 2 * self.engine_memory.weights
+
+    @property
     def fits(self) -> bool:
         """Whether both have room."""
         return self.trainer_room >= 0 and self.engine_room >= 0
@@ -188,17 +198,6 @@ class StepPrediction:
             shapes = self.step.refit.architecture.hf_shapes.values()
             nbytes = self.step.training.weight_bytes * sum(map(prod, shapes))
         return self._speeds.send(nbytes) + EXCHANGE_S
-
-    @property
-    def host_bytes(self) -> tuple[int, int]:
-        """Pinned memory of the host for what a trainer's rank and an engine's have on a GPU in turns; the most of each.
-
-        State that `optimizer_cpu_offload` keeps there for good is not in it.
-
-        vLLM copies each segment of its weights, and torch rounds each such copy up to a power of two.
-        """
-        memory = self.trainer_memory
-        return memory.weights + memory.optimizer + memory.reference, 2 * self.engine_memory.weights
 
     def _turn_seconds(self) -> float:
         """The trainer's state to the host and back, and the engine's weights in: they share the GPUs."""

@@ -38,7 +38,7 @@ PLAIN = Matrix((1, 136), torch.bfloat16, 0, FP8_BLOCK, 1.0)
 CORNER = [(0.0, 0.0)]
 
 
-def same_as_on_the_host(copied, quantised, seed):
+def assert_same_as_on_the_host(copied, quantised, seed):
     found, expected = (block(copied, quantised, seed, padding=padding) for padding in (1, 2))
     assert on_gpu.gather(found, seed) == weighted_sum(found, seed)
     host.gather(expected, None)
@@ -58,7 +58,7 @@ def same_as_on_the_host(copied, quantised, seed):
 @generated
 @given(st.lists(boxes(), min_size=1, max_size=3), SEEDS)
 def test_copies_of_any_strides(copied, seed):
-    same_as_on_the_host(copied, [], seed)
+    assert_same_as_on_the_host(copied, [], seed)
 
 
 @pytest.mark.parametrize("matrices", [in_block_fp8, in_mxfp8, in_int8], ids=["block_fp8", "mxfp8", "int8"])
@@ -66,7 +66,7 @@ def test_quantised_matrices_of_any_numbers(matrices):
     @generated
     @given(st.lists(boxes(), max_size=1), matrices, SEEDS)
     def are_as_on_the_host(copied, matrix, seed):
-        same_as_on_the_host(copied, [matrix], seed)
+        assert_same_as_on_the_host(copied, [matrix], seed)
 
     are_as_on_the_host()
 
@@ -107,7 +107,7 @@ def test_ties_go_to_the_even_code_and_their_neighbours_to_the_nearest(dtype):
 @pytest.mark.parametrize("number_format", [INT8_CHANNEL, MXFP8], ids=lambda each: each.name)
 def test_a_second_number_format_of_a_block_is_made_in_torch_and_counted(number_format):
     small = Matrix((3, 64), torch.bfloat16, 64, number_format, 0.02)
-    same_as_on_the_host([Box((3, 5), torch.float32, torch.float32, 0, 1, False)], [PLAIN, small], 5)
+    assert_same_as_on_the_host([Box((3, 5), torch.float32, torch.float32, 0, 1, False)], [PLAIN, small], 5)
 
 
 @pytest.mark.parametrize("number_format", [INT8_CHANNEL, MXFP8], ids=lambda each: each.name)
@@ -120,7 +120,7 @@ def test_a_weight_that_a_row_or_a_block_cannot_hold_is_named(number_format, valu
 
 
 def test_many_tiles_of_a_box_larger_than_a_program_moves():
-    same_as_on_the_host([Box((70, 999), torch.bfloat16, torch.bfloat16, 1, 1, False)], [], 0)
+    assert_same_as_on_the_host([Box((70, 999), torch.bfloat16, torch.bfloat16, 1, 1, False)], [], 0)
 
 
 def test_without_a_checksum_the_same_is_moved():

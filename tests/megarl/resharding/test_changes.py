@@ -14,6 +14,7 @@ from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.resharding.alignment import aligned
 from megarl.resharding.direct import changes
 from megarl.resharding.direct.changes import SentMessages, apply_changes, changes_of
+from megarl.resharding.direct.transports.endpoint import Rendezvous
 
 SCENE = Scene(make_config("qwen3"), ParallelSizes(world_size=2, tensor_model_parallel_size=2))
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
@@ -116,6 +117,11 @@ def test_a_worker_with_other_weights_gets_everything(set_up, transport):
     of_forgetful = stage.bytes_of_refit(3 * STEP)
     assert 0.9 * (changes + whole / 2) < of_forgetful < 1.1 * (changes + whole / 2)
     assert stage.bytes_of_refit(4 * STEP) < 0.4 * whole
+
+
+def test_changes_without_checksums_are_refused():
+    with pytest.raises(ValueError, match="they need checksums"):
+        Rendezvous("shared_memory", b"key", [], None, 1, 20.0, with_checksum=False, with_changes=True)
 
 
 def test_weights_are_not_compared_with_changes(set_up):

@@ -45,9 +45,13 @@ class Rendezvous:
     with_checksum: bool = True
     """Whether all messages, relayed ones too, come with one."""
     with_changes: bool = False
-    """Whether messages of the sending ranks may come as changes, for which all come with a checksum."""
+    """Whether messages of the sending ranks may come as changes; only with checksums."""
     by_hardware: bool = False
     """Whether all ranks have ports for rdma, which are to read memory of GPUs by themselves, or not at all."""
+
+    def __post_init__(self) -> None:
+        if self.with_changes and not self.with_checksum:
+            raise ValueError("changes lead to the right bytes where both ends hold the same: they need checksums")
 
 
 @dataclass(frozen=True)

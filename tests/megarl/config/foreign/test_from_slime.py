@@ -6,79 +6,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
+from slime_scripts import RUN, script
 from verl_scripts import said
 
 from converters.errors import UserError
-from megarl.algorithms.advantages import estimate
-from megarl.algorithms.ragged import Ragged
 from megarl.cli.main import main
 from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
 from megarl.config.foreign.from_slime import from_slime
 from megarl.config.foreign.recipe import TranslatedRecipe, check
-from megarl.config.foreign.slime_flags import ADVANTAGES, WHITENED
 from megarl.config.origins import compose_open, leaves
 from megarl.rewards.terms import terms_of
 
-MODEL = """MODEL_ARGS=(
-   --disable-bias-linear --swiglu --num-layers 94 --hidden-size 4096 --ffn-hidden-size 12288 --num-attention-heads 64
-   --group-query-attention --num-query-groups 4 --kv-channels 128 --qk-layernorm --normalization RMSNorm
-   --norm-epsilon 1e-6 --rotary-base "${MODEL_ARGS_ROTARY_BASE:-1000000}" --num-experts 128 --moe-router-topk 8
-   --moe-layer-freq [1]*94 --moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0
-)
-"""
 FLAGS = (Path(__file__).parent / "slime_arguments.txt").read_text().split()
 """Arguments that slime itself has, of its present and of earlier versions."""
-RUN = """#!/bin/bash
-# for rerun the task
-pkill -9 sglang
-set -ex
-SCRIPT_DIR="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"
-source "${SCRIPT_DIR}/models/moe.sh"
-CKPT_ARGS=(
-   --hf-checkpoint $BASE/model
-   --ref-load $BASE/model_torch_dist
-   --save $BASE/out
-   --save-interval 20
-)
-ROLLOUT_ARGS=(
-   --prompt-data $BASE/train.parquet
-   --input-key prompt --apply-chat-template --rollout-shuffle --rm-type deepscaler
-   --num-rollout 300 --rollout-batch-size 32 --n-samples-per-prompt 8 --rollout-max-response-len 8192
-   --rollout-temperature 0.8
-   --global-batch-size 64
-   --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
-)
-EVAL_ARGS=(--eval-interval 10 --eval-prompt-data aime $BASE/aime.jsonl --n-samples-per-eval-prompt 16)
-PERF_ARGS=(
-   --tensor-model-parallel-size 4 --sequence-parallel --pipeline-model-parallel-size 2 --context-parallel-size 2
-   --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
-   --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-   --use-dynamic-batch-size --max-tokens-per-gpu 8192
-)
-GRPO_ARGS=(
-   --advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl --entropy-coef 0.00
-   --eps-clip 0.2 --eps-clip-high 0.28 --use-tis
-)
-OPTIMIZER_ARGS=(--optimizer adam --lr 2e-6 --lr-decay-style constant --weight-decay 0.1 --adam-beta2 0.98
-   --tp-comm-overlap)
-SGLANG_ARGS=(--rollout-num-gpus-per-engine 8 --sglang-mem-fraction-static 0.7 --sglang-cuda-graph-bs 1 2 $(seq 4 8 256)
-   --sglang-ep-size 8)
-MISC_ARGS=(--attention-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32)
-ray job submit --address="http://127.0.0.1:8265" --runtime-env-json="{}" -- python3 train.py \\
-   --actor-num-nodes 2 --actor-num-gpus-per-node 8 --colocate \\
-   ${MODEL_ARGS[@]} ${CKPT_ARGS[@]} ${ROLLOUT_ARGS[@]} ${EVAL_ARGS[@]} ${PERF_ARGS[@]} ${GRPO_ARGS[@]} \\
-   ${OPTIMIZER_ARGS[@]} ${SGLANG_ARGS[@]} ${MISC_ARGS[@]}
-"""
-
-
-def script(folder: Path, before: str = "", after: str = "") -> Path:
-    assert before in RUN
-    (folder / "models").mkdir(exist_ok=True)
-    (folder / "models" / "moe.sh").write_text(MODEL)
-    (folder / "run.sh").write_text(RUN.replace(before, after) if before else RUN)
-    return folder / "run.sh"
 
 
 def values(recipe: TranslatedRecipe, *groups: str) -> dict[str, Any]:
@@ -187,91 +128,6 @@ def test_arguments_behind_a_forgotten_backslash_are_refused(tmp_path: Path, line
     following = RUN.partition(line)[0].count("\n") + 2
     with pytest.raises(UserError, match=rf"run\.sh:{following}: these arguments are given to no program: a backslash"):
         from_slime(run, {"BASE": "/b"})
-
-
-@pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize(
-    ("estimator", "advantage"),
-    [
-        ("ppo", "gae"),
-        ("reinforce_plus_plus", "reinforce_plus_plus"),
-        ("reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline"),
-    ],
-)
-def test_advantages_that_are_whitened_here_and_not_there_are_said(
-    tmp_path: Path, estimator: str, advantage: str, normalized: bool
-) -> None:
-    chosen = f"--advantage-estimator {estimator}"
-    flags = chosen + " --normalize-advantages" * normalized
-    recipe = from_slime(script(tmp_path, "--advantage-estimator grpo", flags), {"BASE": "/b"})
-    assert recipe.get("algorithm.advantage") == advantage
-    notes = [why for why, settings in recipe.absent.items() if chosen in settings]
-    assert [why.split(",")[0] for why in notes] == ([] if normalized else [f"{advantage} whitens advantages here"])
-    assert ("--normalize-advantages" in said(recipe.always)) == normalized
-    assert "--normalize-advantages" not in said(recipe.absent)
-
-
-def test_advantages_that_are_whitened_there_and_not_here_are_said(tmp_path: Path) -> None:
-    flags = "--advantage-estimator grpo --normalize-advantages"
-    recipe = from_slime(script(tmp_path, "--advantage-estimator grpo", flags), {"BASE": "/b"})
-    (why,) = [why for why, settings in recipe.absent.items() if "--normalize-advantages" in settings]
-    assert why == "only gae, reinforce_plus_plus, reinforce_plus_plus_baseline whiten advantages here, and always do"
-
-
-def test_advantages_called_whitened_are_all_that_are() -> None:
-    """All that scripts of slime become are asked."""
-    inputs = {
-        "responses": Ragged(torch.tensor([1, 3, 2, 2])),
-        "groups": torch.tensor([0, 0, 1, 1]),
-        "rewards": torch.tensor([1.0, 0.0, 0.5, 3.0]),
-        "values": torch.tensor([0.3, 0.1, 0.2, 0.5, 0.1, 0.0, 0.2, 0.9]),
-    }
-    for advantage in {advantage for advantage, _ in ADVANTAGES.values()}:
-        estimated = estimate(advantage, inputs)[0].double()
-        is_white = float(estimated.mean()) == pytest.approx(0, abs=1e-5)
-        is_white &= float(estimated.std()) == pytest.approx(1, abs=1e-3)
-        assert is_white == (advantage in WHITENED), advantage
-
-
-@pytest.mark.parametrize(
-    ("estimator", "lost"),
-    [
-        *((name, "grpo, gspo and cispo make nothing of this KL") for name in ("grpo", "gspo", "cispo")),
-        ("reinforce_plus_plus_baseline", "each token's advantage bears the KL of that token"),
-        ("reinforce_plus_plus", None),
-        ("ppo", None),
-    ],
-)
-def test_a_kl_in_the_reward_is_there_where_slime_has_one(tmp_path: Path, estimator: str, lost: str | None) -> None:
-    flags = f"--advantage-estimator {estimator} --kl-coef 0.01 --kl-loss-type k1"
-    run = script(
-        tmp_path, "--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl", flags
-    )
-    recipe = from_slime(run, {"BASE": "/b"})
-    found = [recipe.get(f"algorithm.{key}") for key in ("kl_coefficient", "kl_in", "kl_estimator")]
-    assert found == ([None] * 3 if lost else [0.01, "reward", "k1"])
-    assert [lost in why for why, settings in recipe.absent.items() if "--kl-coef 0.01" in settings] == [True] * bool(
-        lost
-    )
-
-
-@pytest.mark.parametrize(
-    ("flags", "is_weighed"),
-    [
-        ("--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k3", True),
-        ("--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.00", False),
-        ("--advantage-estimator grpo", False),
-        ("--advantage-estimator gspo --kl-coef 0.01", False),
-        ("--advantage-estimator ppo --kl-coef 0.01", False),
-    ],
-)
-def test_a_kl_is_weighed_where_there_is_one_in_the_loss(tmp_path: Path, flags: str, is_weighed: bool) -> None:
-    before = "--advantage-estimator grpo --use-kl-loss --kl-loss-coef 0.001 --kl-loss-type low_var_kl"
-    recipe = from_slime(script(tmp_path, before, f"{flags} --use-unbiased-kl"), {"BASE": "/b"})
-    assert recipe.get("algorithm.kl_unbiased") is (True if is_weighed else None)
-    said_of_it = [why for why, flags in recipe.always.items() if "--use-unbiased-kl" in flags]
-    assert said_of_it == ["there is no KL in the loss, which it would weigh"] * (not is_weighed)
-    assert not any("--use-unbiased-kl" in flags for flags in recipe.absent.values())
 
 
 @pytest.mark.parametrize("flag", FLAGS)
