@@ -31,7 +31,9 @@ class FallenOut:
     idle: int = 0
     """Further candidates, with more data-parallel parts than there are responses."""
     unserved: int = 0
-    """Further candidates, which no run takes: see `PlannedRefit.check_served`."""
+    """Further candidates, which no run takes: see `PlannedRefit.check_served` and `kv_token_bytes`."""
+    why_unserved: str = ""
+    """The sentence that refuses one of them."""
     fitting: int = 0
 
     def add(self, lacking: int, name: str) -> None:
@@ -39,6 +41,11 @@ class FallenOut:
         if not self.count or lacking < self.least_bytes:
             self.least_bytes, self.nearest = lacking, name
         self.count += 1
+
+    def refuse(self, reason: str) -> None:
+        """Count one that no run takes, for this reason."""
+        self.unserved += 1
+        self.why_unserved = reason
 
     def say(self) -> str:
         """A sentence; empty if there are none."""
@@ -49,7 +56,10 @@ class FallenOut:
                 f" {say_bytes(self.least_bytes)}"
             )
         if self.unserved:
-            said.append(f"{say_count(self.unserved, 'cut')} of {self.who} are none that a run can have")
+            said.append(
+                f"{say_count(self.unserved, 'cut')} of {self.who} are none that a run can have, one of them because"
+                f" {self.why_unserved}"
+            )
         return "; ".join(said)
 
 
@@ -91,10 +101,9 @@ def search(template: PlannedStep, gpus: int) -> Proposal:
         # Where one of the two fits nowhere, the other is not in the way.
         in_the_way = [each for each in lacking if not each.fitting] or lacking
         reasons = "; ".join(filter(None, (each.say() for each in in_the_way))) or "the model cannot be cut over them"
-        raise UserError(
-            f"nothing fits on {gpus} GPUs: {reasons}; give more GPUs, GPUs with more memory, or lower"
-            " --micro-batch-tokens"
-        )
+        only_unserved = any(each.unserved and not each.count for each in in_the_way)
+        advice = "" if only_unserved else "; give more GPUs, GPUs with more memory, or lower --micro-batch-tokens"
+        raise UserError(f"nothing fits on {gpus} GPUs: {reasons}{advice}")
     return Proposal(sorted(found, key=lambda each: each.step_seconds), fitting, lacking)
 
 
@@ -137,8 +146,8 @@ def _fitting_engines(template: PlannedStep, gpus: int, lacking: FallenOut) -> li
         try:
             engines.check_served()
             room = each.engine_room
-        except UserError:
-            lacking.unserved += 1
+        except UserError as error:
+            lacking.refuse(str(error))
             continue
         if room >= 0:
             fits.append(each)

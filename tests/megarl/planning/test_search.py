@@ -95,6 +95,15 @@ def test_engines_that_fit_nowhere_are_blamed_alone() -> None:
     assert "trainer" not in str(refused.value)
 
 
+def test_engines_that_no_run_can_have_are_named_with_the_reason_alone() -> None:
+    step = small_step()
+    with pytest.raises(
+        UserError, match=r"one of them because decode_context_parallel_size 3 .*: set it to a"
+    ) as refused:
+        search(replace(step, engine=replace(step.engine, kv_ranks=3)), GPUS)
+    assert "more memory" not in str(refused.value)
+
+
 def test_one_gpu_is_not_shared_out() -> None:
     with pytest.raises(UserError, match=r"need a GPU each, and --gpus is 1: give 2 or more, or --colocated"):
         search(small_step(colocated=False), 1)
@@ -105,7 +114,7 @@ def test_only_engines_that_a_run_can_have_are_proposed() -> None:
     template = replace(template, refit=replace(template.refit, number_format=FP8_BLOCK))
     found = search(template, 16)
     assert found.fallen_out[1].unserved > 0
-    assert found.fallen_out[1].say().endswith("cuts of an engine are none that a run can have")
+    assert "cuts of an engine are none that a run can have, one of them because " in found.fallen_out[1].say()
     for each in (*found.best, *(knob.prediction for knob in turned_knobs(template))):
         if each.step.refit.engine != template.refit.engine:
             each.step.refit.check_served()
