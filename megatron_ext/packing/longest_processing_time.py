@@ -1,7 +1,9 @@
 """Dealing by the longest-processing-time rule (Graham 1969): the costliest first, each to the cheapest bin."""
 
-import heapq
 from collections.abc import Sequence
+from math import inf
+
+import numpy as np
 
 
 def costliest_first(costs: Sequence[float]) -> list[int]:
@@ -17,22 +19,14 @@ def fill_bins(
     `order` is that of `costliest_first`.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
-    filled = [0] * count
-    cheapest = [(0.0, place) for place in range(count)]
-    smallest = min(sizes, default=0)
+    filled, cost = np.zeros(count, dtype=np.int64), np.zeros(count)
     for index in order:
-        without_room = []
-        while cheapest and filled[cheapest[0][1]] + sizes[index] > room:
-            cost, place = heapq.heappop(cheapest)
-            # One that has no room for any other is not looked at again.
-            if filled[place] + smallest <= room:
-                without_room.append((cost, place))
-        if not cheapest:
+        # All are looked at: a heap of costs would put back each cheaper one without room, of which there are many.
+        has_room = filled <= room - sizes[index]
+        place = int(np.where(has_room, cost, inf).argmin())
+        if not has_room[place]:
             return None
-        cost, place = cheapest[0]
         bins[place].append(index)
         filled[place] += sizes[index]
-        heapq.heapreplace(cheapest, (cost + costs[index], place))
-        for each in without_room:
-            heapq.heappush(cheapest, each)
+        cost[place] += costs[index]
     return bins

@@ -16,6 +16,7 @@ from megatron_ext.model.multi_token_prediction import with_mtp_tokens
 from megatron_ext.options.options import MegatronOptions
 from megatron_ext.packing import shared_prefixes
 from megatron_ext.packing.balance import assign
+from megatron_ext.packing.longest_processing_time import costliest_first, fill_bins
 from megatron_ext.packing.packing import RaggedBatch, pack, unpack
 
 
@@ -132,6 +133,25 @@ def test_assign_keeps_its_promises(lengths, ranks, max_tokens, multiple, attenti
     if attention == math.inf:
         # Graham's bound for list scheduling: the heaviest exceeds the mean by less than the longest sequence.
         assert max(loads) <= sum(loads) / len(loads) + max(lengths, default=0)
+
+
+@deterministic
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.sampled_from([0.5, 1.0, 2.0, 3.5])), max_size=20),
+    st.integers(1, 8),
+    st.integers(20, 50),
+)
+def test_each_goes_to_the_first_of_the_cheapest_bins_that_have_room(items, count, room) -> None:
+    sizes, costs = [size for size, _ in items], [cost for _, cost in items]
+    order = costliest_first(costs)
+    expected: list[list[int]] | None = [[] for _ in range(count)]
+    for index in order:
+        have_room = [each for each in expected if sum(sizes[other] for other in each) + sizes[index] <= room]
+        if not have_room:
+            expected = None
+            break
+        min(have_room, key=lambda each: sum(costs[other] for other in each)).append(index)
+    assert fill_bins(sizes, costs, order, count, room) == expected
 
 
 def test_long_sequences_count_for_their_attention() -> None:
