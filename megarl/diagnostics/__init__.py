@@ -1,8 +1,8 @@
 """Training dynamics: metrics of trajectories and batches, and warnings from these."""
 
+from megarl.diagnostics.advantages import AdvantageStretches, advantage_metrics
 from megarl.diagnostics.alerts import Alerts
 from megarl.diagnostics.step import (
-    advantage_metrics,
     expert_metrics,
     group_metrics,
     prefix_cache_metrics,
@@ -12,6 +12,7 @@ from megarl.diagnostics.step import (
 )
 
 __all__ = [
+    "AdvantageStretches",
     "Alerts",
     "advantage_metrics",
     "expert_metrics",

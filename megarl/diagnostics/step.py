@@ -1,11 +1,10 @@
-"""Metrics of a step: its responses, groups and rewards, its advantages, and the load of the model's experts."""
+"""Metrics of a step: its responses, groups and rewards, and the load of the model's experts."""
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from megarl.data import PromptGroup, Trajectory
@@ -125,33 +124,6 @@ def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
 
 def _is_undecided(trajectory: Trajectory) -> bool:
     return trajectory.failure == "timed_out" or (trajectory.score is not None and not trajectory.score.is_decided)
-
-
-def advantage_metrics(advantages: ArrayLike, tokens: ArrayLike, responses: ArrayLike) -> dict[str, float]:
-    """Statistics of the advantages of the trained tokens of a step; empty if no token is trained.
-
-    Advantages come run-length encoded: `advantages` [K] are the values, `tokens` [K] how many tokens in a row share
-    each, and `responses` [K] the number of the response that they belong to.
-
-    The share of tokens whose advantage is exactly 0 teaches nothing: their groups have no difference in reward.
-    """
-    values, counts = np.asarray(advantages, dtype=np.float64), np.asarray(tokens)
-    if not values.size:
-        return {}
-    total = counts.sum()
-    sums = values * counts
-    mean = sums.sum() / total
-    starts = np.flatnonzero(np.diff(np.asarray(responses), prepend=-1))
-    of_responses = np.add.reduceat(sums, starts) / np.add.reduceat(counts, starts)
-    return {
-        "advantage/mean": float(mean),
-        "advantage/response_mean": float(of_responses.mean()),
-        "advantage/std": float(np.sqrt((np.square(values - mean) * counts).sum() / total)),
-        "advantage/max": float(values.max()),
-        "advantage/min": float(values.min()),
-        "advantage/positive_fraction": float(counts[values > 0].sum() / total),
-        "advantage/zero_fraction": float(counts[values == 0].sum() / total),
-    }
 
 
 def expert_metrics(load: Tensor) -> dict[str, MetricValue]:

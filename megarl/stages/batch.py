@@ -13,7 +13,8 @@ from megarl.algorithms import AGGREGATIONS
 from megarl.algorithms.ragged import Ragged
 from megarl.cluster.trainer.batch import Batch
 from megarl.data import PromptGroup, Trajectory, prompt_of_each, trajectories_of
-from megarl.data.stretches import Array, RunLengthArray, Values, fetch
+from megarl.data.stretches import Array, RunLengthArray, Stretch, Values, fetch
+from megarl.diagnostics import AdvantageStretches
 from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.fields import with_fields
 
@@ -110,21 +111,26 @@ def at_trained(name: str, batch: Batch) -> Tensor:
     return batch.values(name)[batch.values("trained")]
 
 
-def equal_advantages(batch: Batch) -> tuple[Array, Array, Array]:
-    """The advantages of the trained tokens, each once for neighbours of a response that have the same.
+def advantage_stretches(batch: Batch) -> AdvantageStretches:
+    """The advantages of the trained tokens in numbers, response by response.
 
-    They are advantages float32[K], tokens [K] that have each, and the responses [K] that these are of.
+    Where a response has several, its tokens are looked at alone: arrays over those of all would take gigabytes.
     """
-    entries = [
-        (stretch.values, stretch.lengths, trained.values)
-        if isinstance(stretch, RunLengthArray) and stretch.lengths is trained.lengths
-        else (fetch(stretch), np.ones(len(stretch), dtype=np.int32), fetch(trained))
-        for (stretch,), trained in zip(batch.fields["advantages"], _runs(batch), strict=True)
-    ]
-    advantages, tokens, is_trained = (np.concatenate(each) for each in zip(*entries, strict=True))
-    responses = np.repeat(np.arange(len(batch)), [len(each) for each, _, _ in entries])
-    chosen = is_trained & (tokens > 0)
-    return advantages[chosen], tokens[chosen].astype(np.int64), responses[chosen]
+    equal: list[tuple[Array, Array, Array]] = []
+    different: list[tuple[int, Stretch, RunLengthArray]] = []
+    for response, ((stretch,), trained) in enumerate(zip(batch.fields["advantages"], _runs(batch), strict=True)):
+        if isinstance(stretch, RunLengthArray) and stretch.lengths is trained.lengths:
+            equal.append((stretch.values, trained.lengths * trained.values, np.full(len(trained.values), response)))
+        else:
+            different.append((response, stretch, trained))
+    nothing = np.empty(0, np.float32), np.empty(0, np.int32), np.empty(0, np.int64)
+    values, tokens, responses = (np.concatenate(each) for each in zip(nothing, *equal, strict=True))
+    chosen = tokens > 0
+    of_equal = AdvantageStretches.of_equal(
+        values[chosen].astype(np.float64), tokens[chosen].astype(np.float64), responses[chosen]
+    )
+    of_tokens = ((response, fetch(stretch)[fetch(trained)]) for response, stretch, trained in different)
+    return of_equal + AdvantageStretches.of_different((each, own) for each, own in of_tokens if len(own))
 
 
 def whole(trajectories: Sequence[Trajectory]) -> Batch:

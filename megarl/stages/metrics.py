@@ -13,7 +13,7 @@ from megarl.diagnostics import (
 )
 from megarl.schema import MegarlConfig
 from megarl.stages.advantage import kl_to_teachers
-from megarl.stages.batch import equal_advantages
+from megarl.stages.batch import advantage_stretches
 from megarl.stages.filtering import left_out
 from megarl.tracking import MetricValue
 
@@ -34,6 +34,6 @@ def step_metrics(
         **reward_metrics(sampled),
         **group_metrics([each for each in rewards if each]),
         "groups/left_out": left_out(sampled, trained),
-        **advantage_metrics(*equal_advantages(batch)),
+        **advantage_metrics(advantage_stretches(batch)),
         **({} if to_teachers is None else {"distillation/kl": to_teachers}),
     }

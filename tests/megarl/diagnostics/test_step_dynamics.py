@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.policy_losses.ratios import RATIO_EDGES, ratio_counts
 from megarl.data import Trajectory, Turn
+from megarl.diagnostics.advantages import AdvantageStretches, advantage_metrics
 from megarl.diagnostics.step import (
-    advantage_metrics,
     group_metrics,
     length_edges,
     prefix_cache_metrics,
@@ -88,8 +88,10 @@ def test_groups_are_counted_once_whatever_their_size():
 
 
 def test_advantages_are_told_by_their_moments_and_signs():
-    # Three responses of 1, 0 and 5 tokens, two of which have the same.
-    assert advantage_metrics([2.0, 0.0, -1.0, 3.0, 0.0], [1, 1, 1, 2, 1], [0, 2, 2, 2, 2]) == pytest.approx(
+    # Three responses of 1, 0 and 5 tokens; the last one is told in two stretches.
+    equal = AdvantageStretches.of_equal(np.array([2.0, 0.0]), np.array([1.0, 1.0]), np.array([0, 2]))
+    different = AdvantageStretches.of_different([(2, np.float32([-1, 3, 3, 0]))])
+    assert advantage_metrics(equal + different) == pytest.approx(
         {
             "advantage/mean": 7 / 6,
             "advantage/response_mean": (2 + 5 / 5) / 2,
@@ -100,7 +102,13 @@ def test_advantages_are_told_by_their_moments_and_signs():
             "advantage/zero_fraction": 1 / 3,
         }
     )
-    assert advantage_metrics([], [], []) == {}
+    assert advantage_metrics(AdvantageStretches.of_different([])) == {}
+
+
+def test_the_deviation_of_large_advantages_that_are_nearly_the_same_is_kept():
+    values = 1e6 + np.float32([0, 1, 0, 1])
+    stretches = AdvantageStretches.of_different([(0, values[:2]), (1, values[2:])])
+    assert advantage_metrics(stretches)["advantage/std"] == 0.5
 
 
 @given(st.lists(st.floats(-5, 5, width=32), max_size=50), st.integers(0, 50))

@@ -1,5 +1,6 @@
 """From scored groups to the batches of an update."""
 
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,13 +17,14 @@ from megarl.algorithms import PolicyObjective
 from megarl.cluster.trainer.batch import Batch, sequences_of
 from megarl.data import PromptGroup, Trajectory, Turn
 from megarl.data.stretches import RunLengthArray
+from megarl.diagnostics import advantage_metrics
 from megarl.rewards import OVERLONG, Score
 from megarl.schema import AlgorithmConfig, LoopConfig, MegarlConfig
 from megarl.stages.advantage import kl_in_reward, kl_to_teachers, with_advantages
 from megarl.stages.batch import (
+    advantage_stretches,
     at_trained,
     at_trained_tokens,
-    equal_advantages,
     mini_batches,
     to_batch,
     trained_responses,
@@ -76,11 +78,25 @@ def prepare(groups: Sequence[PromptGroup], kl_coefficient=0.0, fields=None, **al
 
 
 def check_what_metrics_read(batch: Batch) -> None:
-    """Advantages that are said once for several tokens are those of all tokens."""
-    advantages, tokens, responses = equal_advantages(batch)
-    assert np.repeat(advantages, tokens).tolist() == at_trained("advantages", batch).tolist()
-    lengths = trained_responses(batch).lengths.tolist()
-    assert np.bincount(responses, tokens, minlength=len(batch)).tolist() == lengths
+    """Numbers of stretches of tokens are those of all tokens."""
+    values = at_trained("advantages", batch).double()
+    lengths = trained_responses(batch).lengths
+    if not len(values):
+        assert advantage_metrics(advantage_stretches(batch)) == {}
+        return
+    of_responses = [float(each.mean()) for each in values.split(lengths.tolist()) if len(each)]
+    assert advantage_metrics(advantage_stretches(batch)) == pytest.approx(
+        {
+            "advantage/mean": float(values.mean()),
+            "advantage/response_mean": sum(of_responses) / len(of_responses),
+            "advantage/std": float(values.std(correction=0)),
+            "advantage/max": float(values.max()),
+            "advantage/min": float(values.min()),
+            "advantage/positive_fraction": float((values > 0).double().mean()),
+            "advantage/zero_fraction": float((values == 0).double().mean()),
+        },
+        abs=1e-12,
+    )
 
 
 def first(of: PromptGroup, count: int) -> PromptGroup:
@@ -272,6 +288,18 @@ def test_values_lie_at_their_tokens_and_are_read_again(sequences):
     batch = batch.with_fields(advantages=at_trained_tokens(flat, batch))
     dense = torch.cat([torch.tensor([0.0] * prompt + own) for prompt, own in zip(prompts, values, strict=True)])
     assert torch.equal(batch.values("advantages").view(torch.int32), dense.view(torch.int32))
-    advantages, tokens, responses = equal_advantages(batch)
-    assert np.repeat(advantages, tokens).tobytes() == flat.numpy().tobytes()
-    assert np.repeat(responses, tokens).tolist() == [i for i, own in enumerate(values) for _ in own]
+    check_what_metrics_read(batch)
+
+
+def test_the_numbers_of_different_advantages_take_no_memory_for_each_token():
+    length, count = 50_000, 20
+    trained = (RunLengthArray(np.array([True]), np.array([length], dtype=np.int32)),)
+    advantages = [(np.arange(length, dtype=np.float32),) for _ in range(count)]
+    tokens = [(np.zeros(length, dtype=np.int32),)] * count
+    fields = {"trained": [trained] * count, "advantages": advantages}
+    batch = Batch(np.full(count, length), tokens, fields)
+    tracemalloc.start()
+    assert advantage_metrics(advantage_stretches(batch))["advantage/max"] == length - 1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * 8 * length, "arrays over all tokens of the batch"
