@@ -12,7 +12,7 @@ from converters.layouts.megatron import ParallelSizes
 from megarl.cluster.colocation import OwnGpus
 from megarl.cluster.engines.pending_request import PartialTurns
 from megarl.cluster.trainer.batch import fetch_tensor
-from megarl.cluster.trainer.trainer_group import cut_batch, share_of
+from megarl.cluster.trainer.cuts import cut_batch, share_of
 from megarl.data import Prompt, PromptSampler, Turn
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rollout.protocol import Request

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
+from megarl.cluster.trainer import cuts
 from megarl.cluster.trainer.batch import Batch, fetch_tensor
-from megarl.cluster.trainer.trainer_group import cut_batch, in_order, share_of
+from megarl.cluster.trainer.cuts import cut_batch, in_order, share_of
 from megatron_ext.model.multi_token_prediction import with_mtp_tokens
 from megatron_ext.options.options import MegatronOptions
 from megatron_ext.packing import shared_prefixes
-from megatron_ext.packing.balance import assign
+from megatron_ext.packing.balance import Cut, assign
 from megatron_ext.packing.longest_processing_time import costliest_first, fill_bins
 from megatron_ext.packing.packing import RaggedBatch, pack, unpack
 
@@ -263,3 +264,20 @@ def test_what_the_ranks_say_of_their_shares_comes_back_at_the_tokens(lengths, ra
         for share, micro_batches in zip(of_ranks, cut_batch(whole.select(sequences), options, max_tokens), strict=True):
             share.extend([sequences[i] for i in each] for each in micro_batches)
     assert cut_batch(whole, options, max_tokens) == of_ranks
+
+
+def test_the_same_sequences_are_dealt_once(monkeypatch) -> None:
+    dealt: list[int] = []
+
+    def counted(lengths, *others) -> Cut:
+        dealt.append(len(lengths))
+        return assign(lengths, *others)
+
+    monkeypatch.setattr(cuts, "assign", counted)
+    options = MegatronOptions(ParallelSizes(world_size=2), torch.float32)
+    cutter, batch = cuts.Cutter(options, max_tokens=9), Batch.of(ragged([3, 5, 2, 4]))
+    several = replace(batch, mini_batch_of_sequence=np.array([0, 0, 1, 1]))
+    others = [batch.select([1, 0, 2, 3]), several, replace(several, unit=2)]
+    of_each = [cutter.cut(each, math.inf) for each in (batch, batch.only(()), batch.select([0, 1, 2, 3]), *others)]
+    assert dealt == [4, 4, 2, 2, 2, 2]
+    assert of_each == [cut_batch(batch, options, 9)] * 3 + [cut_batch(each, options, 9) for each in others]

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from itertools import chain, count
-from math import inf
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
@@ -20,22 +19,21 @@ from megarl.algorithms import AnyObjective, Metrics
 from megarl.cluster.placement.reservation import Seats
 from megarl.cluster.placement.roles import POLICY
 from megarl.cluster.trainer.batch import REFERENCE, ROUTED_EXPERTS, Batch
+from megarl.cluster.trainer.cuts import Cutter, in_order, prefixes_in, sequences_in, share_of
 from megarl.cluster.trainer.model_work import ModelWork
 from megarl.cluster.trainer.prefixes import prefixes_of
 from megarl.cluster.trainer.rank_methods import TrainerWorker
 from megarl.cluster.trainer.weight_sender import WeightSender
 from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker_group import WorkerGroup
-from megarl.data.packed_stretches import Packed, unpacked
 from megarl.data.stretches import Values, fetch_concatenated, is_remote, put_sequences
 from megarl.process.file_system import lost_in_export
 from megarl.schema import ClusterConfig
 from megatron_ext.memory.device_memory import CountedMemory, StatePart
 from megatron_ext.objective import StepResult
 from megatron_ext.options.options import MegatronOptions
-from megatron_ext.packing.balance import Cut, assign, computed
+from megatron_ext.packing.balance import Cut, computed
 from megatron_ext.packing.packing import asked_field
-from megatron_ext.packing.prefix_tree import Prefixes
 
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
@@ -55,7 +53,7 @@ class TrainerGroup(WorkerGroup):
         self._parallel = options.parallel
         self._options = options
         self._cluster = cluster
-        self._max_tokens = max_tokens
+        self._cutter = Cutter(options, max_tokens)
         self._work = ModelWork()
         self._flops = 0.0
 
@@ -140,7 +138,7 @@ class TrainerGroup(WorkerGroup):
         """float32[N]: the value at the last token of each sequence of `batch`."""
         cut = self._cut(batch)
         scores = np.concatenate(self._call_shares(TrainerWorker.scores, batch.only(()), cut, work=[self._work.forward]))
-        return torch.from_numpy(scores)[torch.tensor(_sequences(cut), dtype=torch.long).argsort()]
+        return torch.from_numpy(scores)[torch.tensor(sequences_in(cut), dtype=torch.long).argsort()]
 
     def refresh_reference(self) -> None:
         """Make the present weights those of the reference model; checkpoints then hold them."""
@@ -258,7 +256,7 @@ class TrainerGroup(WorkerGroup):
         return self.call(TrainerWorker.peak_memory_bytes)
 
     def _cut(self, batch: Batch) -> Cut:
-        return cut_batch(batch, self._options, self._max_tokens, self._work.forward.attention_length)
+        return self._cutter.cut(batch, self._work.forward.attention_length)
 
     def _call_shares(
         self,
@@ -273,7 +271,7 @@ class TrainerGroup(WorkerGroup):
         The batch has the fields that the call reads, and no others: they go to every rank. The call is as much
         `work`.
         """
-        tokens, squares = computed(cut, batch.lengths.tolist(), _prefixes(batch, self._options))
+        tokens, squares = computed(cut, batch.lengths.tolist(), prefixes_in(batch, self._options))
         self._flops += sum(each.of(tokens, squares) for each in work)
         shares = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
         returns_result = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
@@ -292,43 +290,3 @@ class TrainerGroup(WorkerGroup):
 def _check_mapped_by(seats: Seats, folder: Path) -> None:
     if sentence := lost_in_export(folder, len({node.id for node in seats.nodes})):
         raise UserError(sentence)
-
-
-def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention_length: float = inf) -> Cut:
-    """Cut a batch into a share for each data-parallel rank, in micro-batches of at most `max_tokens`.
-
-    Micro-batches and shares are those of each mini-batch alone. So what a rank says of its share before the update is
-    what it reads there, from one array, and was computed in the same micro-batches.
-    """
-    ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
-    cut: Cut = [[] for _ in range(ranks)]
-    known = _prefixes(batch, options)
-    for sequences in batch.sequences_by_mini_batch():
-        lengths = torch.from_numpy(batch.lengths[sequences])
-        prefixes = known and known.select(sequences)
-        of_ranks = assign(lengths, ranks, max_tokens, batch.unit, multiple, attention_length, prefixes)
-        for share, micro_batches in zip(cut, of_ranks, strict=True):
-            share.extend(sequences[each].tolist() for each in micro_batches)
-    return cut
-
-
-def _prefixes(batch: Batch, options: MegatronOptions) -> Prefixes | None:
-    """Common beginnings of sequences, where the ranks compute it once."""
-    return (batch.prefixes or prefixes_of(batch.tokens)) if options.shared_prefixes else None
-
-
-def share_of(batch: Batch, share: Sequence[Sequence[int]]) -> tuple[Batch, list[list[int]]]:
-    """The sequences of a share, and its micro-batches by their places in it."""
-    places = count()
-    return batch.select(list(chain.from_iterable(share))), [[next(places) for _ in each] for each in share]
-
-
-def _sequences(cut: Cut) -> list[int]:
-    """The sequences of the batch that was cut, share after share."""
-    return [sequence for share in cut for micro_batch in share for sequence in micro_batch]
-
-
-def in_order(cut: Cut, of_shares: Sequence[Packed]) -> list[Values]:
-    """Values that the shares have of each of their sequences, in the order of the batch that was cut."""
-    by_sequence = dict(zip(_sequences(cut), chain.from_iterable(map(unpacked, of_shares)), strict=True))
-    return [by_sequence[sequence] for sequence in range(len(by_sequence))]

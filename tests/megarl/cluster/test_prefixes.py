@@ -5,8 +5,8 @@ import torch
 
 from converters.layouts.megatron import ParallelSizes
 from megarl.cluster.trainer.batch import Batch
+from megarl.cluster.trainer.cuts import cut_batch
 from megarl.cluster.trainer.prefixes import prefixes_of
-from megarl.cluster.trainer.trainer_group import cut_batch
 from megarl.data.stretches import StoredArray
 from megatron_ext.options.options import MegatronOptions
 from megatron_ext.packing.balance import computed

@@ -28,8 +28,9 @@ from megarl.cluster.placement.roles import trainer_role
 from megarl.cluster.ray.runtime import ray_cluster
 from megarl.cluster.trainer import trainer_group
 from megarl.cluster.trainer.batch import Batch, fetch_tensor
+from megarl.cluster.trainer.cuts import share_of
 from megarl.cluster.trainer.rank_methods import TrainerWorker
-from megarl.cluster.trainer.trainer_group import TrainerGroup, share_of
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers import calls
 from megarl.cluster.workers.worker import WorkerGone
 from megarl.data import stretches
