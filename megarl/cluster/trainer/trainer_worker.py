@@ -146,12 +146,15 @@ class TrainerWorker:
         objective: AnyObjective,
         temperature: float,
     ) -> StepResult[Metrics] | None:
-        """See `MegatronModel.train_step`; all in memory of the host."""
+        """See `MegatronModel.train_step`; all in memory of the host, and the metrics of all micro-batches together.
+
+        A step of thousands of micro-batches has a hundred thousand of numbers, each of which is a tensor on its way.
+        """
         result = self.model.train_step(share.load(), micro_batches, objective, temperature=temperature)
         if not returns_result:
             return None
         mtp = None if result.mtp is None else result.mtp.cpu()
-        return replace(result, metrics=[each.cpu() for each in result.metrics], mtp=mtp)
+        return replace(result, metrics=[Metrics.merge(result.metrics).cpu()], mtp=mtp)
 
     def device_name(self) -> str:
         """See `device.name`."""

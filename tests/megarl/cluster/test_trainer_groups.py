@@ -168,6 +168,8 @@ def the_critic_learns(critic: TrainerGroup, model: Path) -> None:
     critic.build(model, None, 2, reference=False, head="value")
     assert not fetch_tensor(critic.values(batch())).any()
     steps = [critic.train_step(batch(), ValueObjective(value_clip=None)) for _ in range(2)]
+    # A rank has two micro-batches, and tells of both together.
+    assert [len(step.metrics) for step in steps] == [2, 2]
     first, second = (sum(float(each.sums["value/loss"]) for each in step.metrics) for step in steps)
     assert second < first
     assert fetch_tensor(critic.values(batch())).any()
