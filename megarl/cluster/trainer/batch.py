@@ -28,6 +28,23 @@ REFERENCE = "reference_"
 
 
 @dataclass(frozen=True)
+class Placed:
+    """Where the tokens of N sequences were before a model's shares had arrays of their own, and whose array has each.
+
+    It is known in this process alone, and not sent along.
+    """
+
+    before: Sequence[Values]
+    share: Array
+    """int64[N]"""
+
+    def suits(self, shares: Sequence[Sequence[int]]) -> bool:
+        """Whether each of these shares of the sequences, that of another model perhaps, has an array for itself."""
+        arrays = [set(self.share[list(sequences)].tolist()) for sequences in shares if sequences]
+        return len(set().union(*arrays)) == len(arrays) == sum(map(len, arrays))
+
+
+@dataclass(frozen=True)
 class Batch:
     """N sequences of different lengths, with their values here or in the object store.
 
@@ -47,6 +64,8 @@ class Batch:
     """Common beginnings of sequences, if it is known."""
     mini_batch_of_sequence: Array | None = None
     """int64[N]: the optimizer step that each sequence is for; None if it is the same one."""
+    placed: Placed | None = None
+    """Known of a batch whose tokens are in arrays for the shares of a model."""
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> "Batch":
@@ -83,7 +102,8 @@ class Batch:
         prefixes = None if self.prefixes is None else self.prefixes.select(chosen)
         numbers = self.mini_batch_of_sequence
         mini_batch = None if numbers is None else numbers[chosen]
-        return Batch(self.lengths[chosen], take(self.tokens), fields, self.unit, names, prefixes, mini_batch)
+        placed = None if self.placed is None else Placed(take(self.placed.before), self.placed.share[chosen])
+        return Batch(self.lengths[chosen], take(self.tokens), fields, self.unit, names, prefixes, mini_batch, placed)
 
     def sequences_by_mini_batch(self) -> list[Array]:
         """The sequences of each optimizer step."""
@@ -99,6 +119,16 @@ class Batch:
     def with_fields(self, **fields: Sequence[Values]) -> "Batch":
         """The same sequences with more (or replaced) fields."""
         return replace(self, fields={**self.fields, **fields})
+
+    def for_shares(self, shares: Sequence[Sequence[int]]) -> "Batch":
+        """The same, ready to be sent in these shares.
+
+        Tokens are as they were before they were placed if a share would have to fetch arrays of several, to read a
+        part of each.
+        """
+        if self.placed is None or self.placed.suits(shares):
+            return self
+        return replace(self, tokens=self.placed.before, placed=None)
 
     def values(self, name: str) -> Tensor:
         """[T]: a field in a tensor of this process; what is stored is fetched."""

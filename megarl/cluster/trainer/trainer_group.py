@@ -18,7 +18,7 @@ from converters.layouts.megatron import ModuleNames, ParallelSizes
 from megarl.algorithms import AnyObjective, Metrics
 from megarl.cluster.placement.reservation import Seats
 from megarl.cluster.placement.roles import POLICY
-from megarl.cluster.trainer.batch import REFERENCE, ROUTED_EXPERTS, Batch
+from megarl.cluster.trainer.batch import REFERENCE, ROUTED_EXPERTS, Batch, Placed
 from megarl.cluster.trainer.cuts import Cutter, in_order, prefixes_in, sequences_in, share_of
 from megarl.cluster.trainer.model_work import ModelWork
 from megarl.cluster.trainer.prefixes import prefixes_of
@@ -91,18 +91,21 @@ class TrainerGroup(WorkerGroup):
     def place(self, batch: Batch) -> Batch:
         """`batch` with the tokens of each data-parallel share in one array of the object store.
 
-        All calls of a step refer to it there. Common beginnings of sequences are found before.
+        All calls of a step refer to it there, also those of other models that are cut alike. Common beginnings of
+        sequences are found before.
         """
         if self._options.shared_prefixes:
             batch = replace(batch, prefixes=prefixes_of(batch.tokens))
-        tokens = list(batch.tokens)
-        for share in self._cut(batch):
-            here = [each for each in chain.from_iterable(share) if not is_remote(batch.tokens[each])]
+        tokens, share_of_sequence = list(batch.tokens), np.zeros(len(batch), dtype=np.int64)
+        for number, share in enumerate(self._cut(batch)):
+            sequences = list(chain.from_iterable(share))
+            share_of_sequence[sequences] = number
+            here = [each for each in sequences if not is_remote(batch.tokens[each])]
             if here:
                 placed = put_sequences(fetch_concatenated([batch.tokens[each] for each in here]), batch.lengths[here])
                 for sequence, values in zip(here, placed, strict=True):
                     tokens[sequence] = values
-        return replace(batch, tokens=tokens)
+        return replace(batch, tokens=tokens, placed=Placed(batch.tokens, share_of_sequence))
 
     def predictions(
         self, batch: Batch, names: Sequence[str], *, temperature: float, replay: bool = False
@@ -273,6 +276,7 @@ class TrainerGroup(WorkerGroup):
         """
         tokens, squares = computed(cut, batch.lengths.tolist(), prefixes_in(batch, self._options))
         self._flops += sum(each.of(tokens, squares) for each in work)
+        batch = batch.for_shares([list(chain.from_iterable(share)) for share in cut])
         shares = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
         returns_result = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
         of_ranks = [

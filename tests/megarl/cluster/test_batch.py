@@ -8,7 +8,7 @@ import pytest
 import ray
 import torch
 
-from megarl.cluster.trainer.batch import Batch, fetch_tensor, sequences_of
+from megarl.cluster.trainer.batch import Batch, Placed, fetch_tensor, sequences_of
 from megarl.cluster.workers.long_arrays import put_back, taken_out
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.data.stretches import (
@@ -163,3 +163,23 @@ def test_values_by_sequence_are_those_of_all_tokens() -> None:
     found: list[Values] = sequences_of(values, lengths)
     assert [fetch_concatenated([each]).tolist() for each in found] == [[1.0], [2.0] * 5, [3.0]]
     assert torch.equal(fetch_tensor(found), values)
+
+
+@pytest.mark.parametrize(
+    ("shares", "suit"),
+    [
+        ([[1, 0], [2, 3]], True),
+        ([[2, 3], [0, 1], []], True),
+        ([[0, 2], [1, 3]], False),
+        ([[0], [1], [2, 3]], False),
+        ([[0, 1, 2, 3]], False),
+    ],
+)
+def test_shares_that_are_not_those_of_the_arrays_are_sent_what_there_was_before(shares, suit):
+    tokens = [(np.array([place], dtype=np.int32),) for place in range(5)]
+    arrays = [(np.array([-place], dtype=np.int32),) for place in range(5)]
+    placed = Placed(tokens, np.array([0, 0, 1, 2, 2]))
+    batch = Batch(np.ones(5, dtype=np.int64), arrays, placed=placed).select([0, 1, 4, 3])
+    sent = pickle.loads(pickle.dumps(batch.for_shares(shares)))
+    assert fetch_tensor(sent.tokens).tolist() == ([0, -1, -4, -3] if suit else [0, 1, 4, 3])
+    assert sent.placed is None
