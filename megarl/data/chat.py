@@ -27,7 +27,8 @@ _TEXTS_AT_ONCE = 1024
 def check_messages(value: object, where: str) -> list[Message]:
     """Return `value` as a chat: a non-empty list of {role: str, content: str}.
 
-    Keys of None are left out: in parquet a message has every key that any other has, and templates ask which are there.
+    Keys of None are left out: in parquet a message has every key that any other has, and templates ask which are there;
+    so is an empty list of tool calls, beside which some write no content.
     Among the arguments of a tool call they are refused, since there null may be meant; JSON text of arguments becomes
     a mapping, in which null stays, and which is that text where a template wants one.
     `where` (file, row, column) opens the `UserError` raised for anything else.
@@ -61,7 +62,7 @@ def _without_none(value: Any, where: str) -> Any:
     return {
         key: read_arguments(part) if key == "arguments" else _without_none(part, where)
         for key, part in value.items()
-        if part is not None
+        if part or (part is not None and key != "tool_calls")
     }
 
 
