@@ -69,26 +69,36 @@ def _without_none(value: Any, where: str) -> Any:
 def render(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], where: str, *, add_generation_prompt: bool
 ) -> str:
-    """Return the chat as text. Raises `UserError` where there is no template or the template refuses the messages."""
+    """Return the chat as text.
+
+    Raises `UserError` where there is no template, where it refuses the messages, and for a text that UTF-8 cannot hold.
+    """
     if tokenizer.chat_template is None:
         raise UserError(
             f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; put a chat_template.jinja beside it"
         )
     try:
         with cpu_time_limit(_RENDER_LIMIT_S):
-            return tokenizer.apply_chat_template(
+            text = tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 strftime_now=_TODAY.strftime,  # in place of transformers' own, which asks the clock
             )
+        text.encode()  # tokenizers say neither where the text is from nor what is wrong with it
     except CpuTimeSpentError as error:
         raise UserError(
             f"{where}: the chat template of the model is not done with these messages after {_RENDER_LIMIT_S:g} s; "
             "correct chat_template.jinja, or take the row out"
         ) from error
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: there is half of a character in these messages, {error.object[error.start : error.end]!r}, as "
+            "in JSON text of arguments that was cut within \\ud83d\\ude00; write it whole, or take it out"
+        ) from error
     except Exception as error:  # a template is a program that others wrote
         raise UserError(f"{where}: the chat template of the model refuses these messages: {error}") from error
+    return text
 
 
 class LengthBound:

@@ -163,6 +163,18 @@ def test_an_argument_that_is_text_stays_text():
         assert render(tokenizer, messages, "row 0", add_generation_prompt=True) == '{"arguments": "{}"}'
 
 
+def test_half_a_character_is_refused_where_a_template_makes_one_of_json(tmp_path):
+    """Text cut inside an emoji; a template that writes the arguments as they are keeps its backslashes."""
+    tokenizer = make_tokenizer()
+    file = write(tmp_path / "a.parquet", [row(), calling(arguments='{"1": "\\ud83d"}')])
+    written = "{% for m in messages %}{{ m.tool_calls[0].function.arguments if m.tool_calls }}+{% endfor %}"
+    tokenizer.chat_template = written
+    assert len(load_prompts([file], tokenizer, DataConfig()).prompts) == 2
+    tokenizer.chat_template = written.replace("arguments", "arguments|tojson")
+    with pytest.raises(UserError, match=r"row 1 \(from 0\) of .*half of a character in these messages, '\\ud83d'"):
+        load_prompts([file], tokenizer, DataConfig())
+
+
 def test_calls_of_several_functions_are_rendered_by_a_template_that_reads_mappings(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = CALLS
