@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from converters.errors import UserError
 from megarl.data.chat import LengthBound, Message, check_messages, encode, render
 from megarl.data.parquet import read_rows
-from megarl.data.whole_replies import check_whole
+from megarl.data.whole_calls import check_calls
+from megarl.data.whole_replies import check_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,8 +48,8 @@ def load_conversations(
 
     Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a chat without an assistant turn,
     begun by one or longer than `max_tokens`, and a chat template whose renderings don't extend each other (one that
-    rewrites earlier turns, as templates do that drop past reasoning), that leaves out a part of a reply, that writes
-    nothing before a turn, or that ends turns without a special token.
+    rewrites earlier turns, as templates do that drop past reasoning), that leaves out a part of a reply or a call of an
+    earlier one, that writes nothing before a turn, or that ends turns without a special token.
     """
     if not files:
         raise UserError(f"no data file is given; name parquet files in {group}.train_files (or {group}.eval_files)")
@@ -93,12 +94,13 @@ def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]
     where, messages = chat.where, chat.messages
     if messages[0]["role"] == "assistant" and chat.first == 0:
         raise UserError(f"{where}: the chat begins with a message of the assistant: put what it answers before it")
+    check_calls(where, tokenizer, messages)
     texts = []
     for number, message in enumerate(messages):
         if message["role"] == "assistant" and number >= chat.first:
             texts.append(render(tokenizer, messages[:number], where, add_generation_prompt=True))
             texts.append(render(tokenizer, messages[: number + 1], where, add_generation_prompt=False))
-            check_whole(f"{where}, message {number}", tokenizer, messages[: number + 1], *texts[-2:])
+            check_texts(f"{where}, message {number}", message, *texts[-2:])
     if not texts:
         raise UserError(f"{where}: no message has the role 'assistant', so there is nothing to learn from it")
     texts.append(render(tokenizer, messages, where, add_generation_prompt=False))

@@ -41,12 +41,12 @@ def read_arguments(value: Any) -> Any:
     return Arguments(arguments, value) if isinstance(arguments, dict) else value
 
 
-def of_another_function(call: Any, where: str) -> Mapping[str, Any]:
-    """A call that differs from `call` in the name of the function, whether that is in a mapping of its own or not."""
+def of_another_function(call: Any, mark: str, where: str) -> Mapping[str, Any]:
+    """A call with `mark` behind the name of the function, whether that is in a mapping of its own or not."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(
             f"{where}: its 'tool_calls' must be a list of {{function: {{name, arguments}}}}, found {call!r}"
         )
-    other = {**function, "name": f"{function['name']}_"}
+    other = {**function, "name": f"{function['name']}{mark}"}
     return {**call, "function": other} if "function" in call else other

@@ -133,6 +133,21 @@ def test_a_call_that_a_template_leaves_out_is_refused(tmp_path, call):
         load(tokenizer, tmp_path, calling("", call, call))
 
 
+def test_all_calls_of_a_chat_are_looked_for_in_one_rendering(tmp_path, monkeypatch):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{%- for message in messages -%}<{{ message.role }}>{{ message.content }}"
+        "{%- for call in message.tool_calls or [] -%}{{ call.name }}{%- endfor -%}<end>{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
+    )
+    rendered, apply = [], tokenizer.apply_chat_template
+    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: rendered.append(a) or apply(*a, **k))
+    messages = calling("", *({"name": str(number)} for number in range(9)))
+    (conversation,) = load(tokenizer, tmp_path, [*messages, *messages])
+    assert masked_text(tokenizer, conversation) == "012345678<end>" * 2
+    assert len(rendered) == 6
+
+
 @pytest.mark.parametrize("call", ["12", {"function": "12"}, {"arguments": "12"}])
 def test_a_call_without_a_name_is_refused(tokenizer, tmp_path, call):
     with pytest.raises(UserError, match=r"row 0 .*, message 1: its 'tool_calls' must be a list"):

@@ -119,6 +119,12 @@ def test_a_bad_list_of_messages_is_named(tmp_path, reply, says):
         load(make_tokenizer(), tmp_path, good, row([say("assistant", "2")], reply))
 
 
+def test_a_call_that_a_template_leaves_out_of_the_prompt_is_refused(tmp_path):
+    called = [say("user", "1"), say("assistant", "") | {"tool_calls": [{"name": "2"}]}, say("user", "?")]
+    with pytest.raises(UserError, match=r"row 0 .*, message 1: .* leaves out a part of its 'tool_calls'"):
+        load(make_tokenizer(), tmp_path, row("3", "4") | {"prompt": called})
+
+
 def test_no_files_is_a_user_error():
     with pytest.raises(UserError, match=r"preference\.train_files"):
         load_pairs([], make_tokenizer(), PreferenceConfig(), 10)
