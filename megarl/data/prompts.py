@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import UserError
 from megarl.data.chat import LengthBound, check_messages, encode, render
 from megarl.data.parquet import read_rows
+from megarl.data.whole_calls import check_calls
 from megarl.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def load_prompts(files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBas
     A row holds `data_source` (text), `config.prompt_column` (list of {role, content}), `reward_model` ({style,
     ground_truth}) and optionally `extra_info` (a struct). The chat template ends with the generation prompt.
 
-    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a prompt longer than
-    `config.max_prompt_tokens` unless `config.overlong_prompts` is "drop", and when no prompt is left.
+    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a chat template that leaves out a call, a
+    prompt longer than `config.max_prompt_tokens` unless `config.overlong_prompts` is "drop", and for no prompt left.
     """
     if not files:
         raise UserError("no data file is given; name parquet files in data.train_files (or data.eval_files)")
@@ -104,7 +105,8 @@ def _read_file(
     needed, named_by = ["data_source", prompt_column, "reward_model"], {prompt_column: "data.prompt_column"}
     for number, row in read_rows(file, needed, ["extra_info"], named_by):
         where = f"row {number} (from 0) of {file}"
-        messages = check_messages(row[prompt_column], f"{where}, column {prompt_column!r}")
+        column = f"{where}, column {prompt_column!r}"
+        messages = check_messages(row[prompt_column], column)
         reward_model, extra_info = row["reward_model"], row.get("extra_info") or {}
         if not isinstance(row["data_source"], str):
             raise UserError(f"{where}: column 'data_source' must be a text, found {row['data_source']!r}")
@@ -114,6 +116,7 @@ def _read_file(
             raise UserError(f"{where}: column 'extra_info' must be a struct of named values, found {extra_info!r}")
         said = repr(messages)
         if said not in texts:
+            check_calls(column, tokenizer, messages)
             texts[said] = render(tokenizer, messages, where, add_generation_prompt=True)
         rows.append(_Row(where, texts[said], row["data_source"], reward_model["ground_truth"], extra_info))
     return rows

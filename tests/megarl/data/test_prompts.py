@@ -87,16 +87,17 @@ def test_a_tokenizer_is_given_a_piece_of_all_texts(tokenizer, tmp_path, monkeypa
 def test_a_key_that_other_messages_alone_have_is_not_there(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.tool_calls|length if 'tool_calls' in m else m.content }}{% endfor %}"
+        "{% for m in messages %}{{ m.tool_calls[0].name if 'tool_calls' in m else m.content }}{% endfor %}"
     )
     calls = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "tool_calls": [{"name": "f"}]}]
     rows = [row("7"), row(prompt=calls)]
     prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
-    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["7", "11"]
+    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["7", "1f"]
 
 
 CALLS = (
-    "{% for call in messages[1].tool_calls %}{% set function = call.function %}{{ function|length }}+"
+    "{% for call in messages[1].tool_calls %}{% set function = call.function %}"
+    "{{ function.name }}{{ function|length }}+"
     "{% if function.arguments is string %}{{ function.arguments }}"
     "{% else %}{% for key, value in function.arguments.items() %}{{ key }}={{ value }}{% endfor %}{% endif %}"
     "{% endfor %}"
@@ -122,7 +123,7 @@ def test_arguments_that_all_calls_have_are_rendered_without_the_keys_of_other_ca
     tokenizer.chat_template = CALLS
     rows = [calling(arguments=arguments), calling(arguments=arguments, id="0")]
     prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
-    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["2+1=2", "3+1=2"]
+    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["f2+1=2", "f3+1=2"]
 
 
 LOOPS = "{% for key, value in arguments.items() %}{{ key }}={{ value|tojson }}+{% endfor %}"
@@ -167,7 +168,10 @@ def test_half_a_character_is_refused_where_a_template_makes_one_of_json(tmp_path
     """Text cut inside an emoji; a template that writes the arguments as they are keeps its backslashes."""
     tokenizer = make_tokenizer()
     file = write(tmp_path / "a.parquet", [row(), calling(arguments='{"1": "\\ud83d"}')])
-    written = "{% for m in messages %}{{ m.tool_calls[0].function.arguments if m.tool_calls }}+{% endfor %}"
+    written = (
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}"
+        "{{ call.function.name }}{{ call.function.arguments }}{% endfor %}{% endfor %}"
+    )
     tokenizer.chat_template = written
     assert len(load_prompts([file], tokenizer, DataConfig()).prompts) == 2
     tokenizer.chat_template = written.replace("arguments", "arguments|tojson")
@@ -180,15 +184,24 @@ def test_calls_of_several_functions_are_rendered_by_a_template_that_reads_mappin
     tokenizer.chat_template = CALLS
     rows = [calling(arguments=arguments) for arguments in ('{"1": 2}', '{"1":  2}', '{"3": "4"}')]
     prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
-    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["2+1=2", "2+1=2", "2+3=4"]
+    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["f2+1=2", "f2+1=2", "f2+3=4"]
 
 
 def test_rows_whose_arguments_are_other_texts_of_one_mapping_are_rendered_each(tmp_path):
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{{ '=' + messages[1].tool_calls[0].function.arguments }}"
+    tokenizer.chat_template = (
+        "{% set function = messages[1].tool_calls[0].function %}{{ function.name + '=' + function.arguments }}"
+    )
     rows = [calling(arguments=arguments) for arguments in ("{}", "{ }")]
     prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
     assert prompts[0].token_ids != prompts[1].token_ids
+
+
+def test_a_call_that_a_template_leaves_out_is_refused(tokenizer, tmp_path):
+    chat = [*calling()["prompt"], {"role": "user", "content": "2"}]
+    said = r"row 1 .*, column 'prompt', message 1: .* leaves out a part of its 'tool_calls'"
+    with pytest.raises(UserError, match=said):
+        load_prompts([write(tmp_path / "a.parquet", [row(), row(prompt=chat)])], tokenizer, DataConfig())
 
 
 def test_prompts_are_the_same_on_every_day(tmp_path, monkeypatch):
