@@ -27,6 +27,7 @@ _TEXTS_AT_ONCE = 1024
 def check_messages(value: object, where: str) -> list[Message]:
     """Return `value` as a chat: a non-empty list of {role: str, content: str}.
 
+    Content that is None or absent beside tool calls, as in OpenAI's form, becomes an empty text, as in vLLM.
     Keys of None are left out: in parquet a message has every key that any other has, and templates ask which are there;
     so is an empty list of tool calls, beside which some write no content.
     Among the arguments of a tool call they are refused, since there null may be meant; JSON text of arguments becomes
@@ -38,14 +39,16 @@ def check_messages(value: object, where: str) -> list[Message]:
             f"{where} must hold a non-empty list of {{role, content}} messages, found {_shortened(value)}; "
             f"a plain text is written as [{{'role': 'user', 'content': text}}]"
         )
-    for number, message in enumerate(value):
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise UserError(
-                f"{where}: message {number} must have a text 'role' and a text 'content', found {_shortened(message)}"
-            )
-    return [_without_none(message, f"{where}: message {number}") for number, message in enumerate(value)]
+    return [_checked(message, f"{where}: message {number}") for number, message in enumerate(value)]
+
+
+def _checked(message: object, where: str) -> Message:
+    if isinstance(message, Mapping) and isinstance(message.get("role"), str):
+        content = message.get("content")
+        calls = message["role"] == "assistant" and message.get("tool_calls")
+        if isinstance(content, str) or (content is None and calls):
+            return {**_without_none(message, where), "content": content or ""}
+    raise UserError(f"{where} must have a text 'role' and a text 'content', found {_shortened(message)}")
 
 
 def _without_none(value: Any, where: str) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from converters.errors import UserError
 from megarl.data.chat import LengthBound, Message, check_messages, encode, render
 from megarl.data.parquet import read_rows
-from megarl.data.whole_calls import check_calls
+from megarl.data.whole_calls import with_calls
 from megarl.data.whole_replies import check_texts
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]
     where, messages = chat.where, chat.messages
     if messages[0]["role"] == "assistant" and chat.first == 0:
         raise UserError(f"{where}: the chat begins with a message of the assistant: put what it answers before it")
-    check_calls(where, tokenizer, messages)
+    messages = with_calls(tokenizer, messages, where)
     texts = []
     for number, message in enumerate(messages):
         if message["role"] == "assistant" and number >= chat.first:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import UserError
 from megarl.data.chat import LengthBound, check_messages, encode, render
 from megarl.data.parquet import read_rows
-from megarl.data.whole_calls import check_calls
+from megarl.data.whole_calls import with_calls
 from megarl.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _read_file(
             raise UserError(f"{where}: column 'extra_info' must be a struct of named values, found {extra_info!r}")
         said = repr(messages)
         if said not in texts:
-            check_calls(column, tokenizer, messages)
-            texts[said] = render(tokenizer, messages, where, add_generation_prompt=True)
+            chat = with_calls(tokenizer, messages, column)
+            texts[said] = render(tokenizer, chat, where, add_generation_prompt=True)
         rows.append(_Row(where, texts[said], row["data_source"], reward_model["ground_truth"], extra_info))
     return rows
