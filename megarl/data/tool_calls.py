@@ -1,4 +1,4 @@
-"""Tool calls of a message: their arguments as templates take them, and calls of other functions."""
+"""Tool calls of a message: their arguments as templates take them, and their functions."""
 
 import json
 from collections.abc import Mapping
@@ -41,12 +41,16 @@ def read_arguments(value: Any) -> Any:
     return Arguments(arguments, value) if isinstance(arguments, dict) else value
 
 
-def of_another_function(call: Any, mark: str, where: str) -> Mapping[str, Any]:
-    """A call with `mark` behind the name of the function, whether that is in a mapping of its own or not."""
+def function_of(call: Any, where: str) -> Mapping[str, Any]:
+    """Name and arguments of a call, whether in a mapping of their own or not."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(
             f"{where}: its 'tool_calls' must be a list of {{function: {{name, arguments}}}}, found {call!r}"
         )
-    other = {**function, "name": f"{function['name']}{mark}"}
-    return {**call, "function": other} if "function" in call else other
+    return function
+
+
+def with_function(call: Mapping[str, Any], function: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call of this function in place of its own."""
+    return {**call, "function": function} if "function" in call else function

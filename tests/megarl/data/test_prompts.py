@@ -132,28 +132,24 @@ LOOPS = "{% for key, value in arguments.items() %}{{ key }}={{ value|tojson }}+{
 @pytest.mark.parametrize(
     ("template", "texts"),
     [
-        (LOOPS, ['1="b2"+', "2=[3, null]+1={}+", "", "", "?"]),
-        ("{{ arguments|tojson }}", ['{"1": "b2"}', '{"2": [3, null], "1": {}}', "{}", "{}", '"1=2"']),
+        (LOOPS, ['1="b2"+', "2=[3, null]+1={}+", "", ""]),
+        ("{{ arguments|tojson }}", ['{"1": "b2"}', '{"2": [3, null], "1": {}}', "{}", "{}"]),
         *(
-            (template, ["+{'1':  'b2'}=", "+{'2':[3,null],'1':{}}=", "+{}=", "+=", "+1=2="])
+            (template, ["+{'1':  'b2'}=", "+{'2':[3,null],'1':{}}=", "+{}=", "+="])
             for template in ("{{ '+' + arguments + '=' }}", "{{ '+' ~ arguments ~ '=' }}", "+{{ arguments }}=")
         ),
-        ("{{ arguments + '=' }}", ["{'1':  'b2'}=", "{'2':[3,null],'1':{}}=", "{}=", "=", "1=2="]),
+        ("{{ arguments + '=' }}", ["{'1':  'b2'}=", "{'2':[3,null],'1':{}}=", "{}=", "="]),
     ],
 )
 def test_arguments_in_json_are_a_mapping_or_text_as_the_template_takes_them(template, texts):
     """As those of GLM-4.5, of Llama 3 and of DeepSeek-V3 do."""
     tokenizer = make_tokenizer()
     tokenizer.chat_template = f"{{% set arguments = messages[1].tool_calls[0].function.arguments %}}{template}"
-    given = ["{'1':  'b2'}", "{'2':[3,null],'1':{}}", "{}", "", "1=2"]
+    given = ["{'1':  'b2'}", "{'2':[3,null],'1':{}}", "{}", ""]
     for arguments, text in zip(given, texts, strict=True):
         messages = check_messages(calling(arguments=arguments.replace("'", '"'))["prompt"], "row 0")
-        if text == "?":
-            with pytest.raises(UserError, match=r"row 0: the chat template of the model refuses"):
-                render(tokenizer, messages, "row 0", add_generation_prompt=True)
-        else:
-            rendered = render(tokenizer, messages, "row 0", add_generation_prompt=True)
-            assert rendered == (text if "tojson" in template else text.replace("'", '"'))
+        rendered = render(tokenizer, messages, "row 0", add_generation_prompt=True)
+        assert rendered == (text if "tojson" in template else text.replace("'", '"'))
 
 
 def test_an_argument_that_is_text_stays_text():

@@ -4,7 +4,7 @@ import pytest
 
 from converters.errors import UserError
 from megarl.data import load_conversations, load_prompts
-from megarl.data.chat import check_messages
+from megarl.data.chat import check_messages, render
 from megarl.data.whole_calls import with_calls
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.schema import DataConfig
@@ -26,8 +26,8 @@ def speaking(template):
     return tokenizer
 
 
-def said(role, content, *names):
-    calls = [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in names]
+def said(role, content, *names, arguments="{}"):
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name in names]
     return {"role": role, "content": content, "tool_calls": calls}
 
 
@@ -73,3 +73,25 @@ def test_content_stays_a_text_in_messages_whose_calls_are_written():
     tokenizer = speaking("{%- if message.content is none or loop.first -%}" + CALLS + "{%- endif -%}")
     messages = check_messages([said("assistant", None, "f"), said("assistant", None, "g"), said("user", "")], "row 0")
     assert [message["content"] for message in with_calls(tokenizer, messages, "row 0")] == ["", None, ""]
+
+
+ARGUMENTS = QWEN.replace("function.name", "function.name ~ ' ' ~ call.function.arguments")
+NO_OBJECTS = ["1=2", "{'1': 2}", '{"1": 2,}', "[1, 2]", '"2"', "null", "[" * 5000]
+
+
+@pytest.mark.parametrize("arguments", NO_OBJECTS)
+def test_arguments_that_are_no_json_object_are_refused_where_a_template_makes_json_of_them(arguments):
+    messages = check_messages([said("user", arguments), said("assistant", "", "f", arguments=arguments)], "row 0")
+    tokenizer = speaking(ARGUMENTS)
+    assert with_calls(tokenizer, messages, "row 0") == messages
+    assert f"=f {arguments}<end>" in render(tokenizer, messages, "row 0", add_generation_prompt=False)
+    tokenizer.chat_template = tokenizer.chat_template.replace(".arguments", ".arguments|tojson")
+    with pytest.raises(UserError, match=r"row 0, message 1: the arguments of a call are no JSON object, found "):
+        with_calls(tokenizer, messages, "row 0")
+
+
+def test_arguments_may_be_absent_or_a_mapping():
+    call = {"name": "f"}
+    calls = [call, {**call, "arguments": {"1": "2"}}, {**call, "arguments": ["2"]}]
+    messages = check_messages([said("user", "1"), said("assistant", "") | {"tool_calls": calls}], "row 0")
+    assert with_calls(speaking(QWEN.replace(".function", "")), messages, "row 0") == messages
