@@ -98,7 +98,7 @@ def _chat(prompt: list[Message], reply: Any, where: str) -> Chat:
         raise UserError(f"{where} must hold a text or a list of {{role, content}} messages, found {reply!r}")
     if not messages or messages[-1]["role"] != "assistant":
         raise UserError(f"{where}: the last message must be one of the role 'assistant', the reply to the prompt")
-    if not messages[-1]["content"].strip():
+    if not messages[-1]["content"].strip() and "tool_calls" not in messages[-1]:
         raise UserError(f"{where} is an empty reply: write what the assistant said, or take the row out")
     return Chat(where, [*prompt, *messages], first=len(prompt))
 

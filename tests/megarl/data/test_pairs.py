@@ -125,6 +125,15 @@ def test_a_call_that_a_template_leaves_out_of_the_prompt_is_refused(tmp_path):
         load(make_tokenizer(), tmp_path, row("3", "4") | {"prompt": called})
 
 
+@pytest.mark.parametrize("content", ["", None])
+def test_a_reply_may_be_a_call_alone(tmp_path, content):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHATML.replace("message.content", "message.tool_calls[0].name if message.tool_calls")
+    called = [[say("assistant", content) | {"tool_calls": [{"name": name}]}] for name in ("2", "3")]
+    (pair,) = load(tokenizer, tmp_path, row(*called))
+    assert [masked_text(tokenizer, reply) for reply in pair] == ["2<end>", "3<end>"]
+
+
 def test_no_files_is_a_user_error():
     with pytest.raises(UserError, match=r"preference\.train_files"):
         load_pairs([], make_tokenizer(), PreferenceConfig(), 10)
