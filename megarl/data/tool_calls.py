@@ -52,5 +52,10 @@ def function_of(call: Any, where: str) -> Mapping[str, Any]:
 
 
 def with_function(call: Mapping[str, Any], function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A call of this function in place of its own."""
-    return {**call, "function": function} if "function" in call else function
+    """A call of this function in place of its own, in its id, too, which Kimi-K2 writes for the name: functions.f:0."""
+    if "function" not in call:
+        return function
+    changed = {**call, "function": function}
+    if isinstance(call.get("id"), str):
+        changed["id"] = call["id"].replace(f".{call['function']['name']}:", f".{function['name']}:")
+    return changed

@@ -75,6 +75,20 @@ def test_content_stays_a_text_in_messages_whose_calls_are_written():
     assert [message["content"] for message in with_calls(tokenizer, messages, "row 0")] == ["", None, ""]
 
 
+@pytest.mark.parametrize(("number", "is_written"), [("functions.f:0", True), ("call_7", False), (None, False)])
+def test_a_function_may_be_named_in_the_id_of_its_call(number, is_written):
+    """As by the template of Kimi-K2, which writes nothing else."""
+    tokenizer = speaking("{{ message.content }}{% for call in message.tool_calls or [] %}{{ call.id }}{% endfor %}")
+    message = said("assistant", "", "f")
+    message["tool_calls"][0]["id"] = number
+    messages = check_messages([said("user", "1"), message], "row 0")
+    if is_written:
+        assert with_calls(tokenizer, messages, "row 0") == messages
+    else:
+        with pytest.raises(UserError, match=r"row 0, message 1: .* leaves out a part of its 'tool_calls'"):
+            with_calls(tokenizer, messages, "row 0")
+
+
 ARGUMENTS = QWEN.replace("function.name", "function.name ~ ' ' ~ call.function.arguments")
 NO_OBJECTS = ["1=2", "{'1': 2}", '{"1": 2,}', "[1, 2]", '"2"', "null", "[" * 5000]
 
