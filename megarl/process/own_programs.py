@@ -1,9 +1,15 @@
-"""Programs of the environment that a process runs in, where nobody has activated it."""
+"""Programs and modules of the environment that a process runs in, where nobody has activated it."""
 
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+SAFE_PATH: Mapping[str, str] = {"PYTHONSAFEPATH": "1"}
+"""Environment of a Python that imports nothing from the current folder, where a `json.py` may lie.
+
+Also of each that a library starts by `python -m` or `-c`, as for processes of its own. Before 3.11 Python knows it not.
+"""
 
 
 def with_programs_of(python: str, environment: Mapping[str, str]) -> str:

@@ -23,7 +23,7 @@ def call_apart(module: str, function: str, *arguments: Any) -> Any:
     Example: call_apart("megarl.rehearsal.trainer_rank", "rehearse_ranks", rank_model, [0, 32], size)
     """
     done = subprocess.run(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-P", "-m", __name__],
         input=pickle.dumps((module, function, arguments)),
         stdout=subprocess.PIPE,
         env={**os.environ, **_ENVIRONMENT},

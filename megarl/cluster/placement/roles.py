@@ -7,6 +7,7 @@ import ray
 from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.cluster.placement.placement import Role
+from megarl.process.own_programs import SAFE_PATH
 from megarl.rollout import engine_kind
 from megarl.schema import ClusterConfig, RolloutConfig
 
@@ -156,6 +157,7 @@ def _environment(cluster: ClusterConfig) -> dict[str, str]:
         _THREADS: "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        **SAFE_PATH,
     }
     if cluster.address is None:
         environment |= {

@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from converters.errors import UserError
-from megarl.cluster.ray.ray_driver import undisturbed, with_this_package
+from megarl.cluster.ray.ray_driver import undisturbed
 from megarl.cluster.ray.ray_head import is_head
 from megarl.process.errors import MachinesUnfit
 from megarl.process.phase import phase
@@ -28,7 +28,7 @@ def join(address: str) -> None:
     if address != AUTO:
         _check_listener(address)
     try:
-        with undisturbed(), with_this_package():
+        with undisturbed():
             ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, AuthenticationError) as error:
         raise MachinesUnfit(_refused(address)) from error

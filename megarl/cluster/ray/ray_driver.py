@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ray._private import parameter, ray_constants, utils, worker
 
@@ -14,18 +15,7 @@ import megarl
 def undisturbed() -> Iterator[None]:
     """Around `ray.init`."""
     _say_nothing_of_its_own()
-    with _keep_signal_handlers():
-        yield
-
-
-@contextmanager
-def with_this_package() -> Iterator[None]:
-    """Around a `ray.init` that joins a cluster: its workers import the package from where this process has it.
-
-    Ray puts the current folder of whoever joins first on their paths: in a container that of a checkout, which may be
-    another version than the image's.
-    """
-    with chdir(Path(megarl.__file__).parents[1]):
+    with _keep_signal_handlers(), _with_this_package():
         yield
 
 
@@ -57,6 +47,27 @@ def _keep_signal_handlers() -> Iterator[None]:
         yield
     finally:
         utils.set_sigterm_handler = replaced
+
+
+@contextmanager
+def _with_this_package() -> Iterator[None]:
+    """Let the workers of the run import the package from where this process has it.
+
+    Ray puts the current folder of whoever connects before all else on their paths: a checkout, which may be another
+    version than the program's, or a folder in which others leave a `json.py`. In its last step alone: the processes
+    that it starts before, and all workers with them, stay in the folder of the run.
+    """
+    replaced = worker.connect
+
+    def connect(*arguments: Any, **options: Any) -> None:
+        with chdir(Path(megarl.__file__).parents[1]):
+            replaced(*arguments, **options)
+
+    worker.connect = connect
+    try:
+        yield
+    finally:
+        worker.connect = replaced
 
 
 def _say_nothing_of_its_own() -> None:

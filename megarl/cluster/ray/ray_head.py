@@ -15,7 +15,7 @@ _ANSWER_S = 30.0
 
 def is_head(address: str) -> bool:
     """Whether a Ray head answers at "host:port", be it that it takes no connection from here."""
-    command = [sys.executable, "-m", "megarl.cluster.ray.ray_head", address]
+    command = [sys.executable, "-P", "-m", "megarl.cluster.ray.ray_head", address]
     try:
         asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S)
     except subprocess.TimeoutExpired:

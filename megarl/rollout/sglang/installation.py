@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from converters.errors import UserError
+from megarl.process.own_programs import SAFE_PATH
 
 PACKAGES = ".venv-sglang"
 """The folder beside megarl's environment that has SGLang.
@@ -87,7 +88,8 @@ def _versions(python: str, folders: Sequence[str], names: Sequence[str]) -> Mapp
         found = {name: next((each.version for each in distributions(name=name, path=path)), "") for name in names}
         return {name: version for name, version in found.items() if version}
     try:
-        asked = subprocess.run([python, "-c", _ASK, *names], capture_output=True, text=True, timeout=_ASK_S)
+        command, environment = [python, "-c", _ASK, *names], {**os.environ, **SAFE_PATH}
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_ASK_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return json.loads(asked.stdout) if asked.returncode == 0 else None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from converters.errors import UserError
-from megarl.process.own_programs import with_programs_of
+from megarl.process.own_programs import SAFE_PATH, with_programs_of
 from megarl.process.ports import free_port
 from megarl.process.scratch import scratch_folder
 from megarl.rollout.sglang import cpu
@@ -85,6 +85,7 @@ class Server:
             **environment,
             "PATH": with_programs_of(python, environment),
             "PYTHONPATH": os.pathsep.join([*paths, *given]),
+            **SAFE_PATH,
             # Sockets and caches of a server that is killed go with its folder.
             "TMPDIR": str(self._folder),
             FOLDER_VARIABLE: str(self._folder),

@@ -103,3 +103,10 @@ def test_a_head_is_known_also_where_it_takes_no_connection(monkeypatch):
     assert not is_head(f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
     assert is_head(address)
+
+
+@pytest.mark.usefixtures("shared_cluster")
+def test_it_is_asked_without_modules_of_the_current_folder(monkeypatch, tmp_path):
+    (tmp_path / "json.py").write_text(f"raise SystemExit({ray_head._NO_HEAD})")
+    monkeypatch.chdir(tmp_path)
+    assert is_head(ray.get_runtime_context().gcs_address)

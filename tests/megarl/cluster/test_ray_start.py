@@ -52,3 +52,34 @@ def test_ray_starts_below_a_long_tmpdir_too(tmp_path):
     assert not folder.exists()
     assert len(str(path.relative_to(folder))) <= len(LONGEST_SOCKET)
     assert path.name == Path(LONGEST_SOCKET).name
+
+
+_WORKER = """
+import colorsys, os, sys
+import megarl
+import ray
+from megarl.cluster.ray.runtime import ray_cluster
+from megarl.schema import ClusterConfig
+
+def imported():
+    import colorsys, megarl
+    return os.getcwd(), colorsys.__file__, megarl.__file__
+
+with ray_cluster(ClusterConfig()):
+    print(*ray.get(ray.remote(num_cpus=0)(imported).remote()), sep="\\n")
+print(colorsys.__file__, megarl.__file__, sep="\\n")
+"""
+
+
+def test_processes_of_a_run_import_what_the_program_does_whatever_is_in_the_folder(tmp_path):
+    folder = tmp_path / "of_others"
+    (folder / "megarl").mkdir(parents=True)
+    for file in ("megarl/__init__.py", "colorsys.py"):
+        (folder / file).touch()
+    # As the program `megarl`, whose path does not begin with the folder.
+    command = [sys.executable, "-P", "-c", _WORKER]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    where, *in_worker = ran.stdout.splitlines()[-5:]
+    assert where == str(folder)
+    assert in_worker[:2] == in_worker[2:]

@@ -76,6 +76,12 @@ def test_an_engine_over_machines_that_are_not_there_is_refused(gpus, address, no
         engine_role(ClusterConfig(address=address), rollout)
 
 
+def test_no_process_imports_from_the_current_folder(gpus):
+    for cluster in (ClusterConfig(), ClusterConfig(address="auto")):
+        roles = ranks(cluster), engine_role(cluster, RolloutConfig())
+        assert {role.environment["PYTHONSAFEPATH"] for role in roles} == {"1"}
+
+
 def test_only_megatrons_ranks_have_one_hardware_queue_and_not_with_fsdp2(gpus):
     fully_sharded = trainer_role("trainer", ParallelSizes(8, use_torch_fsdp2=True), ClusterConfig())
     places = ranks(), fully_sharded, engine_role(ClusterConfig(), RolloutConfig())

@@ -36,6 +36,10 @@ def test_what_would_change_samples_in_silence_is_withheld(environment, monkeypat
     assert name not in environment()
 
 
+def test_a_server_imports_nothing_from_the_folder_of_the_run(environment):
+    assert environment()["PYTHONSAFEPATH"] == "1"
+
+
 def test_all_else_of_a_run_reaches_its_servers(environment, monkeypatch):
     monkeypatch.setenv("SGLANG_FORCE_STREAM_INTERVAL", "2")
     monkeypatch.setenv("SGLANG_LOG_MS", "1")

@@ -95,6 +95,13 @@ def test_a_python_that_is_named_without_its_folder_is_one_on_the_path(tmp_path, 
     assert installation()[0] == "nowhere"
 
 
+def test_what_it_says_is_not_read_with_modules_of_the_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(PYTHON_VARIABLE, os.path.realpath(sys.executable))
+    (tmp_path / "json.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    assert installed_versions(["pip"]).keys() == {"pip"}
+
+
 def test_on_a_gpu_it_needs_kernels_and_what_megarl_needs_there(python_with, monkeypatch):
     monkeypatch.setenv(PYTHON_VARIABLE, python_with("sglang", *OF_MEGARL[1:]))
     assert installation()[0].endswith("python")
