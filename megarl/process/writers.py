@@ -28,7 +28,7 @@ def end_other_writers(log: Path) -> None:
     """
     began = time.monotonic()
     others = set[_Process]()
-    while others := {*_still(others), *map(_Process.of, other_writers(log.resolve()))}:
+    while others := {*_still(others), *map(_Process.of, other_writers(log))}:
         passed = time.monotonic() - began
         if passed > _END_S:
             pids = sorted(each.pid for each in others)
@@ -42,9 +42,25 @@ def end_other_writers(log: Path) -> None:
 
 def other_writers(log: Path) -> Iterator[int]:
     """The other processes of this machine that have `log` as their output, by their ids."""
+    if not log.exists():
+        return
+    file, name = _File.of(log), log.resolve().name
     for process in Path("/proc").glob("[0-9]*"):
-        if int(process.name) != os.getpid() and str(log) in _outputs(process):
+        if int(process.name) != os.getpid() and file in _outputs(process, name):
             yield int(process.name)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file, whatever its path is: that is another in another container, or the same for another file there."""
+
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        found = path.stat()
+        return cls(found.st_dev, found.st_ino)
 
 
 @dataclass(frozen=True)
@@ -70,20 +86,24 @@ def _still(processes: set[_Process]) -> Iterator[_Process]:
     return (each for each in processes if each.is_there)
 
 
-def _outputs(process: Path) -> set[str]:
-    outputs = _links(process)
+def _outputs(process: Path, name: str) -> set[_File]:
+    outputs = _files(process, name)
     if not outputs and _stat(process, _STATE) in _ENDED:
         # Its first thread has ended, and has no files any more; another may be stuck in a call of a driver.
-        outputs = set().union(*map(_links, _threads(process)))
+        outputs = set().union(*(_files(thread, name) for thread in _threads(process)))
     return outputs
 
 
-def _links(thread: Path) -> set[str]:
-    """Files that are the outputs of a thread; none of one that is somebody else's, or ends while it is looked at."""
+def _files(thread: Path, name: str) -> set[_File]:
+    """Files of this name that are the outputs of a thread; none of one that is another user's, or is ending.
+
+    Files of other names are not looked at: they may be where nothing answers, as a server of NFS that is gone.
+    """
     found = set()
-    for descriptor in ("1", "2"):
-        with suppress(PermissionError, FileNotFoundError, ProcessLookupError):
-            found.add(os.readlink(thread / "fd" / descriptor))
+    for output in (thread / "fd" / "1", thread / "fd" / "2"):
+        with suppress(OSError):
+            if Path(os.readlink(output)).name == name:
+                found.add(_File.of(output))
     return found
 
 

@@ -1,8 +1,10 @@
 """Processes that a dead one left behind, by the log that they write to: nothing of them is left when all are ended."""
 
+import os
 import platform
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -43,6 +45,39 @@ def end_child(tmp_path, program, ready):
         child.wait()
 
 
+@contextmanager
+def writing_to(log):
+    """A process that has a log as its output."""
+    log.parent.mkdir(exist_ok=True)
+    with log.open("a") as output:
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=output)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_one_of_another_container_whose_log_has_the_same_path_is_left_alone(tmp_path, monkeypatch):
+    """The kernel tells the path of an output among the mounts of its process."""
+    log, theirs = tmp_path / "engine_0.log", tmp_path / "of_another_container" / "engine_0.log"
+    log.touch()
+    asked = os.readlink
+    with writing_to(theirs) as process:
+        monkeypatch.setattr(os, "readlink", lambda path: str(log) if asked(path) == str(theirs) else asked(path))
+        assert os.readlink(f"/proc/{process.pid}/fd/1") == str(log)
+        assert list(other_writers(log)) == []
+
+
+def test_one_that_has_the_log_at_another_path_is_found(tmp_path):
+    log, mounted = tmp_path / "engine_0.log", tmp_path / "mounted" / "engine_0.log"
+    mounted.parent.mkdir()
+    log.touch()
+    mounted.hardlink_to(log)
+    with writing_to(mounted) as process:
+        assert list(other_writers(log)) == [process.pid]
+
+
 WITH_HALF_A_CHARACTER = """
 import ctypes, os, time
 ctypes.CDLL(None).prctl(15, "fourteen bytes\N{LATIN SMALL LETTER E WITH ACUTE}".encode())
@@ -52,11 +87,13 @@ time.sleep(600)
 
 
 def test_a_process_of_any_name_keeps_none_from_being_looked_for(tmp_path):
+    log = tmp_path / "engine_0.log"
+    log.touch()
     other = subprocess.Popen([sys.executable, "-c", WITH_HALF_A_CHARACTER])
     try:
         name = Path(f"/proc/{other.pid}/comm")
         assert eventually(lambda: name.read_bytes().startswith(b"fourteen bytes"))
-        assert list(other_writers(tmp_path / "engine_0.log")) == []
+        assert list(other_writers(log)) == []
     finally:
         other.kill()
         other.wait()
