@@ -20,7 +20,7 @@ _LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
 def listen_on_loopback() -> None:
     """Let the store of a rendezvous at a loopback address listen there and nowhere else; idempotent.
 
-    torch (2.11 to 2.13) binds it to all interfaces whatever address it was given.
+    torch (2.11 to 2.14) binds it to all interfaces whatever address it was given.
     """
     # The package's attribute of this name is a function.
     rendezvous: Any = import_module("torch.distributed.rendezvous")

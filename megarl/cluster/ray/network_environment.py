@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -53,18 +53,25 @@ DEFAULTS = (
     ),
 )
 
+ON_LOOPBACK: Mapping[str, str | None] = {
+    # Without it, NCCL takes loopback last, and ranks of one machine would listen at an address that others reach.
+    "NCCL_SOCKET_IFNAME": "=lo",
+}
+
 
 def network_environment(address: str, root: Path = _ROOT) -> dict[str, str]:
-    """Variables for the processes of the node with this address; none on loopback, where there is no network.
+    """Variables for the processes of the node with this address; on loopback one, which keeps them there.
 
-    None either that the site has set in a file of NCCL's or UCX's: for both the environment wins over their files.
+    None that the site has set in a file of NCCL's or UCX's: for both the environment wins over their files.
     """
-    network = None if ip_address(address).is_loopback else look_at(address, root)
-    if network is None:
+    if ip_address(address).is_loopback:
+        values = dict(ON_LOOPBACK)
+    elif network := look_at(address, root):
+        values = {default.name: default.value(network) for default in DEFAULTS}
+    else:
         return {}
     left = names_in_files(root)
-    values = {default.name: default.value(network) for default in DEFAULTS if default.name not in left}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None and name not in left}
 
 
 def names_in_files(root: Path) -> set[str]:

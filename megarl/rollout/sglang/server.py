@@ -19,6 +19,7 @@ from megarl.rollout.sglang.arguments import check_block_fp8, check_int8, check_n
 from megarl.rollout.sglang.calls import ARGUMENTS, REFUSED
 from megarl.rollout.sglang.kind import VERSIONS
 from megarl.rollout.sglang.parent import end_with_parent
+from megatron_ext.loopback import listen_on_loopback
 
 
 def main() -> int:
@@ -54,6 +55,8 @@ def _server_args(arguments: Mapping[str, Any]) -> Any:
 
 
 end_with_parent()
+# Each of its workers opens a rendezvous, also where it is alone.
+listen_on_loopback()
 _IS_ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 if _IS_ON_CPU:
     cpu.corrections.install()

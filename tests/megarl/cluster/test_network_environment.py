@@ -9,6 +9,7 @@ import pytest
 from converters.errors import UserError
 from megarl.cluster.ray.network_environment import (
     DEFAULTS,
+    ON_LOOPBACK,
     Network,
     address_of,
     look_at,
@@ -80,8 +81,16 @@ def test_ports_are_read_as_the_kernel_shows_them(address, tmp_path):
     assert look_at(address, tmp_path) == Network("eth7", (RdmaPort("mlx5_0:1", 400), RdmaPort("mlx5_2:1", 2.5)))
 
 
-def test_loopback_and_addresses_of_others_ask_for_nothing(address):
-    assert network_environment("127.0.0.1") == {}
+def test_on_loopback_nccl_stays_there(address, tmp_path):
+    assert network_environment("127.0.0.1", tmp_path) == network_environment("::1", tmp_path) == ON_LOOPBACK
+    make_ports(tmp_path)
+    assert network_environment("127.0.0.1", tmp_path) == {"NCCL_SOCKET_IFNAME": "=lo"}
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text("NCCL_SOCKET_IFNAME=ib0\n")
+    assert network_environment("127.0.0.1", tmp_path) == {}
+
+
+def test_addresses_of_others_ask_for_nothing(address):
     assert network_environment("10.9.9.9") == {}
     assert network_environment(address)["GLOO_SOCKET_IFNAME"] == "eth7"
 

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import ipaddress
 import multiprocessing
 from collections import deque
 from collections.abc import Iterator
@@ -96,6 +97,17 @@ def running_engines() -> Iterator[HostedEngines]:
         engines.close()
     finally:
         host.shutdown()
+
+
+def check_that_they_listen_here_alone(processes):
+    addresses = [
+        connection.laddr.ip
+        for process in processes
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert addresses
+    assert all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def semaphores(processes):

@@ -1,10 +1,16 @@
 """The environment that a server of SGLang's is started in."""
 
+import os
+import subprocess
+import sys
+from ipaddress import ip_address
+
 import pytest
 
 from megarl.rollout.sglang import installation
 from megarl.rollout.sglang.environment import WITHHELD
 from megarl.rollout.sglang.kind import SGLANG
+from megarl.rollout.sglang.parent import PARENT_VARIABLE
 from megarl.rollout.sglang.process import Server
 from megatron_ext import device
 
@@ -38,6 +44,39 @@ def test_what_would_change_samples_in_silence_is_withheld(environment, monkeypat
 
 def test_a_server_imports_nothing_from_the_folder_of_the_run(environment):
     assert environment()["PYTHONSAFEPATH"] == "1"
+
+
+_MEETS = """
+import megarl.rollout.sglang.server
+import psutil
+from torch import distributed
+from megarl.process.ports import free_port
+
+# As SGLang's workers do.
+distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", world_size=1, rank=0)
+listening = (each for each in psutil.Process().net_connections("inet") if each.status == psutil.CONN_LISTEN)
+print(*(each.laddr.ip for each in listening))
+"""
+
+
+def test_workers_of_a_server_meet_on_loopback_alone(tmp_path):
+    # Another version than those that have hooks needs nothing of SGLang to be imported.
+    about = tmp_path / "sglang-0.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 0.0\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": path,
+        PARENT_VARIABLE: str(os.getpid()),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "SGLANG_USE_CPU_ENGINE": "0",
+    }
+    ran = subprocess.run([sys.executable, "-c", _MEETS], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    addresses = ran.stdout.split()
+    assert addresses
+    assert all(ip_address(address).is_loopback for address in addresses)
 
 
 def test_all_else_of_a_run_reaches_its_servers(environment, monkeypatch):

@@ -7,7 +7,14 @@ from typing import get_args
 
 import psutil
 import pytest
-from engine_host import GREEDY, PROMPTS, Served, check_that_changes_any_serving, semaphores
+from engine_host import (
+    GREEDY,
+    PROMPTS,
+    Served,
+    check_that_changes_any_serving,
+    check_that_they_listen_here_alone,
+    semaphores,
+)
 from safetensors.torch import load_file
 
 from converters.errors import UserError
@@ -135,11 +142,16 @@ def test_it_sleeps_and_is_the_same_when_it_wakes(served, tmp_path):
     ("victim", "tp_size", "left"),
     [("the server", 1, {"sglang_loads"}), ("a worker", 2, {"sglang_loads", "sgl_shm_mq"})],
 )
-def test_a_killed_server_is_noticed_and_leaves_nothing(host, folders, half_generated, victim, tp_size, left):
+def test_a_killed_server_is_noticed_and_leaves_nothing(
+    host, folders, half_generated, monkeypatch, victim, tp_size, left
+):
+    # As in a run of one machine.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     engine = host.start(folders[0], tp_size=tp_size)
     folder = Path(engine._server._folder)
     root = psutil.Process(engine._server._process.pid)
     workers = root.children(recursive=True)
+    check_that_they_listen_here_alone([root, *workers])
     mapped = semaphores([root, *workers])
     waiting = half_generated(engine)
     scheduler = next(each for each in workers if "scheduler" in "".join(each.cmdline()))

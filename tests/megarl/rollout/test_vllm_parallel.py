@@ -1,6 +1,5 @@
 """Engines of two ranks: of tensor parallelism, and of data parallelism with experts shared out."""
 
-import ipaddress
 import os
 import subprocess
 import sys
@@ -11,7 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from engine_host import GREEDY, PROMPTS, Served, check_that_messages_are_recorded
+from engine_host import (
+    GREEDY,
+    PROMPTS,
+    Served,
+    check_that_messages_are_recorded,
+    check_that_they_listen_here_alone,
+)
 from eventually import eventually, has_ended
 from traced_layouts import different
 
@@ -65,7 +70,7 @@ def test_two_tensor_parallel_ranks(engines, folders, make_trainer, pool, assert_
     check_that_messages_are_recorded(trainer, served.engine, workers=2)
     assert_greedy(folders[0], PROMPTS[0], served.greedy(PROMPTS[0]))
     check_that_both_ranks_sleep(served, CountedMemory(tmp_path / "device"))
-    check_that_it_listens_here_alone(engines)
+    check_that_they_listen_here_alone(engines.processes())
     check_that_a_dead_worker_is_noticed(served, trainer, pool)
     engines.close()
     # Segments of an engine that another test starts at this moment have a name until all its ranks have mapped them.
@@ -97,17 +102,6 @@ def check_that_a_dead_worker_is_noticed(served, trainer, pool):
         served.engine.commit_update(3)
 
 
-def check_that_it_listens_here_alone(engines):
-    addresses = [
-        connection.laddr.ip
-        for process in engines.processes()
-        for connection in process.net_connections(kind="inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    assert addresses
-    assert all(ipaddress.ip_address(address).is_loopback for address in addresses)
-
-
 @pytest.mark.long
 def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, asked, assert_greedy, endless_prompt, tmp_path):
     arguments = {"data_parallel_size": 2, "enable_expert_parallel": True}
@@ -133,7 +127,7 @@ def test_two_data_parallel_ranks(engines, folders, make_trainer, pool, asked, as
     check_that_a_next_turn_meets_the_keys_and_values_of_the_one_before(engine)
     with pytest.raises(UserError, match="do not fit the engine's"):
         engine.generate([Request(PROMPTS[0], SamplingParameters(max_tokens=1000))])
-    check_that_it_listens_here_alone(engines)
+    check_that_they_listen_here_alone(engines.processes())
     check_that_the_death_of_a_rank_ends_all(served, trainer, engines, asked(engine), pool)
 
 
