@@ -83,6 +83,8 @@ def _start_local(folder: Path, object_store_bytes: int) -> None:
     try:
         with undisturbed(), without_monitors():
             ray.init(
+                # Not the cluster that RAY_ADDRESS names, as in each container of KubeRay's.
+                address="local",
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
                 num_cpus=1,

@@ -54,6 +54,14 @@ def test_ray_starts_below_a_long_tmpdir_too(tmp_path):
     assert path.name == Path(LONGEST_SOCKET).name
 
 
+@pytest.mark.parametrize("address", ["192.0.2.1:6379", "http://192.0.2.1:8265"])
+def test_a_run_without_an_address_has_a_cluster_of_its_own_whatever_ray_address_says(address):
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    started = subprocess.run([sys.executable, "-c", _START], env=environment, capture_output=True, text=True)
+    assert started.returncode == 0, started.stderr
+    assert "/megarl-" in started.stdout
+
+
 _WORKER = """
 import colorsys, os, sys
 import megarl
