@@ -14,7 +14,8 @@ class TransformersArguments:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of the weights and of the arithmetic; auto is that of config.json."""
     attn_implementation: str | None = None
-    """Attention as transformers calls it, such as eager or sdpa; by default what it takes for the model."""
+    """Attention as transformers calls it, such as eager or sdpa; by default what it takes for the model, or eager where
+    the model caps the scores of attention."""
     experts_implementation: str | None = None
     """Experts as transformers calls them, such as eager or grouped_mm; by default what it takes for the model."""
     max_model_len: int | None = None

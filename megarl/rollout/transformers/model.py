@@ -16,7 +16,9 @@ from transformers.initialization import no_init_weights
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from converters.errors import UserError
+from converters.formats.safetensors import CONFIG, read_json
 from megarl.rollout.cpu_linear import LinearInAnyBatch
+from megarl.rollout.soft_cap import has_soft_cap, refuse_uncapped
 from megarl.rollout.transformers.arguments import TransformersArguments
 from megatron_ext import device
 from megatron_ext.routing.routed_experts import Routing
@@ -91,9 +93,13 @@ def _in_any_batch() -> AbstractContextManager[object]:
 def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:
     options: dict[str, Any] = {
         name: value
-        for name in ("attn_implementation", "experts_implementation")
+        for name in (_ATTENTION, "experts_implementation")
         if (value := getattr(arguments, name)) is not None
     }
+    if has_soft_cap(read_json(folder / CONFIG)):
+        refuse_uncapped({_ATTENTION: arguments.attn_implementation}, _CAPPING)
+        # By itself transformers 5 takes sdpa, which drops the cap that it is given.
+        options.setdefault(_ATTENTION, _CAPPING[0])
     options["trust_remote_code"] = False
     if arguments.load_format == "auto":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=arguments.dtype, use_safetensors=True, **options)
@@ -109,6 +115,11 @@ def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:
             if part in name:
                 tensor.data = tensor.to(kept[part])
     return model
+
+
+_ATTENTION = "attn_implementation"
+_CAPPING = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+"""Values of it with which attention caps its scores where the model does."""
 
 
 class _RoutingRecorder:

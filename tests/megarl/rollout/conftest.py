@@ -190,7 +190,12 @@ def pool():
 @pytest.fixture(scope="session")
 def reference_log_probs():
     """log_softmax of HuggingFace's logits for all tokens of a sequence: [tokens, vocabulary]."""
-    load = functools.cache(lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
+
+    @functools.cache
+    def load(folder):
+        # Only its eager attention soft-caps.
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
 
     @torch.no_grad()
     def log_probs(folder, token_ids, temperature=1.0):

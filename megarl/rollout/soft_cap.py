@@ -1,0 +1,25 @@
+"""Models whose attention caps its scores, and what an engine is not given for them.
+
+Most kernels of attention leave a cap out without a word. No check of weights sees it: the engine samples from another
+model than is trained.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from converters.architectures import read_architecture
+from megarl.rollout.argument_values import PREFIX
+from megatron_ext.options.refusal import Refusal, refuse
+
+_WITH_CAP = " with a model that caps scores of attention (attn_logit_softcapping in its config.json)"
+_REASON = "it leaves the cap out, or is not known to have one, and the engine would sample from another model"
+
+
+def has_soft_cap(hf_config: Mapping[str, Any]) -> bool:
+    """Whether the model with this config.json caps the scores of its attention."""
+    return read_architecture(hf_config).extensions.attention_softcap is not None
+
+
+def refuse_uncapped(chosen: Mapping[str, Any], capping: Collection[str]) -> None:
+    """Raise UserError for the first of these arguments, where its value is not among those that cap scores."""
+    refuse(chosen, dict.fromkeys(chosen, Refusal(_REASON, (None, *capping))), PREFIX, _WITH_CAP)
