@@ -99,7 +99,7 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
     from vllm.exceptions import VLLMValidationError
     from vllm.usage.usage_lib import UsageContext
 
-    from megarl.rollout.vllm import adapter_slot, weight_transfer
+    from megarl.rollout.vllm import adapter_slot, soft_cap, weight_transfer
 
     # Before what a GPU refuses is left out on a CPU.
     VLLM.check(_own_left_out(given))
@@ -123,6 +123,7 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
         "additional_config": {**_COMPILED_WITH, **(given.get("additional_config") or {})},
     }
     experts = _WITH_EXPERT_PARALLEL if given.get("enable_expert_parallel") else {}
+    overrides |= soft_cap.capping_attention(hf_config, given)
     arguments = {**_DEFAULTS, **experts, "dtype": dtype, **on_device, **workers, **given, **overrides, **required}
     try:
         # Without a context vLLM takes the smallest batches that it has for any: 2,048 tokens a step on every GPU.

@@ -3,6 +3,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -156,3 +157,54 @@ def test_graphs_that_vllm_compiled_by_itself_are_not_taken_for_ours(vllm_process
     given, ours, plain = vllm_process(_keys_of_compiled_graphs, model_folder("qwen3_moe", 0))
     assert given["mine"] == 1
     assert ours != plain
+
+
+def _attention(folder, given, capability=None):
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    played = None if capability is None else DeviceCapability(*capability)
+    with patch.object(type(current_platform), "get_device_capability", return_value=played):
+        backend = make_engine_config(folder, given).attention_config.backend
+    return backend and backend.name
+
+
+@pytest.mark.parametrize(
+    ("capability", "given", "backend"),
+    [
+        (None, {}, None),
+        ((8, 0), {}, None),
+        ((9, 0), {}, None),
+        ((10, 0), {}, "TRITON_ATTN"),
+        ((12, 0), {"attention_backend": "auto"}, "TRITON_ATTN"),
+        ((10, 3), {"attention_config": {"use_trtllm_attention": True}}, "TRITON_ATTN"),
+        ((10, 0), {"attention_backend": "flash_attn"}, "FLASH_ATTN"),
+        ((10, 0), {"attention_config": {"backend": "FLASH_ATTN"}}, "FLASH_ATTN"),
+    ],
+)
+def test_a_model_with_soft_caps_has_attention_that_caps(vllm_process, model_folder, capability, given, backend):
+    assert vllm_process(_attention, model_folder("gemma2", 0), given, capability) == backend
+
+
+def test_a_model_without_soft_caps_has_any_attention(vllm_process, model_folder):
+    for given, backend in (({}, None), ({"attention_backend": "FLASHINFER"}, "FLASHINFER")):
+        assert vllm_process(_attention, model_folder("qwen3", 0), given, (10, 0)) == backend
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"attention_backend": "FLASHINFER"}, "attention_backend=FLASHINFER"),
+        ({"attention_backend": "turboquant"}, "attention_backend=TURBOQUANT"),
+        ({"attention_config": {"backend": "FlashInfer"}}, "attention_config.backend=FLASHINFER"),
+        (
+            {"attention_config": {"backend_per_kind": {"sliding_window": "FLASHINFER"}}},
+            "attention_config.backend_per_kind.sliding_window=FLASHINFER",
+        ),
+    ],
+)
+def test_attention_that_leaves_out_a_soft_cap_is_refused(vllm_process, model_folder, given, named):
+    with pytest.raises(
+        UserError, match=rf"engine_args\.{named} is not supported with a model .*; use FLASH_ATTN or TRITON_ATTN$"
+    ):
+        vllm_process(_attention, model_folder("gemma2", 0), given)

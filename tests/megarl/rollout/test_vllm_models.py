@@ -12,6 +12,8 @@ from megarl.rollout.protocol import Request, UpdateError
         pytest.param("qwen3", False, marks=pytest.mark.long),
         ("qwen3", True),
         ("qwen3_moe", False),
+        # With soft caps that scores and logits come near to.
+        ("gemma2", True),
         ("deepseek_v3", False),
     ],
 )
