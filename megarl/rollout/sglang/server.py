@@ -19,6 +19,7 @@ from megarl.rollout.sglang.arguments import check_block_fp8, check_int8, check_n
 from megarl.rollout.sglang.calls import ARGUMENTS, REFUSED
 from megarl.rollout.sglang.kind import VERSIONS
 from megarl.rollout.sglang.parent import end_with_parent
+from megarl.rollout.sglang.soft_cap import with_capping_attention
 from megatron_ext.loopback import listen_on_loopback
 
 
@@ -46,7 +47,7 @@ def _server_args(arguments: Mapping[str, Any]) -> Any:
     check_names(arguments, [field.name for field in record_fields(ServerArgs)])
     check_block_fp8(arguments)
     check_int8(arguments)
-    server_args = ServerArgs(**arguments)
+    server_args = ServerArgs(**with_capping_attention(arguments))
     try:
         server_args.resolve_once()
     except (ValueError, AssertionError, TypeError, NotImplementedError, OSError) as error:
@@ -71,6 +72,7 @@ if version("sglang") in VERSIONS:
         cpu.kv_cache.register_hooks()
         cpu.experts.register_hooks()
         cpu.latent.register_hooks()
+        cpu.soft_cap.register_hooks()
 
 if __name__ == "__main__":
     sys.exit(main())
