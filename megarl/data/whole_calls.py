@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def with_calls(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], where: str) -> Sequence[Message]:
     """Return the chat in the form in which the chat template writes all calls of the assistant.
 
-    That is the chat itself, or one with None for empty content beside calls: templates of DeepSeek-R1 write calls there
-    alone. Others refuse None or write it as a word, so that it comes second.
+    It is the chat itself, or one with None for empty content beside calls that are left out otherwise: templates of
+    DeepSeek-R1 write calls there alone. Others refuse None or write it as a word, so that it comes second.
 
     Raises `UserError` where a template leaves out calls in both, and for arguments that are no JSON object where it
     does not write them as they are. It costs one rendering, and others where something is amiss.
@@ -42,8 +42,9 @@ def _without_empty_content(
         for number, message in enumerate(messages)
     ]
     with suppress(UserError):  # what a template says against None is not what is wrong with the row
-        if other != messages and not _unwritten(tokenizer, other, where, "name"):
-            return other
+        lost = {number for number, _ in _unwritten(tokenizer, other, where, "name")}
+    if not lost:
+        return other
     raise UserError(
         f"{where}, message {min(lost)}: the model's chat template leaves out a part of its 'tool_calls'; write them in "
         f"chat_template.jinja, or take that part out of the message"

@@ -69,6 +69,12 @@ def test_a_call_that_is_lost_in_both_forms_is_refused(template, content):
         with_calls(speaking(template), messages, "row 0")
 
 
+def test_the_message_is_named_whose_call_is_lost_in_both_forms():
+    messages = [said("user", "1"), said("assistant", None, "f"), said("assistant", "3", "g")]
+    with pytest.raises(UserError, match=r"row 0, message 2: .* leaves out a part of its 'tool_calls'"):
+        with_calls(speaking(DEEPSEEK), check_messages(messages, "row 0"), "row 0")
+
+
 def test_content_stays_a_text_in_messages_whose_calls_are_written():
     tokenizer = speaking("{%- if message.content is none or loop.first -%}" + CALLS + "{%- endif -%}")
     messages = check_messages([said("assistant", None, "f"), said("assistant", None, "g"), said("user", "")], "row 0")
