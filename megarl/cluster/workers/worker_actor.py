@@ -121,7 +121,8 @@ def _complete_environment() -> None:
 
 def _redirect_output(log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    # Whatever libraries print is nobody else's: at its level of info SGLang's server says its key.
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)

@@ -165,7 +165,10 @@ def test_workers_answer_in_their_order_also_after_a_failure_and_end_with_the_gro
         pids = group.call(Program.pid)
     assert eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     for number, pid in enumerate(pids):
-        head, *rest = (tmp_path / "logs" / f"worker_{number}.log").read_text().splitlines()
+        log = tmp_path / "logs" / f"worker_{number}.log"
+        # Libraries may print what is nobody else's.
+        assert stat.S_IMODE(log.stat().st_mode) == 0o600
+        head, *rest = log.read_text().splitlines()
         # A log says by itself where to look, and where another run begins.
         assert re.fullmatch(rf"[-\d]+ [:\d]+ worker_{number} is process {pid} on {platform.node()}", head)
         assert rest == ["closed in order"]

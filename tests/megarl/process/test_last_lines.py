@@ -1,6 +1,8 @@
 """The end of a log, for an error message."""
 
+import errno
 import os
+from pathlib import Path
 
 from megarl.process.logs import last_lines
 
@@ -19,3 +21,14 @@ def test_a_log_without_a_line_says_so(tmp_path):
     assert last_lines(tmp_path / "absent.log") == "(no output)"
     (tmp_path / "empty.log").touch()
     assert last_lines(tmp_path / "empty.log") == "(no output)"
+
+
+def test_a_log_of_another_user_hides_no_failure(tmp_path, monkeypatch):
+    log = tmp_path / "trainer_0.log"
+    log.touch()
+
+    def refuse(*_arguments, **_options):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert last_lines(log) == "(Permission denied)"
