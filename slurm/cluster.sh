@@ -66,7 +66,8 @@ step() {
 
 # A secret of this job, without which Ray takes no connection.
 make_token() {
-  run_folder="$PWD/.slurm/$SLURM_JOB_ID"
+  # In a folder that this user alone may write: a checkout may be a group's.
+  run_folder="$PWD/.slurm-$(id -u)/$SLURM_JOB_ID"
   # Beside that folder, which goes with this start of the job.
   export MEGARL_PROGRESS_FILE="$run_folder.progress"
   (umask 077 && mkdir -p "$run_folder" && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$run_folder/token")

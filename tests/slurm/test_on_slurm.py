@@ -1,6 +1,7 @@
 """The batch script on a real Slurm of two nodes: a run finishes, is cancelled, saves, survives a dead node."""
 
 import json
+import os
 import shutil
 import stat
 import sys
@@ -19,6 +20,7 @@ from megarl.quickstart.tiny_models import write_tiny_model
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
+OF_JOBS = ROOT / f".slurm-{os.getuid()}"
 STEPS = 6
 JOB_S = 300.0
 REQUEUE_S = 10
@@ -126,7 +128,7 @@ def check_that_nothing_is_left(slurm, job):
         eventually(lambda node=node: slurm.processes(node) == [], f"no process on {node}", 10)
         assert slurm.nodes.files(node, "/dev/shm") == []
         assert slurm.nodes.files(node, "/tmp") == [slurm.folder.name]
-    assert not (ROOT / ".slurm" / job.id).exists()
+    assert not (OF_JOBS / job.id).exists()
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +163,7 @@ def test_a_job_that_is_cancelled_leaves_nothing(slurm, overrides):
 
 def check_that_strangers_get_no_connection(slurm, job):
     """Who is on the network and has no secret is refused by Ray; nothing else is open to all."""
-    assert stat.S_IMODE((ROOT / ".slurm" / job.id / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE((OF_JOBS / job.id / "token").stat().st_mode) == 0o600
     refused = slurm.nodes.on("n2", "env", "RAY_AUTH_MODE=disabled", sys.executable, "-c", STRANGER)
     assert "AuthenticationError" in refused, refused
     for node, address in ADDRESSES.items():

@@ -87,7 +87,11 @@ def test_a_job_that_is_to_go_on_goes_back_into_the_queue(submit, tmp_path, code,
     assert "cluster.address=192.0.2.1:6379 checkpoint.on_signal=true cluster.max_restarts=0 loop.steps=5\n" in steps
     assert all(step.startswith("token ") for step in steps.splitlines())
     assert set((tmp_path / "mode").read_text().split()) == {"600"}
-    assert not (tmp_path / ".slurm/7").exists()
+    # Another user of the checkout may have one, too.
+    folder = tmp_path / f".slurm-{os.getuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not (folder / "7").exists()
+    assert list(tmp_path.glob(".slurm*")) == [folder]
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_the_environment_says_how_often_a_job_comes_back(submit, tmp_path, often
 def test_a_job_that_has_ended_leaves_no_file(submit, tmp_path):
     for code in (1, 0, 1, 1, 1, 1):
         submit("grpo_deepseek.sh", RUN_CODE=str(code), SAVES="yes" if not code else "")
-    assert list((tmp_path / ".slurm").iterdir()) == []
+    assert list((tmp_path / f".slurm-{os.getuid()}").iterdir()) == []
 
 
 def test_a_container_takes_the_place_of_the_environment(submit, tmp_path):
