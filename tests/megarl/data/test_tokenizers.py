@@ -79,7 +79,8 @@ def folder(request, tmp_path, monkeypatch):
     (folder / "tiktoken.model").write_text("".join(lines))
     (folder / "tokenization_kimi.py").write_text("open('executed', 'w')\nclass TikTokenTokenizer: pass\n")
     added = {
-        str(len(tokens) + number): {"content": name} for number, name in ((0, "[BOS]"), (1, "[EOS]"), (4, "[PAD]"))
+        str(len(tokens) + number): {"content": name, "special": name != "<think>"}
+        for number, name in ((0, "[BOS]"), (1, "[EOS]"), (3, "<think>"), (4, "[PAD]"))
     }
     settings = {
         "added_tokens_decoder": added,
@@ -111,7 +112,7 @@ def test_a_tokenizer_that_is_code_is_refused_and_not_run(folder):
 def test_followed_the_page_makes_one_that_cuts_as_the_authors_does(folder):
     tiktoken = pytest.importorskip("tiktoken")
     tokens = vocabulary()
-    special = {"[BOS]": len(tokens), "[EOS]": len(tokens) + 1, "[PAD]": len(tokens) + 4}
+    special = {"[BOS]": len(tokens), "[EOS]": len(tokens) + 1, "<think>": len(tokens) + 3, "[PAD]": len(tokens) + 4}
     theirs = tiktoken.Encoding(
         "theirs",
         pat_str=PATTERN,
@@ -123,8 +124,10 @@ def test_followed_the_page_makes_one_that_cuts_as_the_authors_does(folder):
     assert {name: ours.convert_tokens_to_ids(name) for name in special} == special
     assert (ours.eos_token_id, ours.pad_token_id) == (special["[EOS]"], special["[PAD]"])
     assert ours.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "Hi"
+    text = ours.encode(f"<think>Hi<|reserved_token_{len(tokens) + 2}|>[EOS]", add_special_tokens=False)
+    assert ours.decode(text, skip_special_tokens=True) == "<think>Hi"
     draw = random.Random(1)
-    letters = [*TEXT, "'s", "\t ", "[EOS]", *re.findall(r"\S+", TEXT)]
+    letters = [*TEXT, "'s", "\t ", "[EOS]", "<think>", *re.findall(r"\S+", TEXT)]
     lengths = 0
     for _ in range(500):
         text = "".join(draw.choices(letters, k=draw.randint(1, 60)))
