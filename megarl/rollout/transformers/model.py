@@ -18,8 +18,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, read_json
 from megarl.rollout.cpu_linear import LinearInAnyBatch
-from megarl.rollout.soft_cap import has_soft_cap, refuse_uncapped
 from megarl.rollout.transformers.arguments import TransformersArguments
+from megarl.rollout.transformers.corrections import capping_attention, give_norms_of_latents_the_epsilon
 from megatron_ext import device
 from megatron_ext.routing.routed_experts import Routing
 
@@ -46,6 +46,7 @@ class SamplingModel:
             raise UserError(f"transformers cannot serve {folder} with {arguments}: {error}") from error
         self.module.eval().to(device.device())
         config = self.module.config
+        give_norms_of_latents_the_epsilon(self.module)
         self.vocabulary: int = config.vocab_size
         self.max_tokens: int = arguments.max_model_len or config.max_position_embeddings
         self.end_token_ids = _end_token_ids(folder, config)
@@ -92,14 +93,10 @@ def _in_any_batch() -> AbstractContextManager[object]:
 
 def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:
     options: dict[str, Any] = {
-        name: value
-        for name in (_ATTENTION, "experts_implementation")
-        if (value := getattr(arguments, name)) is not None
+        "attn_implementation": capping_attention(read_json(folder / CONFIG), arguments.attn_implementation),
+        "experts_implementation": arguments.experts_implementation,
     }
-    if has_soft_cap(read_json(folder / CONFIG)):
-        refuse_uncapped({_ATTENTION: arguments.attn_implementation}, _CAPPING)
-        # By itself transformers 5 takes sdpa, which drops the cap that it is given.
-        options.setdefault(_ATTENTION, _CAPPING[0])
+    options = {name: value for name, value in options.items() if value is not None}
     options["trust_remote_code"] = False
     if arguments.load_format == "auto":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=arguments.dtype, use_safetensors=True, **options)
@@ -115,11 +112,6 @@ def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:
             if part in name:
                 tensor.data = tensor.to(kept[part])
     return model
-
-
-_ATTENTION = "attn_implementation"
-_CAPPING = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
-"""Values of it with which attention caps its scores where the model does."""
 
 
 class _RoutingRecorder:

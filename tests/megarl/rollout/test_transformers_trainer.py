@@ -4,6 +4,8 @@ import pytest
 import torch
 from launch import run_ranks
 from parity import VOCABULARY, logits, of_each, sequences
+from safetensors.torch import load_file, save_file
+from test_deepseek_models import write_model
 
 from converters.errors import UserError
 from converters.layouts.megatron import ParallelSizes
@@ -11,16 +13,25 @@ from megarl.quickstart.tiny_models import TINY_MODELS, write_tiny_model
 from megarl.rollout.transformers.arguments import TransformersArguments
 from megarl.rollout.transformers.model import SamplingModel
 
-NAMES = tuple(TINY_MODELS)
+NAMES = (*TINY_MODELS, "moonlight")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Folders, by name."""
-    return {
-        name: write_tiny_model(name, tmp_path_factory.mktemp(name), fields={"vocab_size": VOCABULARY})
-        for name in TINY_MODELS
-    }
+    folders = {name: tmp_path_factory.mktemp(name) for name in NAMES}
+    for name in TINY_MODELS:
+        write_tiny_model(name, folders[name], fields={"vocab_size": VOCABULARY})
+    write_model("moonlight", folders["moonlight"])
+    make_latents_small(folders["moonlight"] / "model.safetensors")
+    return folders
+
+
+def make_latents_small(file):
+    """So small that their norms show which epsilon they have."""
+    tensors = load_file(file)
+    small = {name: tensor * 0.1 for name, tensor in tensors.items() if "kv_a_proj" in name}
+    save_file({**tensors, **small}, file, metadata={"format": "pt"})
 
 
 @pytest.fixture(scope="module")
