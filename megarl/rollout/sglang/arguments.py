@@ -150,6 +150,16 @@ def _check_layers(hf_config: Mapping[str, Any]) -> None:
             f"SGLang {VERSIONS[0]} gives every layer of a qwen3_moe model experts, and config.json has dense ones"
             f" ({', '.join(found)}), which would be left out: set another rollout.engine"
         )
+    types = hf_config.get("layer_types")
+    if hf_config["model_type"] == "gemma2" and types and types != _in_turns(len(types)):
+        raise UserError(
+            f"SGLang {VERSIONS[0]} gives a gemma2 model sliding and full attention in turns, the first layer sliding,"
+            " and layer_types of config.json are others: set another rollout.engine"
+        )
+
+
+def _in_turns(layers: int) -> list[str]:
+    return ["full_attention" if each % 2 else "sliding_attention" for each in range(layers)]
 
 
 def _check_fields(hf_config: Mapping[str, Any]) -> None:

@@ -231,6 +231,21 @@ def test_dense_layers_between_experts_are_refused(tmp_path, field, value):
         server_arguments(folder, {}, 1, "key")
 
 
+@pytest.mark.parametrize("layers", [2, 3])
+def test_sliding_layers_where_sglang_has_others_are_refused(tmp_path, layers):
+    """SGLang goes by the number of a layer, and never reads the list."""
+    turns = [["sliding_attention", "full_attention"][each % 2] for each in range(layers)]
+    for types in (None, turns, [*turns[:-1], turns[-2]], turns[::-1][:1] * layers):
+        folder = write_tiny_model("gemma2", tmp_path, fields={"num_hidden_layers": layers, "layer_types": types})
+        if types in (None, turns):
+            server_arguments(folder, {}, 1, "key")
+            continue
+        with pytest.raises(
+            UserError, match=r"in turns, .* layer_types of config\.json .*: set another rollout\.engine"
+        ):
+            server_arguments(folder, {}, 1, "key")
+
+
 def test_fields_that_transformers_leaves_out_and_sglang_reads_are_named(tmp_path):
     """Without, its workers end with an AttributeError of theirs."""
     folder = write_tiny_model("deepseek_v3", tmp_path)
