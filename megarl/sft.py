@@ -1,12 +1,14 @@
 """Supervised fine-tuning on the ranks of `megarl train`: packed conversations, loss on what the assistant says."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from converters.errors import UserError
 from megarl.algorithms import SftObjective
-from megarl.data import Conversation, PromptSampler, load_conversations
+from megarl.data import Conversation, PromptSampler
 from megarl.data.sampler import digest_of
 from megarl.run.batches import StepBatch
+from megarl.run.examples import read_conversations
 from megarl.run.opening import RunSetup
 from megarl.run.supervised import Measurement, open_training
 from megarl.schema import MegarlConfig
@@ -18,8 +20,9 @@ def sft(config: MegarlConfig) -> None:
     settings = config.sft
     if (setup := RunSetup.unfinished(config, "sft")) is None:
         return
-    train = _read(setup, settings.train_files)
-    held_out = _read(setup, settings.eval_files) if settings.eval_files else []
+    read = partial(read_conversations, setup, column=settings.messages_column, group="sft")
+    train = read(settings.train_files)
+    held_out = read(settings.eval_files) if settings.eval_files else []
     enough = settings.stop_at_exact_match
     if enough is not None and not held_out:
         raise UserError("sft.stop_at_exact_match needs held-out conversations: set sft.eval_files")
@@ -35,13 +38,6 @@ def sft(config: MegarlConfig) -> None:
         )
         training.learn(batches, SftObjective(), measurement if held_out else None)
         training.export()
-
-
-def _read(setup: RunSetup, files: list[str]) -> list[Conversation]:
-    config = setup.config
-    return load_conversations(
-        files, setup.model.tokenizer, config.sft.messages_column, config.loop.max_tokens_per_micro_batch
-    )
 
 
 def _draw(sampler: PromptSampler, train: Sequence[Conversation], config: MegarlConfig) -> StepBatch:

@@ -14,7 +14,7 @@ from converters.errors import UserError
 from megarl.algorithms import PreferenceObjective
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.trainer.batch import Batch, fetch_tensor
-from megarl.data import Conversation, PreferencePair, PromptSampler, load_conversations
+from megarl.data import Conversation, PreferencePair, PromptSampler
 from megarl.data.sampler import digest_of
 from megarl.data.stretches import fetch
 from megarl.models.context import check_context
@@ -23,6 +23,7 @@ from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.rollout.protocol import Request
 from megarl.run.batches import StepBatch
+from megarl.run.examples import read_conversations
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import Measurement, Training, open_training
@@ -47,8 +48,9 @@ def spin(config: MegarlConfig) -> None:
     settings = config.preference
     if (setup := RunSetup.unfinished(config, "spin")) is None:
         return
-    exchanges = [last_exchange(conversation) for conversation in _read(setup, settings.train_files)]
-    held_out = _read(setup, settings.eval_files) if settings.eval_files else []
+    read = partial(read_conversations, setup, column=settings.messages_column, group="preference")
+    exchanges = [last_exchange(conversation) for conversation in read(settings.train_files)]
+    held_out = read(settings.eval_files) if settings.eval_files else []
     check_lengths(exchanges, config)
     check_context(config, (exchange.prompt for exchange in exchanges))
     sampler = setup.sampler(len(exchanges), digest_of(part for exchange in exchanges for part in exchange))
@@ -93,12 +95,6 @@ def pairs_against(exchanges: Sequence[Exchange], replies: Sequence[list[int]]) -
 
 def _conversation(prompt: list[int], reply: list[int]) -> Conversation:
     return Conversation([*prompt, *reply], [False] * len(prompt) + [True] * len(reply))
-
-
-def _read(setup: RunSetup, files: list[str]) -> list[Conversation]:
-    config = setup.config
-    limit = config.loop.max_tokens_per_micro_batch
-    return load_conversations(files, setup.model.tokenizer, config.preference.messages_column, limit, "preference")
 
 
 def check_lengths(exchanges: Sequence[Exchange], config: MegarlConfig) -> None:

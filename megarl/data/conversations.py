@@ -1,6 +1,6 @@
 """Conversations for supervised fine-tuning, with a mask of what the assistant said."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from converters.errors import UserError
 from megarl.data.chat import LengthBound, Message, check_messages, encode, render
 from megarl.data.parquet import read_rows
+from megarl.data.turn_ends import TurnEnds
 from megarl.data.whole_calls import with_calls
 from megarl.data.whole_replies import check_texts
 
@@ -39,12 +40,15 @@ def load_conversations(
     messages_column: str,
     max_tokens: int,
     group: str = "sft",
+    stop_token_ids: Collection[int] = (),
 ) -> list[Conversation]:
     """Read, render and tokenise the chats ({role, content} lists in `messages_column`) of parquet `files`.
 
     `group` is that of the configuration which names files and column, for sentences about a bad one.
-    The mask of an assistant turn begins after the generation prompt and ends with the turn's end token, so that it
-    covers what the model would have to generate and nothing else. It comes from rendering the chat turn by turn.
+    The mask of an assistant turn begins after the generation prompt and ends with the turn's end token (`TurnEnds`;
+    responses end at `stop_token_ids`), so that it covers what the model would have to generate and nothing else. It
+    comes from rendering the chat turn by turn. Where the next message's first token ends a turn, the last one gets it
+    appended.
 
     Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a chat without an assistant turn,
     begun by one or longer than `max_tokens`, and a chat template whose renderings don't extend each other (one that
@@ -59,7 +63,7 @@ def load_conversations(
         for number, row in read_rows(file, [messages_column], named_by={messages_column: f"{group}.messages_column"})
         for where in [f"row {number} (from 0) of {file}, column {messages_column!r}"]
     ]
-    conversations = tokenise(chats, tokenizer, max_tokens)
+    conversations = tokenise(chats, tokenizer, max_tokens, stop_token_ids)
     for chat, conversation in zip(chats, conversations, strict=True):
         if len(conversation.token_ids) > max_tokens:
             raise UserError(
@@ -69,7 +73,9 @@ def load_conversations(
     return conversations
 
 
-def tokenise(chats: Sequence[Chat], tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> list[Conversation]:
+def tokenise(
+    chats: Sequence[Chat], tokenizer: "PreTrainedTokenizerBase", max_tokens: int, stop_token_ids: Collection[int] = ()
+) -> list[Conversation]:
     """Token ids and masks of chats, through the chat template; raises `UserError` as `load_conversations`.
 
     A chat of more than `max_tokens` may come out, but not one so long that it need not be tokenised to know.
@@ -78,11 +84,10 @@ def tokenise(chats: Sequence[Chat], tokenizer: "PreTrainedTokenizerBase", max_to
     bound = LengthBound(tokenizer)
     for chat, texts in zip(chats, rendered, strict=True):
         bound.check(texts[-1], max_tokens, chat.where)
-    end_tokens = _special_token_ids(tokenizer)
+    ends = TurnEnds(tokenizer, stop_token_ids)
     encoded = encode(tokenizer, [text for texts in rendered for text in texts])
     return [
-        _mask_turns(chat.where, [next(encoded) for _ in texts], end_tokens)
-        for chat, texts in zip(chats, rendered, strict=True)
+        _mask_turns(chat, [next(encoded) for _ in texts], ends) for chat, texts in zip(chats, rendered, strict=True)
     ]
 
 
@@ -114,9 +119,9 @@ def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]
     return texts
 
 
-def _mask_turns(where: str, prefixes: list[list[int]], end_tokens: frozenset[int]) -> Conversation:
-    """Mask the tokens between `prefixes[2 * k]` and `prefixes[2 * k + 1]`, up to the turn's last special token."""
-    token_ids = prefixes[-1]
+def _mask_turns(chat: Chat, prefixes: list[list[int]], ends: TurnEnds) -> Conversation:
+    """Mask what is behind each `prefixes[2 * k]` to the end of the turn, in `prefixes[2 * k + 1]` or right behind."""
+    where, token_ids = chat.where, prefixes[-1]
     mask = [False] * len(token_ids)
     for prefix in prefixes:
         if token_ids[: len(prefix)] != prefix:
@@ -124,22 +129,18 @@ def _mask_turns(where: str, prefixes: list[list[int]], end_tokens: frozenset[int
                 f"{where}: the tokenizer joins the text of two turns into one token, so the assistant's tokens cannot "
                 f"be told apart; strip the white space around the contents"
             )
-    for before, after in zip(prefixes[:-1:2], prefixes[1::2], strict=True):
-        ends = [position for position in range(len(before), len(after)) if token_ids[position] in end_tokens]
-        if not ends:
-            raise UserError(
-                f"{where}: the model's chat template ends an assistant message without a special token, so a model "
-                f"would never learn to stop; use a template that writes the tokenizer's end-of-sequence token"
-            )
-        mask[len(before) : ends[-1] + 1] = [True] * (ends[-1] + 1 - len(before))
+    turns = list(zip(prefixes[:-1:2], prefixes[1::2], strict=True))
+    messages = [message for message in chat.messages if message["role"] == "assistant"][-len(turns) :]
+    for message, (before, after) in zip(messages, turns, strict=True):
+        begin, following = len(before), next(iter(token_ids[len(after) :]), None)
+        learned = ends.learned(where, message, after[begin:], following)
+        if begin + len(learned) > len(token_ids):
+            token_ids = [*token_ids, learned[-1]]
+            mask.append(True)
+        mask[begin : begin + len(learned)] = [True] * len(learned)
     if mask[0]:
         raise UserError(
             f"{where}: the model's chat template writes nothing before the assistant's first message, so that there is "
             f"nothing to predict its first token from; use a template that begins its turns with a token"
         )
     return Conversation(token_ids, mask)
-
-
-def _special_token_ids(tokenizer: "PreTrainedTokenizerBase") -> frozenset[int]:
-    added = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset([*tokenizer.all_special_ids, *added])

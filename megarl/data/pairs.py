@@ -1,6 +1,6 @@
 """Pairs of a preferred and a rejected reply, with masks of the assistant's tokens."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ def load_pairs(
     max_tokens: int,
     *,
     shared_prefixes: bool = False,
+    stop_token_ids: Collection[int] = (),
 ) -> list[PreferencePair]:
     """Read, render and tokenise the pairs of parquet `files`.
 
@@ -49,7 +50,9 @@ def load_pairs(
             "no data file is given; name parquet files in preference.train_files (or preference.eval_files)"
         )
     chats = [chat for file in files for row in _read_file(file, config) for chat in row]
-    replies = [_cut_after_reply(conversation) for conversation in tokenise(chats, tokenizer, max_tokens)]
+    replies = [
+        _cut_after_reply(conversation) for conversation in tokenise(chats, tokenizer, max_tokens, stop_token_ids)
+    ]
     pairs = [PreferencePair(*two) for two in zip(replies[::2], replies[1::2], strict=True)]
     for chat, pair in zip(chats[::2], pairs, strict=True):
         if pair.chosen == pair.rejected:

@@ -1,6 +1,7 @@
 """Pairs of replies on the way to an objective of preferences: read, drawn, batched, measured."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -23,10 +24,16 @@ P = TypeVar("P")
 def read_pairs(setup: RunSetup) -> tuple[list[PreferencePair], list[PreferencePair]]:
     """The pairs to train on, and those held out (which may be none)."""
     config = setup.config
-    limit, once = config.loop.max_tokens_per_micro_batch, config.loop.shared_prefixes
+    load = partial(
+        load_pairs,
+        tokenizer=setup.model.tokenizer,
+        config=config.preference,
+        max_tokens=config.loop.max_tokens_per_micro_batch,
+        shared_prefixes=config.loop.shared_prefixes,
+        stop_token_ids=setup.model.stop_token_ids,
+    )
     train, held_out = (
-        load_pairs(files, setup.model.tokenizer, config.preference, limit, shared_prefixes=once) if files else []
-        for files in (config.preference.train_files, config.preference.eval_files)
+        load(files) if files else [] for files in (config.preference.train_files, config.preference.eval_files)
     )
     return train, held_out
 

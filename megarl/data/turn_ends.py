@@ -1,0 +1,108 @@
+"""Ends of turns: the tokens by which a model that learns a reply learns to stop."""
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from converters.errors import UserError
+from megarl.data.chat import Message, encode, render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_QUESTION: Message = {"role": "user", "content": "1"}
+_ANSWERS: tuple[Message, Message] = ({"role": "assistant", "content": "1"}, {"role": "assistant", "content": "2"})
+_RESULT: Message = {"role": "tool", "content": "1"}
+_WHERE = "messages that show how turns end"
+
+
+class TurnEnds:
+    """Finds the end of a reply, as the chat template of a tokenizer writes it.
+
+    It is the first of `stop_token_ids` behind the text of the reply; where there is none, and the next message begins
+    with one, that: GLM's templates write no end, and its models stop with <|user|> or <|observation|>. A reply that has
+    neither ends with the last special token behind its text.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = frozenset(stop_token_ids)
+        added = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self._special = frozenset([*tokenizer.all_special_ids, *added])
+
+    def learned(self, where: str, message: Message, reply: Sequence[int], following: int | None) -> list[int]:
+        """Tokens that a model has to write to say a `message` and to stop.
+
+        The template makes `reply` of the message, and `following` is the token that the next one begins with in the
+        chat, None at its end. Raises `UserError`, with `where` in front, where nothing ends the turn.
+        """
+        ends = self._behind_text(reply)
+        for end in ends:
+            if reply[end] in self._stops:
+                return [*reply[: end + 1]]
+        following = self._of_next(message) if following is None else following
+        if following in self._stops:
+            return [*reply, following]
+        if not ends:
+            raise UserError(
+                f"{where}: the model's chat template ends an assistant message without a special token, and writes "
+                f"none behind it at which a response ends, so a model would never learn to stop; use a template that "
+                f"writes the tokenizer's end-of-sequence token"
+            )
+        return [*reply[: ends[-1] + 1]]
+
+    def _behind_text(self, reply: Sequence[int]) -> list[int]:
+        """Places of the special tokens that have no text of the message behind them."""
+        special = [place for place, token in enumerate(reply) if token in self._special]
+        if not special or not self._is_markup(reply[special[-1] + 1 :]):
+            return []
+        ends = [special.pop()]
+        while special and not self._text(reply[special[-1] + 1 : ends[0]]).strip():
+            ends.insert(0, special.pop())
+        return ends
+
+    def _is_markup(self, tokens: Sequence[int]) -> bool:
+        """Whether tokens behind the last special one are white space, or what stands there behind every reply."""
+        text = self._text(tokens)
+        return not text.strip() or text == self._behind_each
+
+    @cached_property
+    def _behind_each(self) -> str | None:
+        """Text that the template writes behind its last special token, whatever is said; None if that has no end."""
+        texts = set()
+        for answer in _ANSWERS:
+            tokens = self._tokens([_QUESTION, answer]) or []
+            special = [place for place, token in enumerate(tokens) if token in self._special]
+            texts.add(self._text(tokens[special[-1] + 1 :]) if special else None)
+        return texts.pop() if len(texts) == 1 else None
+
+    def _of_next(self, message: Message) -> int | None:
+        """The token that the template would begin the message after `message` with, None if it cannot be told."""
+        return self._of_result if message.get("tool_calls") else self._of_question
+
+    @cached_property
+    def _of_question(self) -> int | None:
+        return self._behind_answer(_QUESTION)
+
+    @cached_property
+    def _of_result(self) -> int | None:
+        return self._behind_answer(_RESULT)
+
+    def _behind_answer(self, following: Message) -> int | None:
+        """The first token of a message behind a plain answer: templates rewrite answers that have reasoning."""
+        chat = [_QUESTION, _ANSWERS[0]]
+        before, after = self._tokens(chat), self._tokens([*chat, following])
+        if before is None or after is None or after[: len(before)] != before:
+            return None
+        return next(iter(after[len(before) :]), None)
+
+    def _tokens(self, messages: Sequence[Message]) -> list[int] | None:
+        """Tokens of a chat, None for one that the template refuses."""
+        try:
+            text = render(self._tokenizer, messages, _WHERE, add_generation_prompt=False)
+        except UserError:
+            return None
+        return next(encode(self._tokenizer, [text]))
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens))) if tokens else ""
