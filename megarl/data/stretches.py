@@ -117,6 +117,15 @@ def _equal_at_the_beginning(values: Array) -> int:
     return int(differs.argmax()) if differs.any() else len(values)
 
 
+def stored(values: Array) -> Array | StoredArray:
+    """A long array of this process, now in the object store; a short one is what it was."""
+    if not is_long(values):
+        return values
+    import ray
+
+    return StoredArray(ray.put(values), values.dtype.str, len(values), holds_numbers(values))
+
+
 def holds_numbers(values: Array) -> bool:
     """Whether none of the values is infinite or not a number; only one of floating point can be."""
     return values.dtype.kind != "f" or bool(np.isfinite(values).all())

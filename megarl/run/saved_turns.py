@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file
+from safetensors import safe_open
 
 from converters.formats.safetensors import place_tensors
 from megarl.data import Turn
-from megarl.data.stretches import Array, Values, fetch_each
+from megarl.data.stretches import Array, Values, fetch_each, stored
 
 _ARRAYS: Mapping[str, torch.dtype] = {
     "prompt_ids": torch.int32,
@@ -56,25 +56,32 @@ def described(turn: Turn) -> list[Any]:
 
 
 class SavedTurns:
-    """Reads the turns of a file again, in their order."""
+    """Reads the turns of a file again, in their order; of the file no more than a turn is in memory at a time."""
 
     def __init__(self, file: Path) -> None:
-        self._arrays: Mapping[str, Array] = load_file(file) if file.exists() else {}
+        self._arrays: dict[str, Any] = {}
+        if file.exists():
+            opened = safe_open(file, framework="numpy")
+            self._arrays = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
         self._read = dict.fromkeys(self._arrays, 0)
 
     def next(self, turn: Sequence[Any]) -> Turn:
-        """The next turn, as it was `described`."""
+        """The next turn, as it was `described`; its experts are in the object store, as those from an engine are."""
         prompt, sampled, finish_reason, with_experts = turn
         prompt_ids, token_ids, log_probs, versions = (
             self._next(name, prompt if name == "prompt_ids" else sampled) for name in _ARRAYS
         )
-        experts: tuple[Array, ...] = ()
+        experts: Values = ()
         if with_experts:
             records = np.ascontiguousarray(self._next(_EXPERTS, prompt + sampled))
-            experts = (records.view(np.dtype((np.void, records.shape[1])))[:, 0],)
+            # Every batch that has the turn sends them, several times: they are far larger than all else of it.
+            experts = (stored(records.view(np.dtype((np.void, records.shape[1])))[:, 0]),)
         return Turn.of(prompt_ids, token_ids, log_probs, versions, finish_reason, experts)
 
     def _next(self, name: str, length: int) -> Array:
         start = self._read[name]
         self._read[name] = start + length
-        return self._arrays[name][start : start + length]
+        if length:
+            return self._arrays[name][start : start + length]
+        # Safetensors (0.8) has no empty part of the end of an array.
+        return np.empty((0, *self._arrays[name].get_shape()[1:]), dtype=np.uint8)
