@@ -33,6 +33,7 @@ from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer, reward_arguments
 from megarl.rewards.scorer import Samples
 from megarl.rollout.kind import EngineKind, EngineSizes
+from megarl.run.checkpoint_files import at_once
 from megarl.run.rollouts import Rollouts, RolloutWorkers
 from megarl.run.schedule import Schedule
 from megarl.schema import ClusterConfig, LoopConfig, MegarlConfig, RewardConfig, RolloutConfig, ScheduleConfig
@@ -151,7 +152,7 @@ def checkpoint(groups: int, median_tokens: float) -> str:
             target = Path(folder) / str(number)
             target.mkdir()
             began = time.monotonic()
-            state = rollouts.save(target)
+            state = rollouts.save(at_once(target))
             seconds.append(time.monotonic() - began)
         size = sum(path.stat().st_size for path in target.iterdir())
     assert len(state["schedule"]["draws"]) == 2 * groups

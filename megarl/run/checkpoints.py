@@ -2,9 +2,9 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from megarl.cluster.workers.worker import WorkerFailed
 from megarl.output.places import CHECKPOINTS
 from megarl.process.errors import RunFailed
 from megarl.process.progress_file import note_progress
+from megarl.run.checkpoint_files import CheckpointFiles, Piece
 from megarl.schema import MegarlConfig
 from megatron_ext.checkpoint import checkpoint_folder
 from megatron_ext.options.options import AdapterOptions
@@ -117,6 +118,15 @@ class CheckpointFailed(RunFailed):
         self.sentence = f"{reason}: see to the file system; the same command continues from the last checkpoint"
 
 
+@dataclass
+class _Pending:
+    """A checkpoint that is being written: its step, the controller's own files, and all else that it knows."""
+
+    step: int
+    files: CheckpointFiles
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Checkpoints:
     """Writes the checkpoints of a run, one at a time; with `checkpoint.async_save` the run goes on meanwhile.
 
@@ -128,23 +138,25 @@ class Checkpoints:
     def __init__(self, config: MegarlConfig, command: str, models: Mapping[str, TrainerGroup]) -> None:
         self._root, self._config = checkpoints_folder(config), config.checkpoint
         self._command, self._models = command, models
-        self._pending: dict[str, Any] | None = None
+        self._pending: _Pending | None = None
         self._waited_s = 0.0
         self._begun_at_s = self._begin_took_s = self._longest_s = 0.0
 
     def save(self, step: int, state_in: Callable[[Path], Mapping[str, Any]]) -> None:
         """Begin a checkpoint after `step`, once the one before is complete; without `async_save`, complete it, too.
 
-        `state_in` writes further files of the controller to a folder and gives the rest of its state. Raises UserError
-        where the disk has no room, CheckpointFailed where it does not answer.
+        `state_in` writes small files of the controller to a folder, lets `write` have large ones, and gives the rest
+        of its state. Raises UserError where the disk has no room, CheckpointFailed where it does not answer.
         """
         started = time.perf_counter()
         self.complete()
         self._waited_s += time.perf_counter() - started
-        self._pending, self._begun_at_s = {"step": step}, time.monotonic()
+        files = CheckpointFiles(checkpoint_folder.partial_folder(self._root, step))
+        self._pending, self._begun_at_s = _Pending(step, files), time.monotonic()
         with self._abandoned_on_error():
             folder = checkpoint_folder.begin(self._root, step)
-            self._pending = copy.deepcopy({"command": self._command, "step": step, **state_in(folder)})
+            self._pending.state = copy.deepcopy({"command": self._command, "step": step, **state_in(folder)})
+            files.start()
             for name, model in self._models.items():
                 (folder / name).mkdir(exist_ok=True)
                 model.begin_save(folder / name, in_background=self._config.async_save)
@@ -152,12 +164,21 @@ class Checkpoints:
         if not self._config.async_save:
             self.complete()
 
+    def write(self, name: str, pieces: Iterable[Piece]) -> None:
+        """Let a file of the checkpoint that `state_in` is asked for be written while the ranks write theirs.
+
+        The checkpoint is complete no sooner than the file is on disk.
+        """
+        assert self._pending is not None, "no checkpoint is begun"
+        self._pending.files.write(name, pieces)
+
     def complete_if_written(self) -> None:
         """Complete the last checkpoint, if that takes no waiting for a disk. Raises what ended the writing."""
         if self._pending is None:
             return
         with self._abandoned_on_error():
-            written = [model.save_is_written() for model in self._models.values()]
+            of_ranks = [model.save_is_written() for model in self._models.values()]
+            written = [self._pending.files.is_written(), *of_ranks]
         if all(written):
             self.complete()
 
@@ -166,10 +187,12 @@ class Checkpoints:
         if self._pending is None:
             return
         with self._abandoned_on_error():
-            writing_s = max((model.finish_save() for model in self._models.values()), default=0.0)
+            # First what needs no rank: a disk without room is told of before they have ended.
+            own_writing_s = self._pending.files.wait()
+            writing_s = max([own_writing_s, *(model.finish_save() for model in self._models.values())])
             written_s = time.monotonic()
             keep_last, keep_every = self._config.keep_last, self._config.keep_every
-            checkpoint_folder.commit(self._root, self._pending["step"], self._pending, keep_last, keep_every)
+            checkpoint_folder.commit(self._root, self._pending.step, self._pending.state, keep_last, keep_every)
         self._pending = None
         own_s = self._begin_took_s + time.monotonic() - written_s
         self._longest_s = max(self._longest_s, own_s + writing_s)
@@ -198,13 +221,17 @@ class Checkpoints:
             reason = error.error if isinstance(error, WorkerFailed) else error
             if isinstance(reason, OSError):
                 reason = checkpoint_folder.disk_error(reason, self._root)
+                if isinstance(reason, UserError):
+                    raise reason from error
             if isinstance(reason, checkpoint_folder.DiskUnavailableError):
                 raise CheckpointFailed(reason) from error
             raise
 
     def _abandon(self) -> None:
         if self._pending is not None:
-            checkpoint_folder.abandon(self._root, self._pending["step"])
+            # Or its thread would go on, with values that end with the run, where the next one may write.
+            self._pending.files.end()
+            checkpoint_folder.abandon(self._root, self._pending.step)
             self._pending = None
 
     def __enter__(self) -> Self:

@@ -22,6 +22,7 @@ from megarl.cluster.workers.idle_ranks import IdleRanks
 from megarl.data import Prompt, PromptGroup, PromptSampler
 from megarl.rewards import PendingScores, Scorer
 from megarl.run.ages import check_ages
+from megarl.run.checkpoint_files import WriteFile
 from megarl.run.dropped import Dropped
 from megarl.run.in_flight_groups import InFlightGroups
 from megarl.run.saved_rollouts import Lengths, SavedRollouts, read_rollouts, save_rollouts
@@ -157,8 +158,8 @@ class Rollouts:
             if self._is_ahead:
                 self._admit()
 
-    def save(self, folder: Path) -> dict[str, Any]:
-        """Write groups that are scored, and as much as there is of others, to `folder`; the rest of the state.
+    def save(self, write: WriteFile) -> dict[str, Any]:
+        """Let groups that are scored, and as much as there is of others, be written; the rest of the state.
 
         Nobody is waited for: rewards that are on their way are computed again by a run that goes on from here.
         """
@@ -171,9 +172,9 @@ class Rollouts:
             begun = self._sampled if self._config.schedule.in_flight == "wait" else None
             in_flight = self._in_flight.copy(begun)
             sampler, schedule = self._sampler.state_dict(), self._schedule.state_dict()
-        # A slow disk must not keep rewards and engines waiting for the lock.
+        # Whoever merges responses, or a slow disk, must not keep rewards and engines waiting for the lock.
         rollouts = SavedRollouts(finished, awaiting_reward_model, dropped, in_flight.partials(), lengths)
-        return save_rollouts(rollouts, folder, self._config, sampler, schedule)
+        return save_rollouts(rollouts, write, self._config, sampler, schedule)
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
         """Go on from a state: what was being sampled goes on, with whatever schedule there is now.

@@ -6,14 +6,15 @@ from typing import Any
 
 from megarl.data import Prompt, PromptGroup, Trajectory
 from megarl.rewards import Score
+from megarl.run.checkpoint_files import WriteFile
 from megarl.run.saved_turns import SavedTurns, described, save_turns
 
 _FILE = "groups.safetensors"
 
 
-def save_groups(groups: Sequence[PromptGroup], folder: Path) -> list[dict[str, Any]]:
-    """Write the arrays of all turns to `folder`, if there are any; the rest of what `read_groups` needs."""
-    save_turns([turn for group in groups for member in group.members for turn in member.turns], folder / _FILE)
+def save_groups(groups: Sequence[PromptGroup], write: WriteFile) -> list[dict[str, Any]]:
+    """Let the arrays of all turns be written, if there are any; the rest of what `read_groups` needs."""
+    save_turns([turn for group in groups for member in group.members for turn in member.turns], _FILE, write)
     return [_described(group) for group in groups]
 
 

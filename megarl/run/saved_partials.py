@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.cluster.engines.pending_request import PartialTurns
 from megarl.rollout.protocol import Request
+from megarl.run.checkpoint_files import WriteFile
 from megarl.run.saved_turns import SavedTurns, described, save_turns
 
 _FILE = "partials.safetensors"
@@ -32,12 +33,12 @@ class SavedPartial:
         return self.turns if _checksum(request) == self.request else {}
 
 
-def save_partials(partials: Mapping[int, Sequence[SavedPartial]], folder: Path) -> list[dict[str, Any]]:
-    """Write the arrays of all turns to `folder`, if there are any; the rest of what `read_partials` needs.
+def save_partials(partials: Mapping[int, Sequence[SavedPartial]], write: WriteFile) -> list[dict[str, Any]]:
+    """Let the arrays of all turns be written, if there are any; the rest of what `read_partials` needs.
 
     `partials` are those of the requests of a draw, by its ordinal.
     """
-    save_turns([turn for own in partials.values() for each in own for turn in each.turns.values()], folder / _FILE)
+    save_turns([turn for own in partials.values() for each in own for turn in each.turns.values()], _FILE, write)
     return [{"ordinal": ordinal, "requests": [_described(each) for each in own]} for ordinal, own in partials.items()]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from megarl.data import Prompt, PromptGroup
 from megarl.data.sampler import SamplerState
 from megarl.run.ages import check_carried_over, oldest_of_group, oldest_version
+from megarl.run.checkpoint_files import WriteFile
 from megarl.run.saved_groups import read_groups, save_groups
 from megarl.run.saved_partials import SavedPartial, read_partials, save_partials
 from megarl.run.saved_schedule import changed_settings, check_room, schedule_change_message, schedule_settings
@@ -49,12 +50,12 @@ class SavedRollouts:
 
 def save_rollouts(
     rollouts: SavedRollouts,
-    folder: Path,
+    write: WriteFile,
     config: MegarlConfig,
     sampler: SamplerState,
     schedule: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Write groups and partial responses to `folder`; returns the rest of what `read_rollouts` needs.
+    """Let groups and partial responses be written; returns the rest of what `read_rollouts` needs.
 
     `sampler` and `schedule` are the states of these.
     """
@@ -62,9 +63,9 @@ def save_rollouts(
     return {
         "sampler": sampler,
         "schedule": {**schedule, "settings": schedule_settings(config)},
-        "groups": save_groups(groups, folder),
+        "groups": save_groups(groups, write),
         "dropped": [group.ordinal for group in rollouts.dropped],
-        "partials": save_partials(rollouts.partials, folder),
+        "partials": save_partials(rollouts.partials, write),
         "lengths": {name: asdict(each) for name, each in rollouts.lengths.items()},
     }
 

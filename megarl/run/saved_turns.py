@@ -12,6 +12,7 @@ from safetensors import safe_open
 from converters.formats.safetensors import place_tensors
 from megarl.data import Turn
 from megarl.data.stretches import Array, Values, fetch_each, stored
+from megarl.run.checkpoint_files import Piece, WriteFile
 
 _ARRAYS: Mapping[str, torch.dtype] = {
     "prompt_ids": torch.int32,
@@ -24,21 +25,23 @@ _EXPERTS = "routed_experts"
 _AT_ONCE = 16
 
 
-def save_turns(turns: Sequence[Turn], file: Path) -> None:
-    """Write the arrays of all turns, if there are any; no more than a few are copied at a time."""
-    if not turns:
-        return
+def save_turns(turns: Sequence[Turn], name: str, write: WriteFile) -> None:
+    """Let the arrays of all turns be written to a file, if there are any; no more than a few are copied at a time."""
+    if turns:
+        write(name, _content(turns))
+
+
+def _content(turns: Sequence[Turn]) -> Iterator[Piece]:
     values: dict[str, Sequence[Values]] = {name: [(getattr(turn, name),) for turn in turns] for name in _ARRAYS}
     shapes: dict[str, tuple[int, ...]] = {name: (_length(each),) for name, each in values.items()}
     if experts := [turn.routed_experts for turn in turns if turn.routed_experts]:
         values[_EXPERTS] = experts
         shapes[_EXPERTS] = _length(experts), np.dtype(experts[0][0].dtype).itemsize
     start, places = place_tensors(shapes, {**_ARRAYS, _EXPERTS: torch.uint8})
-    with file.open("wb") as written:
-        written.write(start)
-        for name in places:
-            for array in _fetched(values[name]):
-                written.write(np.ascontiguousarray(array).data)
+    yield start
+    for name in places:
+        for array in _fetched(values[name]):
+            yield np.ascontiguousarray(array).data
 
 
 def _length(sequences: Sequence[Values]) -> int:

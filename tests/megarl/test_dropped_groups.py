@@ -11,6 +11,7 @@ from sampling_job import NUMBER, Answers, Holding, OfLengths, TenTimesTheToken, 
 
 from converters.errors import UserError
 from megarl.rewards import Scorer
+from megarl.run.checkpoint_files import at_once
 from megarl.schema import RewardConfig, ScheduleConfig
 from megarl.tracking.clock import Clock
 
@@ -98,7 +99,7 @@ def test_groups_that_were_dropped_before_a_checkpoint_are_told_of_by_the_batch_b
     sample(before, Clock())
     # Two draws are there before the batch is trained on; of the two after it one is replaced by another.
     assert eventually(lambda: before.rollouts.metrics()["schedule/groups_waiting"] == 4)
-    state = json.loads(json.dumps(before.rollouts.save(tmp_path)))
+    state = json.loads(json.dumps(before.rollouts.save(at_once(tmp_path))))
     after = ahead_and_dropping(scorer, *DROPS_THE_FIFTH)
     after.sampler.load_state_dict(state["sampler"])
     after.rollouts.load(tmp_path, state)
@@ -124,7 +125,7 @@ def test_a_dropped_group_keeps_no_experts_of_its_tokens(scorer, tmp_path) -> Non
     job = job_of(scorer, WithExperts(*DROPS_THE_FIFTH), prompts_per_step=2, schedule=ahead, **dropping)
     sample(job, Clock())
     assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 4)
-    state = job.rollouts.save(tmp_path)
+    state = job.rollouts.save(at_once(tmp_path))
     turns = {
         each["ordinal"]: [turn for member in each["members"] for turn in member["turns"]] for each in state["groups"]
     }
@@ -154,7 +155,7 @@ def test_lengths_and_what_was_dropped_and_why_go_on_from_a_checkpoint(tmp_path) 
         before = job(scorer)
         sample(before, Clock())
         assert eventually(lambda: before.rollouts.metrics()["schedule/groups_in_flight"] == 0)
-        state = json.loads(json.dumps(before.rollouts.save(tmp_path)))
+        state = json.loads(json.dumps(before.rollouts.save(at_once(tmp_path))))
         after = job(scorer)
         after.sampler.load_state_dict(state["sampler"])
         after.rollouts.load(tmp_path, state)

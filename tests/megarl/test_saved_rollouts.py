@@ -10,6 +10,7 @@ from sampling_job import WHEN_ALLOWED, Answers, job_of, sample
 
 from converters.errors import UserError
 from megarl.rewards import Scorer
+from megarl.run.checkpoint_files import at_once
 from megarl.schema import RewardConfig, ScheduleConfig
 from megarl.tracking.clock import Clock
 
@@ -22,7 +23,7 @@ def test_groups_that_wait_are_in_a_checkpoint_and_what_was_sampled_is_sampled_an
     job.engines.answering.clear()
     job.rollouts.note_refit()
     assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 2)
-    before = job.rollouts.save(tmp_path)
+    before = job.rollouts.save(at_once(tmp_path))
     job.engines.answering.set()
     expected = [sample(job, Clock()) for _ in range(2)]
     again = job_of(scorer, Answers(*["01"] * 10), prompts_per_step=2, schedule=ahead, advantage="remax")
@@ -61,7 +62,7 @@ def test_a_save_waits_for_no_reward_and_what_is_being_scored_is_scored_anew_behi
         before.rollouts.note_refit()
         assert eventually(lambda: before.rollouts._sampled == {4, 5})
         states = []
-        saving = Thread(target=lambda: states.append(before.rollouts.save(tmp_path)), daemon=True)
+        saving = Thread(target=lambda: states.append(before.rollouts.save(at_once(tmp_path))), daemon=True)
         saving.start()
         saving.join(60)
         (state,) = json.loads(json.dumps(states))
@@ -107,7 +108,7 @@ def test_a_save_that_takes_long_holds_up_nothing_and_is_of_its_beginning(hangs, 
     # Whoever opens a pipe to write waits until somebody reads.
     file, states = tmp_path / "groups.safetensors", []
     os.mkfifo(file)
-    saving = Thread(target=lambda: states.append(before.rollouts.save(tmp_path)), daemon=True)
+    saving = Thread(target=lambda: states.append(before.rollouts.save(at_once(tmp_path))), daemon=True)
     saving.start()
     assert before.engines.is_asked.wait(60)
     before.engines.answering.set()
@@ -141,7 +142,7 @@ def saved_four_ahead(scorer, tmp_path):
     for _ in range(4):
         sample(job, Clock())
     assert eventually(lambda: job.rollouts.metrics()["schedule/groups_waiting"] == 10)
-    return json.loads(json.dumps(job.rollouts.save(tmp_path)))
+    return json.loads(json.dumps(job.rollouts.save(at_once(tmp_path))))
 
 
 def test_a_schedule_that_would_train_on_older_tokens_than_it_allows_is_refused(

@@ -20,6 +20,7 @@ from megarl.data.stretches import fetch
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import Scorer
 from megarl.rollout.kind import EngineSizes
+from megarl.run.checkpoint_files import at_once
 from megarl.run.rollouts import Rollouts, RolloutWorkers
 from megarl.run.schedule import Schedule
 from megarl.schema import (
@@ -80,7 +81,7 @@ def steps_of_runs(config, engines, scorer, folder):
             # Saved again before anything is asked for, it is the same.
             again = folder / f"{version} again"
             again.mkdir()
-            assert as_read(rollouts.save(again)) == state
+            assert as_read(rollouts.save(at_once(again))) == state
         trained += rollouts.take(Clock()).groups
         engines.begin_update(version + 1, [], timeout_s=60)
         engines.commit_update(version + 1, timeout_s=60)
@@ -91,7 +92,7 @@ def steps_of_runs(config, engines, scorer, folder):
         assert eventually(lambda run=rollouts, first=first: heard(run) == only_from(first, told)), heard(rollouts)
         target = folder / str(version + 1)
         target.mkdir()
-        state = as_read(rollouts.save(target))
+        state = as_read(rollouts.save(at_once(target)))
     return trained
 
 

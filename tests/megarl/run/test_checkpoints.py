@@ -2,9 +2,12 @@
 
 import errno
 import os
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Timer
 
 import pytest
 
@@ -154,3 +157,106 @@ def test_what_the_controller_itself_saves_is_told_alike(config):
 
     with pytest.raises(CheckpointFailed, match="Connection timed out"), Checkpoints(config, "train", {}) as checkpoints:
         checkpoints.save(1, state)
+
+
+class Ranks:
+    """Ranks that are asked to begin, and have nothing to write."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+
+    def begin_save(self, _folder: Path, *, in_background: bool) -> None:
+        self.begun += 1
+
+    def save_is_written(self) -> bool:
+        return True
+
+    def finish_save(self) -> float:
+        return 0.0
+
+
+class Slow:
+    """A large file of the controller, of which a part comes when it is `allowed`; after it the disk may fail."""
+
+    def __init__(self, failure: int | None = None) -> None:
+        self.allowed, self.asked, self.ended, self._failure = Event(), Event(), Event(), failure
+
+    def pieces(self) -> Iterator[bytes]:
+        try:
+            yield b"of some "
+            self.asked.set()
+            assert self.allowed.wait(60)
+            if self._failure is not None:
+                failing(self._failure)()
+            yield b"groups"
+        finally:
+            self.ended.set()
+
+
+def begun(config: MegarlConfig, slow: Slow, *, async_save: bool = True) -> tuple[Checkpoints, Ranks]:
+    """Checkpoints of which one, of step 1, is begun, with a file of the controller that is not there yet."""
+    config.checkpoint.async_save = async_save
+    ranks = Ranks()
+    checkpoints = Checkpoints(config, "train", {"": ranks})  # type: ignore[dict-item]
+
+    def state(_folder: Path) -> dict[str, object]:
+        checkpoints.write("groups", slow.pieces())
+        return {"groups": 2}
+
+    checkpoints.save(1, state)
+    return checkpoints, ranks
+
+
+def test_a_large_file_of_the_controller_is_written_beside_those_of_the_ranks_and_waited_for(config) -> None:
+    checkpoints, ranks = begun(config, slow := Slow())
+    with checkpoints:
+        assert ranks.begun == 1
+        checkpoints.complete_if_written()
+        root = checkpoints_folder(config)
+        assert slow.asked.wait(60)
+        assert checkpoint_folder.complete_iterations(root) == []
+        slow.allowed.set()
+        checkpoints.complete()
+        assert checkpoint_folder.complete_iterations(root) == [1]
+    assert (checkpoint_folder.iteration_folder(root, 1) / "groups").read_text() == "of some groups"
+
+
+@pytest.mark.parametrize("asked", ["complete_if_written", "complete"])
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.ETIMEDOUT, CheckpointFailed), (errno.ENOSPC, UserError)], ids=["away", "full"]
+)
+def test_a_large_file_that_cannot_be_written_ends_the_save(config, number, kind, asked) -> None:
+    checkpoints, _ = begun(config, slow := Slow(number))
+    slow.allowed.set()
+    assert slow.ended.wait(60)
+    ask = {"complete_if_written": checkpoints.complete_if_written, "complete": checkpoints.complete}[asked]
+    with pytest.raises(kind, match=os.strerror(number)), checkpoints:
+        # Its thread may still be about to end.
+        repeat(ask)
+    assert list(checkpoints_folder(config).iterdir()) == []
+
+
+def repeat(ask: Callable[[], None]) -> None:
+    until_s = time.monotonic() + 60
+    while time.monotonic() < until_s:
+        ask()
+
+
+def test_a_run_that_waits_for_its_saves_hears_at_once_that_a_large_file_cannot_be_written(config) -> None:
+    (slow := Slow(errno.ESTALE)).allowed.set()
+    with pytest.raises(CheckpointFailed, match="Stale file handle"):
+        begun(config, slow, async_save=False)
+    assert list(checkpoints_folder(config).iterdir()) == []
+
+
+def test_nothing_is_written_to_a_checkpoint_that_a_failed_run_has_left(config) -> None:
+    checkpoints, _ = begun(config, slow := Slow())
+    assert slow.asked.wait(60)
+    allowing = Timer(0.3, slow.allowed.set)
+    allowing.start()
+    with pytest.raises(ConnectionError), checkpoints:
+        raise ConnectionError
+    # The run may begin again in this process, with another cluster of Ray, and save the same step.
+    assert slow.ended.is_set()
+    assert list(checkpoints_folder(config).iterdir()) == []
+    allowing.join()

@@ -9,6 +9,7 @@ import pytest
 from megarl.cluster.engines.progress_log import PartialSample
 from megarl.data import Turn
 from megarl.rollout.protocol import Request, SamplingParameters
+from megarl.run.checkpoint_files import at_once
 from megarl.run.saved_partials import SavedPartial, read_partials, save_partials
 
 REQUEST = Request([7, 8], SamplingParameters(samples=3, max_tokens=200, stop_token_ids=(2,), seed=5))
@@ -23,12 +24,12 @@ def test_partials_are_read_as_they_were_saved(tmp_path) -> None:
         3: [SavedPartial.of(REQUEST, {2: begun.cut(), 0: ended}), SavedPartial.of(greedy, {})],
         9: [SavedPartial.of(REQUEST, {})],
     }
-    described = json.loads(json.dumps(save_partials(partials, tmp_path)))
+    described = json.loads(json.dumps(save_partials(partials, at_once(tmp_path))))
     assert read_partials(tmp_path, described) == partials
 
 
 def test_without_partials_there_is_no_file(tmp_path) -> None:
-    assert read_partials(tmp_path, save_partials({}, tmp_path)) == {}
+    assert read_partials(tmp_path, save_partials({}, at_once(tmp_path))) == {}
     assert list(tmp_path.iterdir()) == []
 
 
