@@ -40,8 +40,17 @@ class Manifest:
         return {place.file for places in self.tensors.values() for place in places}
 
 
-def write_manifest(folder: Path, tensors: Mapping[str, Sequence[Written]], source: Mapping[str, Any]) -> None:
-    """Write the manifest of a folder in which everything else is already."""
+def write_manifest(
+    folder: Path,
+    tensors: Mapping[str, Sequence[Written]],
+    source: Mapping[str, Any],
+    known: Sequence[Written] = (),
+) -> None:
+    """Write the manifest of a folder in which everything else is already.
+
+    All files without tensors are read for it but those that are `known`, whole.
+    """
+    whole = {each.file: each for each in known}
     data_files: dict[str, list[Written]] = {}
     for places in tensors.values():
         for place in places:
@@ -50,7 +59,7 @@ def write_manifest(folder: Path, tensors: Mapping[str, Sequence[Written]], sourc
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
         if name not in data_files and name not in (MANIFEST, *WORKING_FILES):
-            others[name] = _whole(path, name)
+            others[name] = whole.get(name) or _whole(path, name)
     content = {
         "version": _VERSION,
         "checksum": "crc32",

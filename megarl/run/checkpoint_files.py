@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
+from isal.isal_zlib import crc32
+
 from converters.durable import sync
+from converters.stream.targets import Written
 
 Piece: TypeAlias = bytes | memoryview
 WriteFile: TypeAlias = Callable[[str, Iterable[Piece]], None]
@@ -15,7 +18,11 @@ WriteFile: TypeAlias = Callable[[str, Iterable[Piece]], None]
 
 def at_once(folder: Path) -> WriteFile:
     """A way to write files of a folder while the caller waits. It raises OSError, and what making the pieces does."""
-    return lambda name, pieces: _write(folder / name, pieces, threading.Event())
+
+    def write(name: str, pieces: Iterable[Piece]) -> None:
+        _write(folder / name, pieces, threading.Event())
+
+    return write
 
 
 class CheckpointFiles:
@@ -27,6 +34,8 @@ class CheckpointFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._waiting: list[tuple[Path, Iterable[Piece]]] = []
+        self.written: list[Written] = []
+        """The files, whole: all of them once `is_written`."""
         self._is_ended = threading.Event()
         self._failure: BaseException | None = None
         self._seconds = 0.0
@@ -65,7 +74,7 @@ class CheckpointFiles:
         try:
             while self._waiting and not self._is_ended.is_set():
                 path, pieces = self._waiting.pop(0)
-                _write(path, pieces, self._is_ended)
+                self.written.append(_write(path, pieces, self._is_ended))
                 sync(path)
                 # With it goes what the pieces are made of, which may be as large as the file.
                 del pieces
@@ -74,9 +83,13 @@ class CheckpointFiles:
         self._seconds = time.monotonic() - began
 
 
-def _write(path: Path, pieces: Iterable[Piece], is_ended: threading.Event) -> None:
+def _write(path: Path, pieces: Iterable[Piece], is_ended: threading.Event) -> Written:
+    nbytes = checksum = 0
     with path.open("wb") as file:
         for piece in pieces:
             if is_ended.is_set():
-                return
+                break
             file.write(piece)
+            nbytes += memoryview(piece).nbytes
+            checksum = crc32(piece, checksum)
+    return Written(path.name, 0, nbytes, checksum)

@@ -191,8 +191,8 @@ class Checkpoints:
             own_writing_s = self._pending.files.wait()
             writing_s = max([own_writing_s, *(model.finish_save() for model in self._models.values())])
             written_s = time.monotonic()
-            keep_last, keep_every = self._config.keep_last, self._config.keep_every
-            checkpoint_folder.commit(self._root, self._pending.step, self._pending.state, keep_last, keep_every)
+            kept, known = (self._config.keep_last, self._config.keep_every), self._pending.files.written
+            checkpoint_folder.commit(self._root, self._pending.step, self._pending.state, *kept, known)
         self._pending = None
         own_s = self._begin_took_s + time.monotonic() - written_s
         self._longest_s = max(self._longest_s, own_s + writing_s)

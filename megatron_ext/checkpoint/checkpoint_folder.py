@@ -64,16 +64,24 @@ def list_written(folder: Path, written: Mapping[str, Sequence[Written]]) -> None
     (folder / _WRITTEN).write_text(json.dumps(listed))
 
 
-def commit(root: Path, iteration: int, controller_state: Mapping[str, Any], keep: int, keep_every: int = 0) -> Path:
+def commit(
+    root: Path,
+    iteration: int,
+    controller_state: Mapping[str, Any],
+    keep: int,
+    keep_every: int = 0,
+    known: Sequence[Written] = (),
+) -> Path:
     """Give a written checkpoint its name, make it the latest, and delete earlier ones.
 
     Kept are the newest `keep` checkpoints, this one included, and those whose iteration is a multiple of `keep_every`.
+    Files that are `known`, whole, are not read for the manifest.
     """
     partial, folder = partial_folder(root, iteration), iteration_folder(root, iteration)
     replaced = root / f"{folder.name}.replaced{_PARTIAL}"
     try:
         (partial / CONTROLLER_STATE).write_text(json.dumps(controller_state, indent=1))
-        write_manifest(partial, _listed(partial), {"iteration": iteration})
+        write_manifest(partial, _listed(partial), {"iteration": iteration}, known)
         sync_all(partial)
         if folder.exists():
             folder.rename(replaced)  # removing it here would leave none for as long as that takes

@@ -221,6 +221,26 @@ def test_a_large_file_of_the_controller_is_written_beside_those_of_the_ranks_and
     assert (checkpoint_folder.iteration_folder(root, 1) / "groups").read_text() == "of some groups"
 
 
+def test_a_checkpoint_has_the_checksum_of_what_was_written_and_reads_no_large_file_again_for_it(config) -> None:
+    checkpoints, ranks = begun(config, slow := Slow())
+    file = checkpoint_folder.partial_folder(checkpoints_folder(config), 1) / "groups"
+
+    def damage() -> float:
+        assert file.read_text() == "of some groups"
+        file.write_text("of some grouse")
+        return 0.0
+
+    ranks.finish_save = damage  # type: ignore[method-assign]
+    slow.allowed.set()
+    with checkpoints:
+        checkpoints.complete()
+    with pytest.raises(UserError, match=r"groups is not the file that .* has the checksum of"):
+        latest_checkpoint(config, "train")
+    (checkpoint_folder.iteration_folder(checkpoints_folder(config), 1) / "groups").write_text("of some groups")
+    assert (found := latest_checkpoint(config, "train")) is not None
+    assert found.state["groups"] == 2
+
+
 @pytest.mark.parametrize("asked", ["complete_if_written", "complete"])
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.ETIMEDOUT, CheckpointFailed), (errno.ENOSPC, UserError)], ids=["away", "full"]
