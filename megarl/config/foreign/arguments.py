@@ -9,8 +9,10 @@ from typing import Any
 import yaml
 
 from converters.errors import UserError
+from megarl.config.foreign.engine_arguments import OF_SLIME
 from megarl.config.foreign.given_file import read_given
 from megarl.config.foreign.shell_script import ShellScript, Word, read_script
+from megarl.config.foreign.switches import WITHOUT_VALUE
 
 _ARGUMENT = re.compile(r"--|[+~]*\w+(\.\w+)+=")
 """An argument of slime or Megatron-LM, or a setting of verl."""
@@ -119,10 +121,16 @@ def _arguments(words: Iterable[Word]) -> Iterator[Argument]:
         yield _argument(flag, values)
 
 
-def _argument(flag: Word, values: Sequence[Word]) -> Argument:
-    name, equals, value = flag.text.partition("=")
-    first = (Word(value, flag.where),) if equals else ()
-    return Argument(name[2:].replace("-", "_"), (*first, *values), flag.where)
+def _argument(flag: Word, words: Sequence[Word]) -> Argument:
+    """The argument with its values. Raises UserError for a word behind them that may be arguments of its own."""
+    text, equals, value = flag.text.partition("=")
+    name = Word(text, flag.where).known()[2:].replace("-", "_")
+    values = (*((Word(value, flag.where),) if equals else ()), *words)
+    for word in values[0 if WITHOUT_VALUE & {name, name.removeprefix("no_")} else 1 :]:
+        is_list_of_engine = name.startswith(OF_SLIME[1]) and word.unknown.startswith("$(")
+        if word.is_unknown and not is_list_of_engine:
+            word.known()
+    return Argument(name, values, flag.where)
 
 
 def _arguments_of_yaml(file: Path) -> Iterator[Argument]:

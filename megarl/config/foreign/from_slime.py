@@ -218,7 +218,7 @@ def _engines(t: _Translation) -> None:
     t.recipe.set(f"rollout.engine_args.{TENSOR_PARALLEL[engine]}", t.take("rollout_num_gpus_per_engine"))
     for name in [each for each in t.given if each.startswith(prefix) and not each.startswith(f"{prefix}router")]:
         argument = t.given[name]
-        if argument.unknown:
+        if argument.unknown.startswith("$("):
             t.absent(name, "its value is computed by the script")
             continue
         values = [number_or_text(word) for word in argument.words]

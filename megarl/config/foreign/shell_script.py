@@ -49,6 +49,11 @@ class Word:
         found = _UNKNOWN.search(self.text)
         return found[1] if found else ""
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nothing of it is known, so that it may be no word, or many."""
+        return _UNKNOWN.fullmatch(self.text) is not None
+
     def split(self) -> "list[Word]":
         """The word cut at its blanks."""
         return [Word(piece, self.where) for piece in _PIECE.findall(self.text)]

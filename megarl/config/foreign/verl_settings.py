@@ -67,6 +67,7 @@ def _overrides(words: Iterable[Word]) -> Iterator[tuple[str, Any]]:
                 f"{word.where}: {word.text} takes a setting of verl away; give the value that it is to have"
             )
         key, equals, value = word.text.partition("=")
+        Word(key, word.where).known()
         # `--config-name NAME` and the like choose files of verl's own defaults.
         if not equals or key.startswith(("-", "hydra")):
             continue

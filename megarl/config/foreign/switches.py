@@ -1,0 +1,53 @@
+"""Arguments that take no value, where nobody else reads what stands behind them."""
+
+from megarl.config.foreign import megatron_flags, slime_flags
+
+_OF_MEGATRON = """
+    add_qkv_bias adlr_autoresume apply_layernorm_1p async_save attention_output_gate attention_softmax_in_fp32
+    auto_detect_ckpt_format barrier_with_L1_time calc_ft_timeouts check_for_nan_in_loss
+    ckpt_assume_constant_structure ckpt_convert_update_legacy_dist_opt_format ckpt_drop_redundant_extra_state
+    ckpt_fully_parallel_load_per_rank_objects ckpt_fully_parallel_save ckpt_load_validate_sharding_integrity
+    ckpt_pg_tensors_cache_create create_all_gather_group create_attention_mask_in_dataloader
+    data_parallel_random_init data_sharding dataloader_defer_npy_index_mmap dataloader_fast_cache_load
+    dataloader_inter_document_masking decrease_batch_size_if_needed dist_ckpt_optim_fully_reshardable
+    dist_ckpt_save_pre_mcore_014 enable_experimental enable_ft_package eod_mask_loss exit_on_missing_checkpoint
+    exit_signal_handler fim_data finetune full_validation group_query_attention grpo_filter_groups_with_same_reward
+    inference_cuda_graph_all_prefills inference_disable_ep_consensus inference_disable_triton_nvls_kernels
+    inference_dynamic_batching inference_dynamic_batching_enable_prefix_caching
+    inference_dynamic_batching_prefix_caching inference_dynamic_batching_track_generated_token_events
+    inference_dynamic_batching_track_paused_request_events inference_fuse_tp_communication
+    inference_moe_disable_fused_quant_kernels inference_rng_tracker inference_text_gen_server_logging
+    inference_use_synchronous_zmq_collectives inference_wandb_logging init_method_xavier_uniform
+    inprocess_empty_cuda_cache inprocess_restart lazy_mpu_init load_optim load_rng log_device_memory_used log_energy
+    log_l2_norm_grad_to_tensorboard log_loss_scale_to_tensorboard log_max_attention_logit log_memory_to_tensorboard
+    log_num_zeros_in_grad log_params_norm log_progress log_runtime_to_tensorboard log_straggler log_throughput
+    log_throughput_to_tensorboard log_timers_to_tensorboard log_validation_ppl_to_tensorboard
+    log_world_size_to_tensorboard manual_gc manual_gc_eval mmap_bin_files mock_data moe_per_layer_logging
+    moe_router_enable_expert_bias moe_router_pre_softmax moe_shared_expert_gate multi_latent_attention nvtx_ranges
+    one_logger one_logger_async otel_enabled override_opt_param_scheduler perform_initialization perform_rl_step
+    position_embedding pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra
+    pytorch_profiler_collect_shapes qk_layernorm record_memory_history replication reset_attention_mask
+    reset_position_ids rl_durable_rollout_bank rl_inference_logprobs_is_correction
+    rl_offload_inference_model_weights_when_idle rl_offload_optimizer_during_inference rl_partial_rollouts
+    rl_persist_cuda_graphs rl_profile rl_skip_bos_token rl_training_cuda_graphs rl_use_sequence_packing
+    rl_verify_model_weights_swap rotary_interleaved save_optim save_rng sequence_parallel sft skip_train swiglu
+    tokenizer_hf_no_include_special_tokens tokenizer_hf_no_use_fast tokenizer_sentencepiece_ignore_extra_whitespaces
+    tokenizer_sentencepiece_legacy trust_remote_code untie_embeddings_and_output_weights use_checkpoint_args
+    use_checkpoint_opt_param_scheduler use_cpu_initialization use_dist_ckpt use_flash_attn use_gloo_process_groups
+    use_mcore_models use_persistent_ckpt_worker use_pytorch_profiler use_ring_exchange_p2p use_rope_scaling
+    use_rotary_position_embeddings use_sharp use_tokenizer_model_from_checkpoint_args use_tp_pp_dp_mapping
+    variable_seq_lengths
+"""
+_OF_SLIME = """
+    allgather_cp apply_chat_template balance_by_flops balance_data check_weight_update_equal ci_disable_kl_checker
+    ci_test debug_rollout_only debug_train_only enable_mtp_training get_mismatch_metrics group_rm keep_old_actor
+    mask_offpolicy_in_partial_rollout normalize_advantages offload offload_rollout offload_train partial_rollout
+    recompute_loss_function release_train reset_optimizer_states rollout_shuffle rollout_skip_special_tokens
+    skip_eval_before_train update_weight_disk_keep_files use_distributed_post use_dynamic_batch_size
+    use_fault_tolerance use_opd use_opsm use_rollout_entropy use_rollout_logprobs use_rollout_routing_replay
+    use_routing_replay use_stateless_adam use_tensorboard
+"""
+WITHOUT_VALUE = frozenset(
+    (*_OF_MEGATRON.split(), *_OF_SLIME.split(), *megatron_flags.SWITCHES, *megatron_flags.KEYS, *slime_flags.SWITCHES)
+)
+"""Arguments, without `no_`, behind which a further word is none of theirs."""

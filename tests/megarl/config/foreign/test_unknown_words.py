@@ -1,0 +1,54 @@
+"""Words of a script that may be arguments and cannot be read are never left out: a variable that a branch sets."""
+
+from pathlib import Path
+
+import pytest
+from slime_scripts import script
+from verl_scripts import PPO_KEYS
+
+from converters.errors import UserError
+from megarl.config.foreign.from_slime import from_slime
+from megarl.config.foreign.from_verl import from_verl
+from megarl.config.foreign.megatron_script import read_megatron_script
+
+GROWS = 'ARGS="{0}"\nif [[ $1 == more ]]; then ARGS="$ARGS {0}"; fi\n'
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "run.sh").write_text(text)
+    return folder / "run.sh"
+
+
+@pytest.mark.parametrize("word", ["$ARGS", '"$ARGS"', "$NEVER", "algorithm.$ARGS=1"])
+def test_settings_of_verl(tmp_path: Path, word: str) -> None:
+    file = write(tmp_path, f"{GROWS.format('x.y=2')}python3 -m verl.trainer.main_ppo {' '.join(PPO_KEYS)} {word}\n")
+    with pytest.raises(UserError, match=r"run\.sh:3: \$(ARGS|NEVER) has no value that can be read"):
+        from_verl([str(file)], {})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("--offload", "--offload-train", "--use-rollout-logprobs", "--save /x", "--ref-load=/x", "--swiglu"),
+        *("--no-load-optim", "--sglang-mem-fraction-static 0.5", "--sglang-page-size"),
+    ],
+)
+def test_arguments_of_slime(tmp_path: Path, arguments: str) -> None:
+    file = script(tmp_path, "   --actor-num-nodes 2", f"   {arguments} $ARGS --actor-num-nodes 2")
+    file.write_text(GROWS.format("--lr 3") + file.read_text())
+    with pytest.raises(UserError, match=r"\$ARGS has no value that can be read"):
+        from_slime(file, {"BASE": "/b"})
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--rl-sequence-packing-algo fifo", "--finetune", "--bf16", "--no-rope-fusion", "--save /x $(date)"]
+)
+def test_arguments_of_megatron(tmp_path: Path, arguments: str) -> None:
+    file = write(tmp_path, GROWS.format("--lr 3") + f"python pretrain_gpt.py --lr 1e-6 {arguments} $ARGS\n")
+    with pytest.raises(UserError, match=r"\$(ARGS|\(date\)) has no value that can be read"):
+        read_megatron_script(file, {})
+
+
+def test_a_value_that_changes_nothing_may_be_unknown(tmp_path: Path) -> None:
+    file = write(tmp_path, 'python pretrain_gpt.py --lr 1e-6 --save $1 --load "$2" --finetune\n')
+    assert [each.text for each in read_megatron_script(file, {}).assignments] == ["megatron.lr=1e-6"]
