@@ -51,6 +51,18 @@ class ArgumentList:
     arguments: tuple[Argument, ...]
     skipped: tuple[str, ...] = ()
     """Places of arguments that the script may add or not."""
+    program: Word | None = None
+    """The module or the file that is given them, where they are of a script that starts one."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A Python program that a script starts."""
+
+    name: Word
+    """Its module or its file."""
+    words: list[Word]
+    """The words that it is given."""
 
 
 def read_arguments(file: Path, environment: Mapping[str, str]) -> ArgumentList:
@@ -63,19 +75,20 @@ def read_arguments(file: Path, environment: Mapping[str, str]) -> ArgumentList:
         found = ArgumentList(tuple(_arguments_of_yaml(file)))
     else:
         script = read_script(file, environment)
-        words, arrays = _words_of_program(script)
-        found = ArgumentList(tuple(_arguments(words)), script.skipped(arrays))
+        program = last_program(script)
+        words, arrays = (program.words, script.used) if program else _words_without_program(script)
+        found = ArgumentList(tuple(_arguments(words)), script.skipped(arrays), program.name if program else None)
     if not found.arguments:
         raise UserError(f"{file} has no arguments: name a script with --ARGUMENTS, or a YAML file")
     return found
 
 
-def program_words(script: ShellScript) -> list[Word] | None:
-    """The words that the last Python program of a script is given, None where it starts none.
+def last_program(script: ShellScript) -> Program | None:
+    """The last Python program of a script, None where it starts none.
 
     Raises UserError for a statement behind a program that begins with arguments.
     """
-    found: list[Word] | None = None
+    found: Program | None = None
     for command, where in zip(script.commands, script.places, strict=True):
         if found is not None and command and _ARGUMENT.match(command[0].text):
             raise UserError(
@@ -85,15 +98,13 @@ def program_words(script: ShellScript) -> list[Word] | None:
         for number, word in enumerate(command):
             is_module = number and command[number - 1].text == "-m" and not word.text.startswith("torch.distributed")
             if word.text.endswith(".py") or is_module:
-                found = command[number + 1 :]
+                found = Program(word, command[number + 1 :])
                 break
     return found
 
 
-def _words_of_program(script: ShellScript) -> tuple[Iterable[Word], Collection[str]]:
-    """The words that count, and the arrays that they are from."""
-    if (words := program_words(script)) is not None:
-        return words, script.used
+def _words_without_program(script: ShellScript) -> tuple[Iterable[Word], Collection[str]]:
+    """The words that count where no program is given them, and the arrays that they are from."""
     arrays = {name: words for name, words in script.arrays.items() if words and words[0].text.startswith("--")}
     if arrays:
         return [word for words in arrays.values() for word in words], arrays

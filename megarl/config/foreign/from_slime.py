@@ -11,7 +11,7 @@ from megarl.config.foreign import slime_flags as slime
 from megarl.config.foreign.arguments import Argument, number_or_text, read_arguments
 from megarl.config.foreign.engine_arguments import OF_SLIME, TENSOR_PARALLEL
 from megarl.config.foreign.megatron_script import MegatronScript, check_model, translate
-from megarl.config.foreign.recipe import OPEN, SAMPLED_FROM_ALL, TranslatedRecipe, steps_of_epochs
+from megarl.config.foreign.recipe import IN_A_BRANCH, OPEN, SAMPLED_FROM_ALL, TranslatedRecipe, steps_of_epochs
 from megarl.rollout import ENGINES
 
 
@@ -22,7 +22,7 @@ def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
     for part in (_algorithm, _kl, _batch, _data, _evaluation, _length, _engines, _cluster, _rest):
         part(translation)
     for place in found.skipped:
-        translation.recipe.absent.setdefault("it stands in a branch or a loop of the script", []).append(place)
+        translation.recipe.absent.setdefault(IN_A_BRANCH, []).append(place)
     return translation.recipe
 
 

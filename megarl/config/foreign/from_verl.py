@@ -16,7 +16,9 @@ from megarl.rollout import ENGINES
 
 def from_verl(given: Sequence[str], environment: Mapping[str, str]) -> TranslatedRecipe:
     """The recipe of a file or of overrides. Raises UserError for a value that cannot be translated."""
-    translation = Translation(read_settings(given, environment))
+    settings = read_settings(given, environment)
+    translation = Translation(settings.values)
+    translation.recipe.absent.update(settings.lost)
     for part in (_model, _data, _rollout, _algorithm, _kl, _corrections, _run, optimizer, critic, _reward, _cluster):
         part(translation)
     return translation.finish()

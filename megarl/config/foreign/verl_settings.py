@@ -1,7 +1,7 @@
 """The overrides of a verl command, out of a script, a YAML file or words."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from converters.errors import UserError
-from megarl.config.foreign.arguments import program_words
+from megarl.config.foreign.arguments import last_program
 from megarl.config.foreign.given_file import read_given
+from megarl.config.foreign.recipe import IN_A_BRANCH
 from megarl.config.foreign.shell_script import Word, read_script
 from megarl.config.foreign.verl_keys import ALIASES
 from megarl.config.origins import OPEN, leaves
@@ -33,21 +34,35 @@ class Unknown:
         return self.word.unknown
 
 
-def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Read settings of verl, key -> value, from one file or from overrides.
+@dataclass(frozen=True)
+class Settings:
+    """Settings of verl, and what else is to be known of the command that they are from."""
+
+    values: dict[str, Any]
+    """Key -> value."""
+    lost: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> places and names of settings that could not be read."""
+
+
+def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> Settings:
+    """Read settings of verl from one file or from overrides.
 
     Raises UserError for a file without a command of verl, and for an override without a value.
     """
+    lost: dict[str, list[str]] = {}
     if len(given) == 1 and Path(given[0]).suffix in (".yaml", ".yml"):
         settings = dict(leaves(_read_yaml(Path(given[0]))))
     elif len(given) == 1 and "=" not in given[0]:
-        words = program_words(read_script(Path(given[0]), environment)) or []
-        settings = dict(_overrides(words))
+        script = read_script(Path(given[0]), environment)
+        program = last_program(script)
+        settings = dict(_overrides(program.words)) if program else {}
+        if skipped := script.skipped(script.used):
+            lost[IN_A_BRANCH] = list(skipped)
     else:
         settings = dict(_overrides(Word(text, "the command line") for text in given))
     if not settings:
         raise UserError(f"{given[0]} has no settings of verl: name a script that runs verl, a YAML file, or KEY=VALUE")
-    return {_name_of_now(key): value for key, value in settings.items()}
+    return Settings({_name_of_now(key): value for key, value in settings.items()}, lost)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

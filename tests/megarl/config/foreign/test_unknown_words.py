@@ -52,3 +52,13 @@ def test_arguments_of_megatron(tmp_path: Path, arguments: str) -> None:
 def test_a_value_that_changes_nothing_may_be_unknown(tmp_path: Path) -> None:
     file = write(tmp_path, 'python pretrain_gpt.py --lr 1e-6 --save $1 --load "$2" --finetune\n')
     assert [each.text for each in read_megatron_script(file, {}).assignments] == ["megatron.lr=1e-6"]
+
+
+def test_settings_of_verl_in_an_array_that_a_branch_fills_are_said_with_their_place(tmp_path: Path) -> None:
+    grows = "ARGS=(data.seed=3)\nif [[ $DEVICE == npu ]]; then\n  ARGS+=(\n    data.shuffle=False)\nfi\nOTHER=(x.y=1)\n"
+    grows += "while read -r _; do OTHER+=(x.z=1); done < file\n"
+    file = write(tmp_path, f'{grows}python3 -m verl.trainer.main_ppo {" ".join(PPO_KEYS)} "${{ARGS[@]}}"\n')
+    recipe = from_verl([str(file)], {})
+    assert recipe.get("loop.seed") == 3
+    assert recipe.absent == {"it stands in a branch or a loop of the script": [f"{file}:3"]}
+    assert f"# No counterpart: {file}:3: it stands in a branch" in recipe.yaml("A recipe")
