@@ -7,6 +7,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from converters.errors import UserError, did_you_mean
+from megarl.config.foreign import programs
 from megarl.config.foreign import slime_flags as slime
 from megarl.config.foreign.arguments import Argument, number_or_text, read_arguments
 from megarl.config.foreign.engine_arguments import OF_SLIME, TENSOR_PARALLEL
@@ -18,7 +19,10 @@ from megarl.rollout import ENGINES
 def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
     """The recipe of a script. Raises UserError for an argument that neither slime nor Megatron-LM has."""
     found = read_arguments(file, environment)
-    translation = _Translation({argument.name: argument for argument in found.arguments})
+    trainer = (
+        programs.trainer_of(found.program, programs.OF_SLIME, 1, "train.py") if found.program else programs.Trainer()
+    )
+    translation = _Translation({argument.name: argument for argument in found.arguments}, trainer)
     for part in (_algorithm, _kl, _batch, _data, _evaluation, _length, _engines, _cluster, _rest):
         part(translation)
     for place in found.skipped:
@@ -29,8 +33,9 @@ def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
 class _Translation:
     """Translates arguments of slime, taken one by one, into a recipe."""
 
-    def __init__(self, given: Mapping[str, Argument]) -> None:
+    def __init__(self, given: Mapping[str, Argument], trainer: programs.Trainer) -> None:
         self.given = given
+        self.trainer = trainer
         self.recipe = TranslatedRecipe()
         self.taken: set[str] = set()
 
@@ -237,6 +242,10 @@ def _cluster(t: _Translation) -> None:
     size = t.recipe.get(f"rollout.engine_args.{TENSOR_PARALLEL[OF_SLIME[0]]}")
     t.recipe.set("cluster.trainer_ranks", nodes * gpus)
     colocated = t.take("colocate")
+    if t.trainer.samples_ahead:
+        if colocated:
+            raise UserError("train_async.py does not run with --colocate: leave it out, or name train.py")
+        t.recipe.sample_ahead()
     engines = nodes * gpus if colocated else t.take("rollout_num_gpus") or nodes * gpus
     if engines % size:
         raise UserError(f"{engines} GPUs cannot be shared out among engines of {size}: change one of the two")

@@ -17,7 +17,7 @@ from megarl.rollout import ENGINES
 def from_verl(given: Sequence[str], environment: Mapping[str, str]) -> TranslatedRecipe:
     """The recipe of a file or of overrides. Raises UserError for a value that cannot be translated."""
     settings = read_settings(given, environment)
-    translation = Translation(settings.values)
+    translation = Translation(settings.values, settings.trainer)
     translation.recipe.absent.update(settings.lost)
     for part in (_model, _data, _rollout, _algorithm, _kl, _corrections, _run, optimizer, critic, _reward, _cluster):
         part(translation)
@@ -279,17 +279,32 @@ def _run(t: Translation) -> None:
 
 
 def _cluster(t: Translation) -> None:
-    """Trainer and engines of verl's hybrid engine: on the same GPUs, in turns."""
+    """Trainer and engines of verl's hybrid engine: on the same GPUs, in turns; or engines that sample ahead."""
     nodes, gpus = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
+    engine_nodes, engine_gpus = nodes, gpus
+    if t.trainer.samples_ahead:
+        engine_nodes, engine_gpus = t.count("rollout.nnodes"), t.count("rollout.n_gpus_per_node")
     engine = t.recipe.get("rollout.engine")
     size = t.recipe.get(f"rollout.engine_args.{TENSOR_PARALLEL[engine]}")
-    if (nodes * gpus) % size:
-        raise UserError(f"{nodes * gpus} GPUs cannot be shared out among engines of {size}: change one of the two")
+    if (engine_nodes * engine_gpus) % size:
+        raise UserError(
+            f"{engine_nodes * engine_gpus} GPUs cannot be shared out among engines of {size}: change one of the two"
+        )
     t.recipe.set("cluster.trainer_ranks", nodes * gpus)
-    t.recipe.set("rollout.replicas", nodes * gpus // size)
+    t.recipe.set("rollout.replicas", engine_nodes * engine_gpus // size)
     models = {"critic": t.recipe.get("algorithm.advantage") == "gae", "reward_model": t.recipe.get("reward_model.path")}
     roles = ["trainer", "engine", *(role for role, is_there in models.items() if is_there)]
-    t.recipe.set("cluster.pools.all", {"roles": roles, "nodes": nodes, "shared": True})
+    if t.trainer.samples_ahead:
+        if roles[2:]:
+            raise UserError(
+                f"one_step_off_policy keeps the {roles[2]} on the trainer's GPUs while engines sample ahead, and here"
+                " it would need GPUs of its own: write a recipe with a pool of cluster.pools for it"
+            )
+        t.recipe.set("cluster.pools.trainer", {"roles": ["trainer"], "nodes": nodes, "gpus": gpus})
+        t.recipe.set("cluster.pools.engine", {"roles": ["engine"], "nodes": engine_nodes, "gpus": engine_gpus})
+        t.recipe.sample_ahead()
+    else:
+        t.recipe.set("cluster.pools.all", {"roles": roles, "nodes": nodes, "shared": True})
     for name in ("data_parallel_size", "pipeline_model_parallel_size"):
         if t.given.get(ROLLOUT + name, 1) != 1:
             t.absent(ROLLOUT + name, "an engine is one group of tensor parallelism, and there are more of them")

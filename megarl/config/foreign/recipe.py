@@ -72,6 +72,11 @@ class TranslatedRecipe:
             samples = 1
         self.set("loop.eval_samples", samples)
 
+    def sample_ahead(self) -> None:
+        """Let engines sample a batch while the trainer learns from the one before it, corrected only as is said."""
+        self.set("schedule.max_staleness", 1)
+        self.set("schedule.corrected", False)
+
     def decay_over_the_whole_run(self, warm_up: str) -> None:
         """Let the policy's decay end with the run, steps of the critic alone included, as verl and slime have it.
 

@@ -12,7 +12,7 @@ from megarl.config.foreign.given_file import read_given
 from megarl.config.foreign.shell_scanner import Part, RawWord, ShellScanner, Statement
 
 _NAME = re.compile(r"(\w+)(\+?=)", re.ASCII)
-_PARAMETER = re.compile(r"(\w+|@|\*)(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
+_PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
 _DECLARATIONS = frozenset(("export", "declare", "local", "readonly", "typeset"))
 _OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -192,12 +192,12 @@ class _Reader:
         return self._parameter(part.text, where)
 
     def _parameter(self, text: str, where: str) -> list[Word]:
+        if text[:1] in ("@", "*"):
+            return []  # the script's own arguments, of which there are none
         matched = _PARAMETER.fullmatch(text)
         if matched is None:
             return [Word.missing(f"${{{text}}}", where)]
         name, array, operation, default = matched.groups()
-        if name in ("@", "*"):
-            return []  # the script's own arguments, of which there are none
         if array:
             if name not in self.found.arrays and not operation and self._not_read:
                 raise UserError(f"{where} uses the array {name}, and {self._not_read[-1]}: put that file there")

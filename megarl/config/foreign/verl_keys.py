@@ -39,6 +39,8 @@ DEFAULTS: Mapping[str, Any] = {
     "data.max_response_length": 512,
     "data.train_batch_size": 1024,
     "lora.alpha": 16,
+    "rollout.n_gpus_per_node": 8,
+    "rollout.nnodes": 1,
     "trainer.experiment_name": "gsm8k",
     "trainer.logger": ["console", "wandb"],
     "trainer.n_gpus_per_node": 8,

@@ -5,7 +5,9 @@ from typing import Any
 
 from megarl.config.foreign.recipe import SAMPLED_FROM_ALL
 
-_TURNS = "trainer and engines take turns on the GPUs, and who waits has its memory on the host"
+TURNS = "trainer and engines take turns on the GPUs, and who waits has its memory on the host"
+OWN_GPUS = "trainer and engines have GPUs of their own, and keep their memory there"
+"""The same where engines sample ahead."""
 _PACKED = "micro-batches are always packed, without padding, by tokens"
 _TRAINER = "the trainer is always Megatron-core"
 _SAME_SIZES = "the reference has the policy's parallel sizes and its micro-batches"
@@ -21,9 +23,9 @@ WHOLE = (
 """The note where verl's trainer is FSDP."""
 
 ALWAYS: Mapping[str, str] = {
-    "actor_rollout_ref.hybrid_engine": _TURNS,
-    "actor_rollout_ref.rollout.free_cache_engine": _TURNS,
-    "actor_rollout_ref.rollout.multi_stage_wake_up": _TURNS,
+    "actor_rollout_ref.hybrid_engine": TURNS,
+    "actor_rollout_ref.rollout.free_cache_engine": TURNS,
+    "actor_rollout_ref.rollout.multi_stage_wake_up": TURNS,
     "actor_rollout_ref.actor.fsdp_config": _TRAINER,
     "actor_rollout_ref.ref.fsdp_config": _TRAINER,
     "actor_rollout_ref.ref.ulysses_sequence_parallel_size": _SAME_SIZES,
@@ -51,9 +53,9 @@ ALWAYS: Mapping[str, str] = {
     "reward_manager": "each response is scored as it comes",
     "trainer.ray_wait_register_center_timeout": "cluster.start_timeout_s says it",
     "actor_rollout_ref.actor.optim.optimizer": "the optimizer is Adam with decoupled weight decay",
-    "actor_rollout_ref.actor.megatron.param_offload": _TURNS,
-    "actor_rollout_ref.actor.megatron.grad_offload": _TURNS,
-    "actor_rollout_ref.actor.megatron.optimizer_offload": _TURNS,
+    "actor_rollout_ref.actor.megatron.param_offload": TURNS,
+    "actor_rollout_ref.actor.megatron.grad_offload": TURNS,
+    "actor_rollout_ref.actor.megatron.optimizer_offload": TURNS,
     "actor_rollout_ref.actor.megatron.sequence_parallel": "it is on exactly where tensor parallelism is",
     "actor_rollout_ref.actor.megatron.use_mbridge": "weights are read and written as HuggingFace has them",
     "actor_rollout_ref.actor.megatron.vanilla_mbridge": "weights are read and written as HuggingFace has them",
@@ -102,9 +104,9 @@ ALWAYS: Mapping[str, str] = {
     "critic.forward_max_token_len_per_gpu": _PACKED,
     "critic.forward_micro_batch_size_per_gpu": _PACKED,
     "critic.ppo_mini_batch_size": "the critic has the policy's mini-batches",
-    "critic.megatron.param_offload": _TURNS,
-    "critic.megatron.grad_offload": _TURNS,
-    "critic.megatron.optimizer_offload": _TURNS,
+    "critic.megatron.param_offload": TURNS,
+    "critic.megatron.grad_offload": TURNS,
+    "critic.megatron.optimizer_offload": TURNS,
     "critic.megatron.sequence_parallel": "it is on exactly where tensor parallelism is",
     "critic.megatron.use_mbridge": "weights are read and written as HuggingFace has them",
     "critic.ulysses_sequence_parallel_size": "the critic has the policy's context parallelism",

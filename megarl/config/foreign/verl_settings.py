@@ -12,6 +12,7 @@ from hydra.errors import HydraException
 from converters.errors import UserError
 from megarl.config.foreign.arguments import last_program
 from megarl.config.foreign.given_file import read_given
+from megarl.config.foreign.programs import OF_VERL, Trainer, trainer_of
 from megarl.config.foreign.recipe import IN_A_BRANCH
 from megarl.config.foreign.shell_script import Word, read_script
 from megarl.config.foreign.verl_keys import ALIASES
@@ -40,6 +41,8 @@ class Settings:
 
     values: dict[str, Any]
     """Key -> value."""
+    trainer: Trainer = field(default_factory=Trainer)
+    """The program's; verl's own for settings without a program."""
     lost: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> places and names of settings that could not be read."""
 
@@ -47,22 +50,27 @@ class Settings:
 def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> Settings:
     """Read settings of verl from one file or from overrides.
 
-    Raises UserError for a file without a command of verl, and for an override without a value.
+    Raises UserError for a file without a command of verl, for a program that trains otherwise, and for an override
+    without a value.
     """
+    trainer = Trainer()
     lost: dict[str, list[str]] = {}
     if len(given) == 1 and Path(given[0]).suffix in (".yaml", ".yml"):
         settings = dict(leaves(_read_yaml(Path(given[0]))))
     elif len(given) == 1 and "=" not in given[0]:
         script = read_script(Path(given[0]), environment)
-        program = last_program(script)
-        settings = dict(_overrides(program.words)) if program else {}
+        settings = {}
+        if program := last_program(script):
+            trainer = trainer_of(program.name, OF_VERL, 2, "verl.trainer.main_ppo")
+            settings = {**trainer.defaults, **dict(_overrides(program.words))}
+            lost |= {why: [what] for why, what in trainer.notes.items()}
         if skipped := script.skipped(script.used):
             lost[IN_A_BRANCH] = list(skipped)
     else:
         settings = dict(_overrides(Word(text, "the command line") for text in given))
     if not settings:
         raise UserError(f"{given[0]} has no settings of verl: name a script that runs verl, a YAML file, or KEY=VALUE")
-    return Settings({_name_of_now(key): value for key, value in settings.items()}, lost)
+    return Settings({_name_of_now(key): value for key, value in settings.items()}, trainer, lost)
 
 
 def _read_yaml(file: Path) -> dict[str, Any]:

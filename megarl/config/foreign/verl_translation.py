@@ -6,6 +6,7 @@ from typing import Any
 from converters.errors import UserError, did_you_mean
 from megarl.config.foreign import verl_keys as verl
 from megarl.config.foreign import verl_notes
+from megarl.config.foreign.programs import Trainer
 from megarl.config.foreign.recipe import TranslatedRecipe
 from megarl.config.foreign.verl_settings import Unknown
 
@@ -16,8 +17,9 @@ CORRECTION = f"{ALGORITHM}rollout_correction."
 class Translation:
     """Translates settings of verl, taken one by one, into a recipe."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any], trainer: Trainer) -> None:
         self.given = given
+        self.trainer = trainer
         self.recipe = TranslatedRecipe()
         self._taken: set[str] = set()
 
@@ -77,7 +79,8 @@ class Translation:
             if key.endswith("._target_"):  # a class of verl's own
                 continue
             if (why := self._nothing(key)) or (why := verl_notes.reason(verl_notes.ALWAYS, key)):
-                self.without_effect(key, why)
+                is_otherwise = self.trainer.samples_ahead and why == verl_notes.TURNS
+                self.without_effect(key, verl_notes.OWN_GPUS if is_otherwise else why)
             elif self.given[key] not in (None, False, "", [], {}):
                 self.absent(key, verl_notes.reason(verl_notes.ABSENT, key) or "megarl has no such setting")
         return self.recipe
