@@ -145,7 +145,7 @@ def test_all_calls_of_a_chat_are_looked_for_in_one_rendering(tmp_path, monkeypat
     messages = calling("", *({"name": str(number)} for number in range(9)))
     (conversation,) = load(tokenizer, tmp_path, [*messages, *messages])
     assert masked_text(tokenizer, conversation) == "012345678<end>" * 2
-    # Four of the turns and the whole, and one to look for calls.
+    # Two turns to their ends, the second to its beginning, the whole, and one to look for calls.
     assert sum(any(each.get("tool_calls") for each in arguments[0]) for arguments in rendered) == 5
 
 
