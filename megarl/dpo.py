@@ -8,6 +8,7 @@ from megarl.algorithms import PreferenceObjective
 from megarl.cluster.trainer.batch import Batch, fetch_tensor
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.config.lora import without_adapter
+from megarl.run.examples import with_ends_of
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import digest_of_pairs, draw_pairs, held_out_metrics, pair_batch, read_pairs, with_reference
 from megarl.run.supervised import Measurement, Training, open_training
@@ -25,6 +26,7 @@ def dpo(config: MegarlConfig) -> None:
     if (setup := RunSetup.unfinished(config, "dpo")) is None:
         return
     train, held_out = read_pairs(setup)
+    setup = with_ends_of((reply for pair in train for reply in pair), setup)
     if sentence := without_adapter(config.lora):
         print(f"warning: {sentence}", file=sys.stderr, flush=True)
     sampler = setup.sampler(len(train), digest_of_pairs(train))

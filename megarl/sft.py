@@ -8,7 +8,7 @@ from megarl.algorithms import SftObjective
 from megarl.data import Conversation, PromptSampler
 from megarl.data.sampler import digest_of
 from megarl.run.batches import StepBatch
-from megarl.run.examples import read_conversations
+from megarl.run.examples import read_conversations, with_ends_of
 from megarl.run.opening import RunSetup
 from megarl.run.supervised import Measurement, open_training
 from megarl.schema import MegarlConfig
@@ -22,6 +22,7 @@ def sft(config: MegarlConfig) -> None:
         return
     read = partial(read_conversations, setup, column=settings.messages_column, group="sft")
     train = read(settings.train_files)
+    setup = with_ends_of(train, setup)
     held_out = read(settings.eval_files) if settings.eval_files else []
     enough = settings.stop_at_exact_match
     if enough is not None and not held_out:

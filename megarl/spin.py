@@ -23,7 +23,7 @@ from megarl.refit.engine_start import EngineStart
 from megarl.refit.refit import Refit
 from megarl.rollout.protocol import Request
 from megarl.run.batches import StepBatch
-from megarl.run.examples import read_conversations
+from megarl.run.examples import read_conversations, with_ends_of
 from megarl.run.opening import RunSetup
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import Measurement, Training, open_training
@@ -49,7 +49,9 @@ def spin(config: MegarlConfig) -> None:
     if (setup := RunSetup.unfinished(config, "spin")) is None:
         return
     read = partial(read_conversations, setup, column=settings.messages_column, group="preference")
-    exchanges = [last_exchange(conversation) for conversation in read(settings.train_files)]
+    train = read(settings.train_files)
+    setup = with_ends_of(train, setup)
+    exchanges = [last_exchange(conversation) for conversation in train]
     held_out = read(settings.eval_files) if settings.eval_files else []
     check_lengths(exchanges, config)
     check_context(config, (exchange.prompt for exchange in exchanges))

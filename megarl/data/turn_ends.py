@@ -1,6 +1,6 @@
 """Ends of turns: the tokens by which a model that learns a reply learns to stop."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -106,3 +106,15 @@ class TurnEnds:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens))) if tokens else ""
+
+
+def ends_of(conversations: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> set[int]:
+    """The last tokens of turns that are learned, of `token_ids` and `mask` of conversations."""
+    ends = set()
+    for token_ids, mask in conversations:
+        learned = bytes([*mask, False])
+        place = learned.find(b"\1\0")
+        while place >= 0:
+            ends.add(token_ids[place])
+            place = learned.find(b"\1\0", place + 1)
+    return ends

@@ -19,6 +19,7 @@ from converters.layouts.megatron import ParallelSizes, check_divisible, megatron
 from converters.manifest import manifest_of, require_files
 from megarl.config.folder import known_model
 from megarl.data.tokenizer import read_tokenizer
+from megarl.models.ends import stop_token_ids
 from megarl.rollout import engine_kind
 from megarl.rollout.argument_values import PREFIX
 from megarl.rollout.number_format import in_number_format
@@ -68,8 +69,8 @@ def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
     else:
         check_checkpoint(HuggingFaceCheckpoint(folder), architecture)
     tokenizer = read_tokenizer(folder)
-    stop_token_ids = _stop_token_ids(folder, tokenizer, extra_stop_token_ids)
-    return Model(folder, megatron_checkpoint, architecture, tokenizer, stop_token_ids)
+    ends = stop_token_ids(folder, tokenizer, extra_stop_token_ids)
+    return Model(folder, megatron_checkpoint, architecture, tokenizer, ends)
 
 
 def check_name(config: ModelConfig) -> None:
@@ -237,18 +238,3 @@ def _check_in_vocabulary(tokens: list[int], architecture: Architecture) -> None:
             f"rollout.stop_token_ids has {beyond[0]}, and the model's last token is {vocabulary - 1} (vocab_size):"
             " correct it"
         )
-
-
-def _stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: list[int]) -> tuple[int, ...]:
-    # Engines read config.json where generation_config.json is absent; SGLang does in any case.
-    ends = _ends_in(folder / "generation_config.json") or _ends_in(folder / CONFIG)
-    return tuple(sorted({tokenizer.eos_token_id, *extra, *ends} - {None}))
-
-
-def _ends_in(file: Path) -> list[int]:
-    """The end tokens that a file names, which may be absent."""
-    named = read_json(file).get("eos_token_id") if file.exists() else None
-    ends = [end for end in (named if isinstance(named, list) else [named]) if end is not None]
-    if wrong := [end for end in ends if type(end) is not int or end < 0]:
-        raise UserError(f"{file} has eos_token_id {wrong[0]!r}, where the number of a token belongs; correct it")
-    return ends

@@ -24,6 +24,7 @@ from megarl.config.lora import without_dropout
 from megarl.config.megatron import megatron_options
 from megarl.data import PromptSampler
 from megarl.models.auxiliary import trained_auxiliary
+from megarl.models.ends import name_ends
 from megarl.models.policy import Model, check_ends, check_held, check_name, check_trainable, read_model
 from megarl.output.export import check_that_none_is_lost, step_of_export, write_export
 from megarl.output.places import ADAPTER, EXPORT, LOGS
@@ -53,6 +54,8 @@ class RunSetup:
     model: Model
     options: MegatronOptions
     checkpoint: Checkpoint | None = None
+    learned_ends: tuple[int, ...] = ()
+    """Tokens that the policy learns to end turns with, and at which responses of the model do not end."""
 
     @classmethod
     def read(cls, config: MegarlConfig, command: str) -> "RunSetup":
@@ -93,9 +96,14 @@ class RunSetup:
     def export_policy(self, trainer: TrainerGroup, step: int) -> None:
         """Write the policy after `step` as a HuggingFace folder, and its adapter, where it has one."""
         output = Path(self.config.output_dir)
-        write_export(partial(trainer.export, copy_from=self.model.folder), output / EXPORT, step)
+        write_export(partial(self._write_policy, trainer), output / EXPORT, step)
         if self.options.adapter:
             write_export(trainer.export_adapter, output / ADAPTER, step)
+
+    def _write_policy(self, trainer: TrainerGroup, folder: Path) -> None:
+        trainer.export(folder, copy_from=self.model.folder)
+        if self.learned_ends:
+            name_ends(folder, self.learned_ends)
 
     @property
     def step(self) -> int:

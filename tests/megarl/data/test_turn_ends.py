@@ -7,6 +7,7 @@ from tokenizers import AddedToken
 
 from converters.errors import UserError
 from megarl.data import load_conversations, load_pairs
+from megarl.data.turn_ends import ends_of
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.schema import PreferenceConfig
 
@@ -136,3 +137,8 @@ def test_a_template_that_refuses_the_next_message_can_still_write_an_end(tokeniz
     tokenizer.chat_template = alone.replace("END", "")
     with pytest.raises(UserError, match=r"row 0 .*ends an assistant message without a special token"):
         load(tokenizer, tmp_path, messages, *ENDS)
+
+
+def test_ends_of_all_learned_turns_are_found():
+    conversations = [([1, 2, 3, 4, 5], [False, True, True, False, True]), ([6, 7], [True, False]), ([8], [False])]
+    assert ends_of(conversations) == {3, 5, 6}
