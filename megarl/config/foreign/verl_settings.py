@@ -5,34 +5,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from converters.errors import UserError
 from megarl.config.foreign.arguments import last_program
-from megarl.config.foreign.given_file import read_given
 from megarl.config.foreign.programs import OF_VERL, Trainer, trainer_of
 from megarl.config.foreign.recipe import IN_A_BRANCH
 from megarl.config.foreign.shell_script import Word, read_script
-from megarl.config.foreign.verl_keys import ALIASES
-from megarl.config.origins import OPEN, leaves
-
-_MAY_BE_OPEN = (
-    *("actor_rollout_ref.model.path", "data.train_files", "data.val_files", "trainer.default_local_dir"),
-    *("trainer.project_name", "trainer.experiment_name", "critic.model.path"),
+from megarl.config.foreign.verl_config import (
+    named_settings,
+    read_yaml,
+    settings_of_yaml,
+    split_options,
+    unknown,
 )
-"""Keys that a recipe leaves to the run where only running a script would tell their values."""
-
-
-@dataclass(frozen=True)
-class Unknown:
-    """A value that only running a script would tell, and that matters only where somebody asks for it."""
-
-    word: Word
-
-    def __str__(self) -> str:
-        return self.word.unknown
+from megarl.config.foreign.verl_keys import ALIASES
+from megarl.config.origins import leaves
 
 
 @dataclass(frozen=True)
@@ -56,13 +45,15 @@ def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> Setti
     trainer = Trainer()
     lost: dict[str, list[str]] = {}
     if len(given) == 1 and Path(given[0]).suffix in (".yaml", ".yml"):
-        settings = dict(leaves(_read_yaml(Path(given[0]))))
+        settings = settings_of_yaml(read_yaml(Path(given[0])), Path(given[0]))
     elif len(given) == 1 and "=" not in given[0]:
         script = read_script(Path(given[0]), environment)
         settings = {}
         if program := last_program(script):
             trainer = trainer_of(program.name, OF_VERL, 2, "verl.trainer.main_ppo")
-            settings = {**trainer.defaults, **dict(_overrides(program.words))}
+            options, words = split_options(program.words)
+            named, lost = named_settings(options)
+            settings = {**trainer.defaults, **named, **dict(_overrides(words))}
             lost |= {why: [what] for why, what in trainer.notes.items()}
         if skipped := script.skipped(script.used):
             lost[IN_A_BRANCH] = list(skipped)
@@ -73,16 +64,6 @@ def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> Setti
     return Settings({_name_of_now(key): value for key, value in settings.items()}, trainer, lost)
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(read_given(file))
-    except yaml.YAMLError as error:
-        raise UserError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}); name another file") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file} has no settings of verl: YAML with groups of keys belongs there")
-    return values
-
-
 def _overrides(words: Iterable[Word]) -> Iterator[tuple[str, Any]]:
     for word in words:
         if word.text.startswith("~"):
@@ -91,11 +72,11 @@ def _overrides(words: Iterable[Word]) -> Iterator[tuple[str, Any]]:
             )
         key, equals, value = word.text.partition("=")
         Word(key, word.where).known()
-        # `--config-name NAME` and the like choose files of verl's own defaults.
+        # Other options of Hydra's say nothing of the training.
         if not equals or key.startswith(("-", "hydra")):
             continue
         if word.unknown:
-            yield key.lstrip("+~"), OPEN if key in _MAY_BE_OPEN else Unknown(word)
+            yield key.lstrip("+~"), unknown(key, word)
             continue
         try:
             override = OverridesParser.create().parse_override(word.text)

@@ -8,7 +8,7 @@ from megarl.config.foreign import verl_keys as verl
 from megarl.config.foreign import verl_notes
 from megarl.config.foreign.programs import Trainer
 from megarl.config.foreign.recipe import TranslatedRecipe
-from megarl.config.foreign.verl_settings import Unknown
+from megarl.config.foreign.verl_config import Unknown
 
 ACTOR, ROLLOUT, ALGORITHM = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm."
 CORRECTION = f"{ALGORITHM}rollout_correction."

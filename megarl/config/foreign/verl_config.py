@@ -1,0 +1,112 @@
+"""The file of settings that a verl command names with `--config-name`, beside verl's own."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from converters.errors import UserError
+from megarl.config.foreign.given_file import read_given
+from megarl.config.foreign.shell_script import Word
+from megarl.config.origins import OPEN, leaves
+
+_OPTIONS: Mapping[str, str] = {
+    **dict.fromkeys(("--config-name", "-cn"), "name"),
+    **dict.fromkeys(("--config-path", "-cp", "--config-dir", "-cd"), "folder"),
+}
+"""Option of Hydra -> what it says of the file."""
+OWN = frozenset(
+    (
+        *("_self_", "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "entropy_trainer"),
+        *("one_step_off_ppo_trainer", "one_step_off_ppo_megatron_trainer", "transfer_queue_ppo_trainer"),
+        *("transfer_queue_ppo_megatron_trainer", "dapo_transfer_queue_trainer"),
+    )
+)
+"""Names of verl's own files, whose settings are its defaults."""
+MAY_BE_OPEN = (
+    *("actor_rollout_ref.model.path", "data.train_files", "data.val_files", "trainer.default_local_dir"),
+    *("trainer.project_name", "trainer.experiment_name", "critic.model.path"),
+)
+"""Keys that a recipe leaves to the run where only running a script would tell their values."""
+
+
+class Unknown:
+    """A value that only running a script would tell, and that matters only where somebody asks for it."""
+
+    def __init__(self, word: Word) -> None:
+        self.word = word
+
+    def __str__(self) -> str:
+        return self.word.unknown
+
+
+def unknown(key: str, word: Word) -> Any:
+    """The value of a key that only running a script would tell."""
+    return OPEN if key in MAY_BE_OPEN else Unknown(word)
+
+
+def split_options(words: Iterable[Word]) -> tuple[dict[str, Word], list[Word]]:
+    """Part the name and the folder of the file that a command names from its other words."""
+    options: dict[str, Word] = {}
+    others: list[Word] = []
+    expected = ""
+    for word in words:
+        option, equals, value = word.text.partition("=")
+        if expected:
+            options[expected], expected = word, ""
+        elif option in _OPTIONS and equals:
+            options[_OPTIONS[option]] = Word(value, word.where)
+        elif option in _OPTIONS:
+            expected = _OPTIONS[option]
+        else:
+            others.append(word)
+    return options, others
+
+
+def named_settings(options: Mapping[str, Word]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """The settings of the named file, and, by the reason, the names of files that are not here.
+
+    Raises UserError for a name that is not known.
+    """
+    lost: dict[str, list[str]] = {}
+    if "name" not in options:
+        return {}, lost
+    name = options["name"].known()
+    return dict(_of_file(name, options.get("folder", Word("", "")), lost)), lost
+
+
+def _of_file(name: str, folder: Word, lost: dict[str, list[str]]) -> dict[str, Any]:
+    stem = name.removesuffix(".yaml")
+    if stem in OWN:
+        return {"actor_rollout_ref.actor.strategy": "megatron"} if "megatron" in stem else {}
+    file = Path(folder.text, f"{stem}.yaml")
+    if folder.unknown or not file.is_absolute() or not file.is_file():
+        where = folder.unknown or folder.text or "."
+        lost.setdefault(f"there is no such file in {where}, and its settings are left out", []).append(f"{stem}.yaml")
+        return {}
+    values = read_yaml(file)
+    values.pop("hydra", None)
+    found: dict[str, Any] = {}
+    for each in values.pop("defaults", ()):
+        found |= _of_file(str(each), folder, lost)
+    return found | settings_of_yaml(values, file)
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """The groups in a file. Raises UserError for a file that has none."""
+    try:
+        values = yaml.safe_load(read_given(file))
+    except yaml.YAMLError as error:
+        raise UserError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}); name another file") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file} has no settings of verl: YAML with groups of keys belongs there")
+    return values
+
+
+def settings_of_yaml(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
+    """Keys and values of groups; a value that refers to another one is not known."""
+    return {
+        key: unknown(key, Word.missing(value, str(file))) if isinstance(value, str) and "${" in value else value
+        for key, value in leaves(values)
+    }
