@@ -149,12 +149,32 @@ def _algorithm(t: Translation) -> None:
     t.recipe.set("algorithm.aggregation", verl.AGGREGATED.get(loss, aggregation))
     if t.has(f"{ACTOR}loss_scale_factor"):
         t.recipe.set("algorithm.aggregation_options.length", t.take(f"{ACTOR}loss_scale_factor"))
+    metric, batches = (t.take(f"{ALGORITHM}filter_groups.{name}") for name in ("metric", "max_num_gen_batches"))
     if t.take(f"{ALGORITHM}filter_groups.enable"):
-        metric = t.take(f"{ALGORITHM}filter_groups.metric", "acc")
+        metric = metric or "acc"
         t.recipe.set("algorithm.filter_on", verl.FILTERS.get(metric, metric))
-    t.take(f"{ALGORITHM}filter_groups.metric")
-    if (batches := t.take(f"{ALGORITHM}filter_groups.max_num_gen_batches")) is not None:
-        t.recipe.set("algorithm.max_refills", batches if batches > 0 else verl.WITHOUT_LIMIT)
+        t.recipe.set("algorithm.max_refills", _refills(t, batches or 0))
+
+
+def _refills(t: Translation, batches: int) -> int:
+    """Prompts that may be replaced for a step, in times of those of a step; there, batches that may be drawn for it."""
+    if batches <= 0:
+        return verl.WITHOUT_LIMIT
+    if not t.trainer.draws_batches:
+        t.without_effect(f"{ALGORITHM}filter_groups.max_num_gen_batches", "verl.trainer.main_ppo draws without a limit")
+        return verl.WITHOUT_LIMIT
+    trained, drawn = _batches(t)
+    return max(0, batches * drawn // trained - 1)
+
+
+def _batches(t: Translation) -> tuple[int, int]:
+    """Prompts that a step trains on, and those of a batch that is drawn, by which epochs are counted."""
+    trained = t.count("data.train_batch_size")
+    drawn = t.count("data.gen_batch_size") if t.has("data.gen_batch_size") else trained
+    filters = t.take(f"{ALGORITHM}filter_groups.enable")
+    if not t.trainer.draws_batches:
+        drawn = trained if filters else max(trained, drawn)
+    return (trained if filters else drawn), drawn
 
 
 def _kl(t: Translation) -> None:
@@ -245,8 +265,10 @@ def _reward_model(t: Translation) -> None:
 
 
 def _run(t: Translation) -> None:
-    prompts, samples = t.count("data.train_batch_size"), t.count(f"{ROLLOUT}n")
+    (prompts, drawn), samples = _batches(t), t.count(f"{ROLLOUT}n")
     t.recipe.set("loop.prompts_per_step", prompts)
+    if prompts != t.take("data.train_batch_size"):
+        t.without_effect("data.train_batch_size", "without a filter, verl trains on all prompts of data.gen_batch_size")
     t.recipe.set("loop.samples_per_prompt", samples)
     longest = _longest(t)
     if t.given.get(f"{ACTOR}use_dynamic_bsz") or not t.has(f"{ACTOR}ppo_micro_batch_size_per_gpu"):
@@ -257,7 +279,10 @@ def _run(t: Translation) -> None:
         t.take(ACTOR + name)
     t.recipe.set("loop.max_tokens_per_micro_batch", max(tokens, longest))
     steps, epochs = t.take("trainer.total_training_steps"), t.take("trainer.total_epochs")
-    t.recipe.set("loop.steps", steps or steps_of_epochs(t.recipe.get("data.train_files"), epochs, prompts))
+    by_epochs = steps_of_epochs(t.recipe.get("data.train_files"), epochs, drawn)
+    t.schedule_length = steps or by_epochs
+    # verl's loop ends with the epochs, too, and its learning rate is planned for all steps.
+    t.recipe.set("loop.steps", min(steps, by_epochs) if steps and by_epochs != OPEN else t.schedule_length)
     t.recipe.set("loop.eval_every", max(0, t.take("trainer.test_freq")))
     saved = max(0, t.take("trainer.save_freq"))
     t.recipe.set("checkpoint.every", saved)

@@ -15,6 +15,8 @@ class Trainer:
 
     samples_ahead: bool = False
     """Whether engines with GPUs of their own sample a batch while the trainer learns from the one before it."""
+    draws_batches: bool = True
+    """Whether prompts are drawn in batches of data.gen_batch_size, all of which are trained on without a filter."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Key -> the program's own default, where it is another than verl's."""
     notes: Mapping[str, str] = field(default_factory=dict)
@@ -27,13 +29,21 @@ OF_VERL: Mapping[str, Trainer] = {
     **dict.fromkeys(
         (
             *("main_ppo", "trainer.main_ppo", "trainer.main_ppo_v0", "trainer.main_ppo_sync", "r1_ascend.main_ppo"),
-            *("transfer_queue.main_ppo", "main_dapo", "dapo.main_dapo", "dapo_transfer_queue.main_dapo"),
+            "transfer_queue.main_ppo",
+        ),
+        Trainer(draws_batches=False),
+    ),
+    **dict.fromkeys(
+        (
+            *("main_dapo", "dapo.main_dapo", "dapo_transfer_queue.main_dapo"),
             *("main_entropy", "entropy.main_entropy"),
         ),
         Trainer(),
     ),
     **dict.fromkeys(("main_ppo_split", "split_placement.main_ppo_split"), Trainer(notes={_SPLIT: "main_ppo_split.py"})),
-    "one_step_off_policy.main_ppo": Trainer(True, {"algorithm.rollout_correction.bypass_mode": True}),
+    "one_step_off_policy.main_ppo": Trainer(
+        samples_ahead=True, defaults={"algorithm.rollout_correction.bypass_mode": True}
+    ),
 }
 """The last two parts of a module's or a file's name, or the one part that it has."""
 OF_SLIME: Mapping[str, Trainer] = {"train": Trainer(), "train_async": Trainer(samples_ahead=True)}

@@ -113,7 +113,7 @@ ALWAYS: Mapping[str, str] = {
     "data.return_raw_chat": "prompts are always chats",
     "data.reward_fn_key": "the column is always data_source",
     "data.val_batch_size": "all held-out prompts are sampled at once",
-    "data.gen_batch_size": "with dynamic_sampling, prompts are drawn one by one as they are needed",
+    "data.gen_batch_size": "prompts are drawn one by one as they are needed",
     "data.dataloader_num_workers": "prompts are tokenised before the run",
     "data.filter_overlong_prompts_workers": "prompts are tokenised before the run",
     "data.trust_remote_code": "only architectures that are converted are read",
@@ -161,6 +161,7 @@ ABSENT: Mapping[str, str] = {
     "trainer.rollout_data_dir": _NO_TEXTS,
     "trainer.validation_data_dir": _NO_TEXTS,
     "trainer.log_val_generations": _NO_TEXTS,
+    "trainer.v1": "schedule.max_staleness says how far engines sample ahead",
     "trainer.resume_from_path": "a run continues from the latest checkpoint of its output_dir",
     "distillation": "teachers are given as teachers.NAME.path",
 }

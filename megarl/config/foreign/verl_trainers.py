@@ -2,7 +2,6 @@
 
 from converters.errors import UserError
 from megarl.config.foreign import verl_keys as verl
-from megarl.config.foreign.recipe import OPEN
 from megarl.config.foreign.verl_translation import ACTOR, Translation
 from megatron_ext.options.arguments import megatron_fields
 
@@ -28,10 +27,11 @@ def _overrides(t: Translation, group: str, prefix: str) -> None:
 
 def optimizer(t: Translation) -> None:
     """Mini-batches and the policy's optimizer; the length of the run is known before."""
-    batch, mini = t.count("data.train_batch_size"), t.count(f"{ACTOR}ppo_mini_batch_size")
+    batch, mini = t.recipe.get("loop.prompts_per_step"), t.count(f"{ACTOR}ppo_mini_batch_size")
     if batch % mini:
+        name = "train" if batch == t.take("data.train_batch_size") else "gen"
         raise UserError(
-            f"data.train_batch_size={batch} cannot be cut into mini-batches of {ACTOR}ppo_mini_batch_size={mini}: give"
+            f"data.{name}_batch_size={batch} cannot be cut into mini-batches of {ACTOR}ppo_mini_batch_size={mini}: give"
             " a batch that is a multiple of it"
         )
     t.recipe.set("algorithm.updates_per_step", batch // mini)
@@ -48,6 +48,10 @@ def _optimizer_options(t: Translation, group: str, prefix: str, updates: int) ->
             t.recipe.set(f"{group}.{name}", value * updates)
     _warm_up(t, group, f"{prefix}lr_warmup_steps_ratio", updates)
     _decay(t, group, prefix)
+    is_constant = t.recipe.get(f"{group}.lr_decay_style", "constant") == "constant"
+    length = t.schedule_length
+    if isinstance(length, int) and length != t.recipe.get("loop.steps") and not is_constant:
+        t.recipe.set(f"{group}.lr_decay_steps", t.recipe.get(f"{group}.lr_decay_steps", length * updates))
     if betas := t.take(f"{prefix}betas"):
         t.recipe.set(f"{group}.adam_beta1", betas[0])
         t.recipe.set(f"{group}.adam_beta2", betas[1])
@@ -60,7 +64,7 @@ def _warm_up(t: Translation, group: str, key: str, updates: int) -> None:
         return
     if t.recipe.get(f"{group}.lr_warmup_steps"):
         t.without_effect(key, "lr_warmup_steps says it")
-    elif (steps := t.recipe.get("loop.steps")) == OPEN:
+    elif isinstance(steps := t.schedule_length, str):
         t.absent(
             key,
             f"the length of the run follows from data that is not here: lr_warmup_steps is this share of loop.steps,"

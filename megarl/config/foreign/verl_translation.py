@@ -7,7 +7,7 @@ from converters.errors import UserError, did_you_mean
 from megarl.config.foreign import verl_keys as verl
 from megarl.config.foreign import verl_notes
 from megarl.config.foreign.programs import Trainer
-from megarl.config.foreign.recipe import TranslatedRecipe
+from megarl.config.foreign.recipe import OPEN, TranslatedRecipe
 from megarl.config.foreign.verl_config import Unknown
 
 ACTOR, ROLLOUT, ALGORITHM = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm."
@@ -21,6 +21,8 @@ class Translation:
         self.given = given
         self.trainer = trainer
         self.recipe = TranslatedRecipe()
+        self.schedule_length: int | str = OPEN
+        """Rollouts that the learning rate is planned for, which may be more than the run's."""
         self._taken: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:

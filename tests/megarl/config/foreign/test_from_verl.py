@@ -97,7 +97,8 @@ def test_dapo(tmp_path: Path) -> None:
         "algorithm.aggregation": "token_mean",
         "algorithm.dynamic_sampling": True,
         "algorithm.filter_on": "outcome",
-        "algorithm.max_refills": 10,
+        # verl draws up to 10 batches of 16, here further prompts are counted, in times of 8.
+        "algorithm.max_refills": 19,
         "algorithm.updates_per_step": 4,
         "reward.overlong_buffer_tokens": 4,
         "reward.overlong_penalty": 0.5,
@@ -135,7 +136,9 @@ def test_dapo(tmp_path: Path) -> None:
         ({f"{ACTOR}policy_loss.loss_mode": "sapo"}, "aggregation", "seq_mean_token_mean"),
         ({f"{ACTOR}policy_loss.loss_mode": "cispo"}, "aggregation", "token_mean"),
         ({f"{FILTER}enable": True, f"{FILTER}max_num_gen_batches": 0}, "max_refills", 10**6),
-        ({f"{FILTER}enable": True, f"{FILTER}max_num_gen_batches": 3}, "max_refills", 3),
+        ({f"{FILTER}enable": True}, "max_refills", 10**6),
+        ({f"{FILTER}max_num_gen_batches": 3}, "max_refills", None),
+        ({f"{FILTER}enable": True, f"{FILTER}max_num_gen_batches": 3}, "max_refills", 2),
     ],
 )
 def test_a_setting_of_the_algorithm_means_the_same(overrides: dict[str, Any], key: str, value: Any) -> None:

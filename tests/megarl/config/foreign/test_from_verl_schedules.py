@@ -95,3 +95,53 @@ def test_a_constant_rate_has_no_smallest_one() -> None:
 def test_checkpoints_stay_as_they_do_there(given: list[str], last: int | None, every: int | None) -> None:
     recipe = from_verl(["trainer.save_freq=20", *given], {})
     assert [recipe.get(f"checkpoint.{name}") for name in ("every", "keep_last", "keep_every")] == [20, last, every]
+
+
+def _rows(folder: Path, count: int) -> str:
+    pq.write_table(pa.table({"prompt": ["What?"] * count}), folder / "train.parquet")
+    return f"data.train_files={folder / 'train.parquet'}"
+
+
+@pytest.mark.parametrize(
+    ("program", "filters", "prompts", "steps", "refills"),
+    [
+        ("recipe.dapo.main_dapo", True, 16, 8, 9 * 48 // 16 - 1),
+        ("recipe.dapo.main_dapo", False, 48, 8, None),
+        # The trainer of verl 0.8 draws prompts one by one where it filters; without a filter those before drew 48.
+        ("verl.trainer.main_ppo", True, 16, 26, 10**6),
+        ("verl.trainer.main_ppo", False, 48, 8, None),
+    ],
+)
+def test_batches_that_are_drawn_are_trained_on_and_counted_as_there(
+    tmp_path: Path, program: str, filters: bool, prompts: int, steps: int, refills: int | None
+) -> None:
+    filter_groups = [f"+algorithm.filter_groups.{each}" for each in (f"enable={filters}", "max_num_gen_batches=9")]
+    given = [*PPO_KEYS, "+data.gen_batch_size=48", *filter_groups, "trainer.total_epochs=2", _rows(tmp_path, 210)]
+    given += [f"{ACTOR}optim.lr_warmup_steps_ratio=0.5"]
+    (tmp_path / "run.sh").write_text(f"python3 -m {program} {' '.join(given)}\n")
+    recipe = from_verl([str(tmp_path / "run.sh")], {})
+    assert [recipe.get(f"loop.{each}") for each in ("prompts_per_step", "steps")] == [prompts, steps]
+    assert recipe.get("algorithm.updates_per_step") == prompts // 8
+    assert recipe.get("algorithm.max_refills") == refills
+    assert recipe.get("megatron.lr_warmup_steps") == steps // 2 * (prompts // 8)
+    assert ("data.train_batch_size=16" in said(recipe.always)) is not filters
+    assert recipe.absent == {}
+
+
+def test_a_batch_that_is_drawn_is_cut_into_mini_batches() -> None:
+    with pytest.raises(UserError, match=r"data\.gen_batch_size=20 cannot be cut into mini-batches of"):
+        from_verl([*PPO_KEYS, "data.gen_batch_size=20"], {})
+
+
+@pytest.mark.parametrize(("given", "steps"), [(500, 33), (20, 20)])
+def test_a_run_ends_with_its_epochs_and_its_rate_is_planned_for_all_steps(
+    tmp_path: Path, given: int, steps: int
+) -> None:
+    settings = [f"trainer.total_training_steps={given}", "trainer.total_epochs=1", _rows(tmp_path, 33 * 16 + 3)]
+    settings += [f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", f"{ACTOR}optim.lr_decay_style=cosine"]
+    recipe = from_verl([*PPO_KEYS, *settings], {})
+    check(recipe)
+    assert recipe.get("loop.steps") == steps
+    assert recipe.get("megatron.lr_warmup_steps") == 2 * given // 10
+    assert recipe.get("megatron.lr_decay_steps") == (2 * 500 if given > steps else None)
+    assert recipe.get("critic.megatron.lr_decay_steps") is None

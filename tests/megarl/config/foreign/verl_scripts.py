@@ -63,7 +63,7 @@ clip_ratio_low=0.2
 clip_ratio_high=0.28
 use_dynamic_bsz=True
 token_limit=$(((max_prompt_length + max_response_length) * 2))
-python3 -m verl.trainer.main_ppo \\
+python3 -m recipe.dapo.main_dapo \\
     algorithm.adv_estimator=grpo \\
     data.prompt_key=prompt \\
     data.truncation='left' \\
