@@ -52,6 +52,21 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Key -> verl's default, where it counts for the recipe."""
 
+_OPTIMIZERS = ("actor_rollout_ref.actor.optim.", "critic.optim.")
+_STRATEGY = "actor_rollout_ref.actor.strategy"
+DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
+    "megatron": {_STRATEGY: "megatron"},
+    "veomni": {_STRATEGY: "veomni", **{f"{each}lr_scheduler_type": "cosine" for each in _OPTIMIZERS}},
+    "torchtitan": {_STRATEGY: "torchtitan", **{f"{each}lr_scheduler_type": "linear" for each in _OPTIMIZERS}},
+    "automodel": {
+        _STRATEGY: "automodel",
+        **{f"{each}lr_scheduler_type": "cosine" for each in _OPTIMIZERS},
+        **{f"{each}min_lr_ratio": 0.01 for each in _OPTIMIZERS},
+        **{f"{each}init_lr_ratio": 0.1 for each in _OPTIMIZERS},
+    },
+}
+"""Value of model_engine -> verl's defaults there, where they are others."""
+
 ALIASES: Mapping[str, str] = {
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_kwargs.": "reward_model.reward_kwargs.",
@@ -72,7 +87,10 @@ ALIASES: Mapping[str, str] = {
     "actor_rollout_ref.rollout.quantization.weight_dtype": "actor_rollout_ref.rollout.quantization",
     "critic.grad_clip": "critic.optim.clip_grad",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
-    "data.gen_batch_size": "data.gen_batch_size",
+    **{f"{each}decay_type": f"{each}lr_scheduler_type" for each in _OPTIMIZERS},
+    **{f"{each}min_lr_factor": f"{each}min_lr_ratio" for each in _OPTIMIZERS},
+    **{f"{each}lr_min": f"{each}min_lr" for each in _OPTIMIZERS},
+    **{f"{each}lr_start": f"{each}lr_warmup_init" for each in _OPTIMIZERS},
 }
 """How a key is called in one version of verl -> in another; names that end in a dot are beginnings."""
 
@@ -176,7 +194,7 @@ LEVELS: Mapping[str, str] = {"token": "token", "sequence": "sequence", "geometri
 """Level of importance weights in verl 0.6.0 -> the beginning of kinds of corrections."""
 MODES: Mapping[str, str] = {"truncate": "importance", "mask": "band"}
 """Name of verl 0.6.0 for its way with ratios beyond the bounds -> the last kind of correction for it."""
-DECAYS: Mapping[str, str] = {name: name for name in ("constant", "cosine")}
+DECAYS: Mapping[str, str] = {name: name for name in ("constant", "cosine", "linear")}
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float32": "fp32"}
 LOGGERS = ("console", "wandb", "mlflow", "tensorboard")
 FILTERS: Mapping[str, str] = {"acc": "outcome", "score": "reward", "seq_reward": "reward", "seq_final_reward": "reward"}

@@ -75,14 +75,16 @@ def _warm_up(t: Translation, group: str, key: str, updates: int) -> None:
 
 
 def _decay(t: Translation, group: str, prefix: str) -> None:
-    """The decay by the names of verl's FSDP, to a share of the rate at the end of the run."""
-    if t.has(style := f"{prefix}lr_scheduler_type"):
+    """The decay by the names of verl's FSDP and its kin, to a share of the rate at the end of the run."""
+    if t.take(style := f"{prefix}lr_scheduler_type"):
         t.recipe.set(f"{group}.lr_decay_style", t.choose(style, verl.DECAYS))
+    if (first := t.take(f"{prefix}init_lr_ratio")) and t.recipe.get(f"{group}.lr_warmup_steps"):
+        t.recipe.set(f"{group}.lr_warmup_init", first * t.recipe.get(f"{group}.lr"))
     if not (ratio := t.take(key := f"{prefix}min_lr_ratio")):
         return
-    if t.recipe.get(f"{group}.lr_decay_style") == "cosine":
+    if t.recipe.get(f"{group}.lr_decay_style") in ("cosine", "linear"):
         t.recipe.set(f"{group}.min_lr", ratio * t.recipe.get(f"{group}.lr"))
-    else:
+    elif t.has(key):
         t.without_effect(key, "a constant rate has no end")
 
 

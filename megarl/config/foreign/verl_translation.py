@@ -23,12 +23,13 @@ class Translation:
         self.recipe = TranslatedRecipe()
         self.schedule_length: int | str = OPEN
         """Rollouts that the learning rate is planned for, which may be more than the run's."""
+        self._defaults = {**verl.DEFAULTS, **verl.DEFAULTS_OF.get(str(given.get("model_engine")), {})}
         self._taken: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
         """The value of a key of verl, else verl's own default; `default`, too, where the key is given as null."""
         self._taken.add(key)
-        value = self.given.get(key, verl.DEFAULTS.get(key))
+        value = self.given.get(key, self._defaults.get(key))
         if value is None:
             return default
         return value.word.known() if isinstance(value, Unknown) else value

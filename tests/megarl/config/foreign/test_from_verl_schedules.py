@@ -145,3 +145,27 @@ def test_a_run_ends_with_its_epochs_and_its_rate_is_planned_for_all_steps(
     assert recipe.get("megatron.lr_warmup_steps") == 2 * given // 10
     assert recipe.get("megatron.lr_decay_steps") == (2 * 500 if given > steps else None)
     assert recipe.get("critic.megatron.lr_decay_steps") is None
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "options"),
+    [
+        ("fsdp", [], [None, None, None]),
+        ("veomni", [], ["cosine", None, None]),
+        ("veomni", ["lr_scheduler_type=constant"], ["constant", None, None]),
+        ("veomni", ["lr_min=1e-8", "lr_start=1e-9"], ["cosine", 1e-8, 1e-9]),
+        ("torchtitan", ["min_lr_factor=0.1"], ["linear", 0.1 * 1e-6, None]),
+        ("torchtitan", ["decay_type=cosine"], ["cosine", None, None]),
+        ("automodel", [], ["cosine", 0.01 * 1e-6, None]),
+        ("automodel", ["lr_warmup_steps=3"], ["cosine", 0.01 * 1e-6, 0.1 * 1e-6]),
+        ("automodel", ["lr_scheduler_type=constant"], ["constant", None, None]),
+    ],
+)
+def test_a_trainer_has_the_decay_that_it_has_there(engine: str, given: list[str], options: list[object]) -> None:
+    settings = [f"{ACTOR}optim.{each}" for each in given]
+    recipe = from_verl([*PPO_KEYS[:3], f"model_engine={engine}", "trainer.total_training_steps=9", *settings], {})
+    check(recipe)
+    assert [recipe.get(f"megatron.{name}") for name in ("lr_decay_style", "min_lr", "lr_warmup_init")] == options
+    style = {"veomni": "cosine", "torchtitan": "linear", "automodel": "cosine"}.get(engine)
+    assert recipe.get("critic.megatron.lr_decay_style") == style
+    assert said(recipe.absent) == [f"{ACTOR}strategy={engine}"]
