@@ -34,7 +34,7 @@ def with_ends_of(examples: Iterable[Conversation], setup: RunSetup) -> RunSetup:
     print(
         f"warning: turns of the examples end with {tokens}, at which no response of {model.folder} ends: the model that"
         f" this run writes gets {learned} added to eos_token_id in its generation_config.json. Add it there in"
-        f" {model.folder}, too, if that or a checkpoint of this run is to end turns so",
+        f" {model.folder}, too, for that model itself, and for what megarl export makes of a checkpoint",
         file=sys.stderr,
         flush=True,
     )
