@@ -277,7 +277,8 @@ def test_the_same_sequences_are_dealt_once(monkeypatch) -> None:
     options = MegatronOptions(ParallelSizes(world_size=2), torch.float32)
     cutter, batch = cuts.Cutter(options, max_tokens=9), Batch.of(ragged([3, 5, 2, 4]))
     several = replace(batch, mini_batch_of_sequence=np.array([0, 0, 1, 1]))
-    others = [batch.select([1, 0, 2, 3]), several, replace(several, unit=2)]
-    of_each = [cutter.cut(each, math.inf) for each in (batch, batch.only(()), batch.select([0, 1, 2, 3]), *others)]
-    assert dealt == [4, 4, 2, 2, 2, 2]
-    assert of_each == [cut_batch(batch, options, 9)] * 3 + [cut_batch(each, options, 9) for each in others]
+    same, others = [batch.only(()), batch.select([0, 1, 2, 3])], [several, replace(several, unit=2)]
+    asked = [batch, *same, batch.select([1, 0, 2]), batch, *others]
+    of_each = [cutter.cut(each, math.inf) for each in asked]
+    assert dealt == [4, 3, 2, 2, 2, 2]
+    assert of_each == [cut_batch(each, options, 9) for each in asked]

@@ -1,5 +1,6 @@
 """How a batch is cut over data parallelism and into micro-batches, and how what the ranks return is joined again."""
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain, count
 from math import inf
@@ -16,11 +17,14 @@ from megatron_ext.packing.prefix_tree import Prefixes
 
 
 class Cutter:
-    """Cuts the batches of one model; the calls of a step have the same sequences, which are dealt once."""
+    """Cuts the batches of one model; the calls of a step have the same sequences, which are dealt once.
+
+    Two cuts are remembered: between the calls of a whole step is one of a few of its responses.
+    """
 
     def __init__(self, options: MegatronOptions, max_tokens: int) -> None:
         self._options, self._max_tokens = options, max_tokens
-        self._last: tuple[object, Cut] | None = None
+        self._last: deque[tuple[object, Cut]] = deque(maxlen=2)
 
     def cut(self, batch: Batch, attention_length: float) -> Cut:
         """See `cut_batch`."""
@@ -29,9 +33,11 @@ class Cutter:
             return cut_batch(batch, self._options, self._max_tokens, attention_length)
         numbers = batch.mini_batch_of_sequence
         read = batch.lengths.tobytes(), None if numbers is None else numbers.tobytes(), batch.unit, attention_length
-        if self._last is None or self._last[0] != read:
-            self._last = read, cut_batch(batch, self._options, self._max_tokens, attention_length)
-        return self._last[1]
+        known = next((cut for of, cut in self._last if of == read), None)
+        if known is None:
+            known = cut_batch(batch, self._options, self._max_tokens, attention_length)
+            self._last.append((read, known))
+        return known
 
 
 def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention_length: float = inf) -> Cut:
