@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -219,6 +220,23 @@ def test_a_large_file_of_the_controller_is_written_beside_those_of_the_ranks_and
         checkpoints.complete()
         assert checkpoint_folder.complete_iterations(root) == [1]
     assert (checkpoint_folder.iteration_folder(root, 1) / "groups").read_text() == "of some groups"
+
+
+def test_a_signal_while_a_large_file_is_waited_for_leaves_no_thread_that_writes(config) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    checkpoints, _ = begun(config, slow := Slow())
+    assert slow.asked.wait(60)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        Timer(1, slow.allowed.set).start()
+        with pytest.raises(KeyboardInterrupt), checkpoints:
+            checkpoints.complete()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert slow.ended.is_set()
 
 
 def test_a_checkpoint_has_the_checksum_of_what_was_written_and_reads_no_large_file_again_for_it(config) -> None:
