@@ -83,6 +83,31 @@ class ValuesGone(RunFailed):
         super().__init__(details)
 
 
+class StoreFull(RunFailed):
+    """There is no room for values, neither in the object store nor on the disk where it goes on."""
+
+    happened = "the object store of this machine is full, and so is the disk of TMPDIR, where it goes on"
+    sentence = (
+        f"{happened}: raise cluster.object_store_bytes (or ray start --object-store-memory), or give TMPDIR a disk that is"
+        " less than 95 % full; the same command then continues from the last checkpoint"
+    )
+
+    def __init__(self, details: str) -> None:
+        self.details = details
+        super().__init__(details)
+
+
+def put(value: Any) -> Any:
+    """A reference to a value that is now in the object store. Raises StoreFull."""
+    import ray
+    from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+
+    try:
+        return ray.put(value)
+    except (ObjectStoreFullError, OutOfDiskError) as error:
+        raise StoreFull(str(error)) from error
+
+
 def put_sequences(values: Array, lengths: Array) -> list[Values]:
     """Values [T] by sequence: one array in the object store holds all, or they stay here where they are few.
 
@@ -92,9 +117,7 @@ def put_sequences(values: Array, lengths: Array) -> list[Values]:
     starts = lengths.cumsum() - lengths
     if not is_long(values):
         return [(each,) for each in np.split(values, starts[1:])]
-    import ray
-
-    reference, dtype = ray.put(values), values.dtype.str
+    reference, dtype = put(values), values.dtype.str
     if holds_numbers(values):
         finite = np.ones(len(lengths), dtype=bool)
     else:
@@ -121,9 +144,7 @@ def stored(values: Array) -> Array | StoredArray:
     """A long array of this process, now in the object store; a short one is what it was."""
     if not is_long(values):
         return values
-    import ray
-
-    return StoredArray(ray.put(values), values.dtype.str, len(values), holds_numbers(values))
+    return StoredArray(put(values), values.dtype.str, len(values), holds_numbers(values))
 
 
 def holds_numbers(values: Array) -> bool:

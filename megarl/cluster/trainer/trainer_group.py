@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 import numpy as np
-import ray
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from megarl.cluster.trainer.rank_methods import TrainerWorker
 from megarl.cluster.trainer.weight_sender import WeightSender
 from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker_group import WorkerGroup
-from megarl.data.stretches import Values, fetch_concatenated, is_remote, put_sequences
+from megarl.data.stretches import Values, fetch_concatenated, is_remote, put, put_sequences
 from megarl.process.file_system import lost_in_export
 from megarl.schema import ClusterConfig
 from megatron_ext.memory.device_memory import CountedMemory, StatePart
@@ -277,7 +276,7 @@ class TrainerGroup(WorkerGroup):
         tokens, squares = computed(cut, batch.lengths.tolist(), prefixes_in(batch, self._options))
         self._flops += sum(each.of(tokens, squares) for each in work)
         batch = batch.for_shares([list(chain.from_iterable(share)) for share in cut])
-        shares = [(ray.put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
+        shares = [(put(share), micro_batches) for share, micro_batches in (share_of(batch, each) for each in cut)]
         returns_result = [self._parallel.holds_predictions(rank) for rank in range(len(self))]
         of_ranks = [
             (*shares[self._parallel.data_parallel_rank(rank)], returns_result[rank], *arguments)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import ray
 import torch
+from ray.exceptions import OutOfDiskError
 
 from megarl.cluster.trainer.batch import Batch, Placed, fetch_tensor, sequences_of
 from megarl.cluster.workers.long_arrays import put_back, taken_out
@@ -14,6 +15,7 @@ from megarl.data import Prompt, PromptGroup, Trajectory, Turn
 from megarl.data.stretches import (
     RunLengthArray,
     StoredArray,
+    StoreFull,
     Values,
     ValuesGone,
     fetch_concatenated,
@@ -183,3 +185,13 @@ def test_shares_that_are_not_those_of_the_arrays_are_sent_what_there_was_before(
     sent = pickle.loads(pickle.dumps(batch.for_shares(shares)))
     assert fetch_tensor(sent.tokens).tolist() == ([0, -1, -4, -3] if suit else [0, 1, 4, 3])
     assert sent.placed is None
+
+
+def test_a_full_object_store_is_said_in_a_sentence(monkeypatch):
+    def full(_values):
+        raise OutOfDiskError("Local disk is full")
+
+    monkeypatch.setattr(ray, "put", full)
+    with pytest.raises(StoreFull, match="Local disk is full") as error:
+        put_sequences(np.zeros(10**5), np.array([10**5]))
+    assert "raise cluster.object_store_bytes" in error.value.sentence
