@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torch._C._profiler import _ExperimentalConfig, _RecordFunctionFast
 from torch.profiler import ProfilerActivity, profile
@@ -19,6 +20,8 @@ TimelineEvent = dict[str, Any]
 
 SHORTEST_OPERATION_US = 50.0
 """Operations of torch that are shorter are left out, and with them most of the file."""
+CUT = "more than fits in the timeline"
+"""An event from the last that was kept of a process to its end."""
 _ALWAYS_KEPT = {"user_annotation", "gpu_user_annotation", "kernel", "gpu_memcpy", "gpu_memset"}
 _ELEMENT_BYTES = {
     **dict.fromkeys(("double", "long int", "Double", "Long"), 8),
@@ -57,28 +60,82 @@ class Profiler:
         """Begin to record."""
         self._profile.start()
 
-    def stop(self) -> list[TimelineEvent]:
-        """End the recording: its events."""
+    def stop(self, most_events: int, since_us: float) -> bytes:
+        """End the recording: its events, see `encoded`. An engine's step has millions: few are in memory."""
         self._profile.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(path))
-            return list(_events(json.loads(path.read_text())))
+            del self._profile
+            with path.open(encoding="utf-8") as trace:
+                return encoded(_events(trace), most_events, since_us)
 
 
-def by_worker(found: Sequence[list[TimelineEvent] | None]) -> dict[str, list[TimelineEvent]]:
+def encoded(events: Iterable[TimelineEvent], most_events: int, since_us: float) -> bytes:
+    """The earliest of the events as JSON, each on a line, from `since_us` on; `CUT` is in place of what is left out."""
+    kept, last_us = list[tuple[float, bytes]](), 0.0
+    is_cut = False
+    for event in events:
+        began_us = event["ts"] - since_us
+        last_us = max(last_us, began_us)
+        kept.append((began_us, json.dumps({**event, "ts": began_us}).encode()))
+        if len(kept) >= 2 * most_events:
+            is_cut, kept = True, sorted(kept)[:most_events]
+    if is_cut or len(kept) > most_events:
+        kept = sorted(kept)[:most_events]
+        began_us = kept[-1][0]
+        cut = {"name": CUT, "ph": "X", "tid": 0, "ts": began_us, "dur": last_us - began_us, "args": {}}
+        kept.append((began_us, json.dumps(cut).encode()))
+    return b"\n".join(line for _, line in kept)
+
+
+def by_worker(found: Sequence[bytes | None]) -> dict[str, bytes]:
     """The events of an engine's workers, in their order, by a name; without workers that recorded nothing."""
     return {f"worker {number}": events for number, events in enumerate(found) if events is not None}
 
 
-def _events(trace: Mapping[str, Any]) -> Iterator[TimelineEvent]:
-    since_1970_us = trace["baseTimeNanoseconds"] / 1000
-    for event in trace["traceEvents"]:
+_HEAD_END = '"traceEvents": ['
+_BASE = re.compile(r'"baseTimeNanoseconds": (\d+)')
+_BETWEEN = (" ", "\n", ",")
+_CHUNK = 2**20
+"""Characters."""
+
+
+def _events(trace: TextIO) -> Iterator[TimelineEvent]:
+    """The events to be kept of a file of the profiler, which may be larger than the memory."""
+    head = ""
+    while (end := head.find(_HEAD_END)) < 0:
+        part = trace.read(_CHUNK)
+        assert part, "torch's profiler writes no events"
+        head += part
+    base = _BASE.search(head, 0, end)
+    assert base is not None, "torch's profiler does not say since when it counts"
+    since_1970_us = int(base.group(1)) / 1000
+    for event in _objects(head[end + len(_HEAD_END) :], trace):
         if event.get("ph") == "X" and _is_kept(event):
             category, args = _category(event), event.get("args", {})
             kept = {"name": event["name"], "cat": category, "ph": "X", "tid": event["tid"], "dur": event["dur"]}
             found = {"bytes": nbytes} if (nbytes := _bytes(event["name"], args)) else {}
             yield {**kept, "ts": since_1970_us + event["ts"], "args": found}
+
+
+def _objects(text: str, more: TextIO) -> Iterator[dict[str, Any]]:
+    """The objects of a list of which `text` is the beginning, up to its end."""
+    decode, at = json.JSONDecoder().raw_decode, 0
+    while True:
+        while text[at : at + 1] in _BETWEEN:
+            at += 1
+        if text[at : at + 1] == "]":
+            return
+        try:
+            found, at = decode(text, at)
+        except json.JSONDecodeError:
+            # An object that the text has only the beginning of.
+            if not (part := more.read(_CHUNK)):
+                raise
+            text, at = text[at:] + part, 0
+        else:
+            yield found
 
 
 def _category(event: TimelineEvent) -> str | None:

@@ -9,7 +9,7 @@ import torch
 
 from converters.layout import Shape
 from converters.layouts.traced_layout import PackedTrace
-from megarl.process.profiler import TimelineEvent, by_worker
+from megarl.process.profiler import by_worker
 from megarl.resharding.direct.weight_receiver import WeightReceiver, results
 from megarl.rollout.owned_engine import OwnedEngine, by_owner
 from megarl.rollout.worker_memory import require
@@ -21,6 +21,9 @@ Ts = TypeVarTuple("Ts")
 
 class EngineOfWorkers(OwnedEngine):
     """The calls that such engines have in common: each of their workers has methods of these names, and more."""
+
+    _recorded = 1
+    """Workers that were asked to record."""
 
     @by_owner
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:
@@ -46,12 +49,12 @@ class EngineOfWorkers(OwnedEngine):
     @by_owner
     def start_profiler(self) -> None:
         """See `Profiled.start_profiler`."""
-        self._workers("start_profiler", os.getpid())
+        self._recorded = len(self._workers("start_profiler", os.getpid()))
 
     @by_owner
-    def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
+    def stop_profiler(self, most_events: int, since_us: float) -> Mapping[str, bytes]:
         """See `Profiled.stop_profiler`."""
-        return by_worker(self._workers("stop_profiler"))
+        return by_worker(self._workers("stop_profiler", most_events // self._recorded, since_us))
 
     # The methods below, too, run in the owner thread.
 

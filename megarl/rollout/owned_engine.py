@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from converters.errors import UserError
 from megarl.data import Turn
-from megarl.process.profiler import TimelineEvent
 from megarl.resharding.loader.buckets import Bucket
 from megarl.rollout.progress_reporter import ProgressReporter
 from megarl.rollout.protocol import (
@@ -223,7 +222,7 @@ class OwnedEngine(ABC):
     def start_profiler(self) -> None:  # noqa: B027 - most compute in this process
         """See `Profiled.start_profiler`."""
 
-    def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
+    def stop_profiler(self, most_events: int, since_us: float) -> Mapping[str, bytes]:  # noqa: ARG002 - as above
         """See `Profiled.stop_profiler`."""
         return {}
 

@@ -2,7 +2,7 @@
 
 import os
 
-from megarl.process.profiler import Profiler, TimelineEvent
+from megarl.process.profiler import Profiler
 
 
 class ProfiledWorker:
@@ -20,7 +20,7 @@ class ProfiledWorker:
             self._profiler = Profiler()
             self._profiler.start()
 
-    def stop_profiler(self) -> list[TimelineEvent] | None:
-        """End that: the events; None where it was not begun."""
+    def stop_profiler(self, most_events: int, since_us: float) -> bytes | None:
+        """End that: the events, see `Profiler.stop`; None where it was not begun."""
         profiler, self._profiler = self._profiler, None
-        return None if profiler is None else profiler.stop()
+        return None if profiler is None else profiler.stop(most_events, since_us)

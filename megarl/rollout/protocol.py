@@ -12,7 +12,6 @@ from converters.layout import Shape
 from converters.layouts.traced_layout import PackedTrace
 from megarl.data import Turn
 from megarl.data.trajectory import FloatArray, IntArray
-from megarl.process.profiler import TimelineEvent
 from megarl.resharding.direct.weight_receiver import WeightReceiver
 from megarl.resharding.loader.buckets import Bucket
 from megatron_ext.memory.device_memory import CountedMemory
@@ -297,8 +296,11 @@ class Profiled(Protocol):
     def start_profiler(self) -> None:
         """Begin to record what each process does that it has started."""
 
-    def stop_profiler(self) -> Mapping[str, list[TimelineEvent]]:
-        """End that: the events of each, by its name; nothing of a process that has begun since then."""
+    def stop_profiler(self, most_events: int, since_us: float) -> Mapping[str, bytes]:
+        """End that: the events of each, by its name; nothing of a process that has begun since then.
+
+        There are `most_events` of all together, as `megarl.process.profiler.encoded` writes them.
+        """
 
 
 class EnginePart(Protocol):

@@ -32,7 +32,7 @@ from megarl.run.opening import Processes, RunSetup, open_processes
 from megarl.run.rollouts import Rollouts, RolloutWorkers
 from megarl.run.schedule import Schedule
 from megarl.run.throughput import Throughput
-from megarl.run.timeline import Timeline
+from megarl.run.timeline import Timeline, recorded_ranks
 from megarl.schema import MegarlConfig
 from megarl.tracking import MetricValue, Tracker
 
@@ -232,7 +232,7 @@ def _rollouts(
 
 
 def _timeline(config: MegarlConfig, models: _Models, scorer: Scorer) -> Timeline:
-    ranks = [worker for group in (models.trainer, *models.auxiliary.groups) for worker in group.workers]
+    ranks = recorded_ranks([models.trainer, *models.auxiliary.groups])
     folder = Path(config.output_dir)
     return Timeline(config.tracking.profile, folder, ranks, models.engines, scorer, models.gpus)
 

@@ -17,7 +17,7 @@ from megarl.run.checkpoints import Checkpoints
 from megarl.run.opening import Processes, RunSetup, open_processes
 from megarl.run.steps import run_steps
 from megarl.run.throughput import Throughput
-from megarl.run.timeline import Timeline
+from megarl.run.timeline import Timeline, recorded_ranks
 from megarl.stages.update import update
 from megarl.tracking import MetricValue, Tracker
 from megarl.tracking.clock import Clock
@@ -130,6 +130,8 @@ def open_training(setup: RunSetup, *, engines: bool = False) -> Iterator[Trainin
         trainer = processes.trainer(setup.options)
         position = Position(setup.step, setup.has_converged)
         throughput = processes.throughput(trainer, computing=("reference", "update", "evaluate"))
-        timeline = Timeline(setup.config.tracking.profile, Path(setup.config.output_dir), trainer.workers, None, None)
+        timeline = Timeline(
+            setup.config.tracking.profile, Path(setup.config.output_dir), recorded_ranks([trainer]), None, None
+        )
         with Checkpoints(setup.config, setup.command, {"": trainer}) as checkpoints:
             yield Training(setup, processes, trainer, tracker, position, throughput, timeline, checkpoints)

@@ -1,6 +1,7 @@
 """A timeline of one step: what the controller, the ranks, the engines and the reward workers did, and when."""
 
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,15 +9,37 @@ from pathlib import Path
 from converters.durable import complete
 from megarl.cluster.colocation import GpuSharing, OwnGpus
 from megarl.cluster.engines.engine_group import EngineGroup
+from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker import Worker
 from megarl.output.places import PROFILES
-from megarl.process.profiler import Profiler, TimelineEvent
+from megarl.process.profiler import Profiler, TimelineEvent, encoded
 from megarl.rewards.scorer import Scorer
+
+_MOST_RANKS = 16
+"""Ranks of a model that are all in the timeline."""
+_MOST_EVENTS = 2_000_000
+"""Events of the ranks, and as many of the engines: about 600 MB in all, which the controller has in memory.
+
+In the largest step that was counted a rank has 0.3 million, and each worker of an engine 4 million.
+"""
+
+
+def recorded_ranks(groups: Sequence[TrainerGroup]) -> list[Worker]:
+    """The ranks in the timeline: all of a model that has few, otherwise those of its first data-parallel share.
+
+    The other shares do the same with other sequences, and thousands of files of this size are read by nobody.
+    """
+    return [
+        worker
+        for group in groups
+        for rank, worker in enumerate(group.workers)
+        if len(group.workers) <= _MOST_RANKS or group.parallel.data_parallel_rank(rank) == 0
+    ]
 
 
 class Timeline:
-    """Writes what all processes do in the step that `tracking.profile` names."""
+    """Writes what processes do in the step that `tracking.profile` names."""
 
     def __init__(
         self,
@@ -27,7 +50,7 @@ class Timeline:
         scorer: Scorer | None,
         gpus: GpuSharing | None = None,
     ) -> None:
-        """`workers` are the processes that are neither engines nor reward workers, `gpus` those of the engines."""
+        """`workers` are the `recorded_ranks`, `gpus` those of the engines."""
         self._step, self._folder = step, output_dir / PROFILES
         self._workers, self._engines, self._scorer = workers, engines, scorer
         self._gpus = gpus or OwnGpus()
@@ -38,7 +61,8 @@ class Timeline:
         if step != self._step:
             yield
             return
-        controller = Profiler()
+        controller, since_us = Profiler(), 1e6 * time.time()
+        of_rank = _MOST_EVENTS // max(len(self._workers), 1)
         wait([worker.begin_start_profiler() for worker in self._workers])
         if self._scorer:
             self._scorer.start_noting()
@@ -51,33 +75,40 @@ class Timeline:
             yield
         finally:
             # Also where the step fails: a run that goes on in this process may come to record it again.
-            found = {"controller": controller.stop()}
-        events = wait([worker.begin_stop_profiler() for worker in self._workers])
+            found = {"controller": controller.stop(of_rank, since_us)}
+        events = wait([worker.begin_stop_profiler(of_rank, since_us) for worker in self._workers])
         found |= {worker.log.stem: of_worker for worker, of_worker in zip(self._workers, events, strict=True)}
         if self._engines:
             # A refit that is checked by log-probs ends with the trainer's turn.
             self._gpus.switch_to(self._engines)
-            found |= self._engines.stop_profiler()
+            found |= self._engines.stop_profiler(_MOST_EVENTS, since_us)
         if self._scorer:
-            found["reward workers"] = _rewards(self._scorer)
+            found["reward workers"] = encoded(_rewards(self._scorer), of_rank, since_us)
         self._write(found)
 
-    def _write(self, found: Mapping[str, Sequence[TimelineEvent]]) -> None:
+    def _write(self, found: Mapping[str, bytes]) -> None:
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"step_{self._step}.json"
         partial = path.with_suffix(".part")
-        partial.write_text(json.dumps({"traceEvents": list(_of_processes(found)), "displayTimeUnit": "ms"}))
+        with partial.open("wb") as file:
+            file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for number, part in enumerate(_of_processes(found)):
+                file.write(b",\n" + part if number else part)
+            file.write(b"\n]}\n")
         complete(partial, path)
         print(f"the timeline of step {self._step} is in {path}: open it at ui.perfetto.dev", flush=True)
 
 
-def _of_processes(found: Mapping[str, Sequence[TimelineEvent]]) -> Iterator[TimelineEvent]:
-    """The events of each process, by its name, beginning at 0."""
-    begin = min((event["ts"] for events in found.values() for event in events), default=0.0)
+def _of_processes(found: Mapping[str, bytes]) -> Iterator[bytes]:
+    """The events of each process, by its name. They are taken as text: to read and write millions takes minutes."""
     for number, (name, events) in enumerate(found.items()):
-        yield {"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}}
-        yield {"ph": "M", "name": "process_sort_index", "pid": number, "args": {"sort_index": number}}
-        yield from ({**event, "pid": number, "ts": event["ts"] - begin} for event in events)
+        for about, value in (("name", name), ("sort_index", number)):
+            said = {"ph": "M", "name": f"process_{about}", "pid": number, "args": {about: value}}
+            yield json.dumps(said).encode()
+        if events:
+            # A line break is in no string of JSON.
+            own = f'{{"pid": {number}, '.encode()
+            yield own + events[1:].replace(b"\n{", b",\n" + own)
 
 
 def _rewards(scorer: Scorer) -> list[TimelineEvent]:

@@ -300,7 +300,7 @@ class TrackingConfig:
     warn_expert_imbalance: float | None = 8.0
     """Warn if experts/imbalance_mean, a busiest expert's load over the mean, is above this; null never does."""
     profile: int | None = None
-    """Step of which a timeline of all processes is written, for Perfetto: profiles/step_N.json; null is none."""
+    """Step of which a timeline is written, of its processes, for Perfetto: profiles/step_N.json; null is none."""
     peak_tflops: float | None = None
     """Peak of a rank's GPU in bfloat16, for throughput/mfu; null takes the data sheet's of a known GPU."""
 

@@ -19,7 +19,6 @@ from megarl.cluster.workers.calls import wait
 from megarl.cluster.workers.worker import Call, WorkerFailed, WorkerGone
 from megarl.cluster.workers.worker_group import WorkerGroup
 from megarl.process.errors import MachinesUnfit
-from megarl.process.profiler import TimelineEvent
 from megarl.rollout import engine_kind
 from megarl.rollout.protocol import Engine
 from megarl.schema import ClusterConfig, RolloutConfig
@@ -27,6 +26,8 @@ from megatron_ext.memory.device_memory import CountedMemory
 
 # Enough for events, requests, their end, a stream of tokens, an update and a question about health at the same time.
 _CALLS_AT_ONCE = 6
+_MOST_RECORDED = 8
+"""Engines that are all in a timeline. More do much the same: one of them is there, with room for its events."""
 
 
 class EngineGroup(Engines):
@@ -57,6 +58,7 @@ class EngineGroup(Engines):
         shared = SharedByEngines(again, Router(handles, again), number_format(config.weights))
         super().__init__(handles, shared)
         self._step_began_s = time.monotonic()
+        self._recorded: list[EngineHandle] = []
 
     def __enter__(self) -> Self:
         self.processes.__enter__()
@@ -132,16 +134,22 @@ class EngineGroup(Engines):
         self._call(self.up, Engine.count_memory, memory)
 
     def start_profiler(self) -> None:
-        """Begin to record what all processes of the engines do."""
-        calls = [(each, process.begin_start_profiler()) for each in self.up for process in each.processes]
+        """Begin to record what all processes of the engines do, or of the first that is up where there are many."""
+        self._recorded = self.up if len(self.handles) <= _MOST_RECORDED else self.up[:1]
+        calls = [(each, process.begin_start_profiler()) for each in self._recorded for process in each.processes]
         self._wait_for_survivors(calls)
-        self._call(self.up, Engine.start_profiler)
+        self._call([each for each in self._recorded if each.is_up], Engine.start_profiler)
 
-    def stop_profiler(self) -> dict[str, list[TimelineEvent]]:
-        """End that: the events of each process, by its name; an engine that has died has none."""
-        calls = [(each, process.begin_stop_profiler()) for each in self.up for process in each.processes]
+    def stop_profiler(self, most_events: int, since_us: float) -> dict[str, bytes]:
+        """End that: the events of each process, by its name; an engine that has died has none.
+
+        There are `most_events` of all engines together. See `Profiler.stop`.
+        """
+        recorded = [each for each in self._recorded if each.is_up]
+        limits = most_events // max(len(recorded), 1), since_us
+        calls = [(each, process.begin_stop_profiler(*limits)) for each in recorded for process in each.processes]
         found = {process.log.stem: events for process, events in self._wait_for_survivors(calls)}
-        stopping = [(each, each.begin(Engine.stop_profiler)) for each in self.up]
+        stopping = [(each, each.begin(Engine.stop_profiler, *limits)) for each in recorded if each.is_up]
         for process, started in self._wait_for_survivors(stopping):
             found |= {f"{process.log.stem} {name}": events for name, events in started.items()}
         return found

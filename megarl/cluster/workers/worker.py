@@ -95,9 +95,9 @@ class Worker:
         """Begin to record what it does."""
         return Call(self, self.actor.start_profiler.remote())
 
-    def begin_stop_profiler(self) -> "Call[list[dict[str, Any]]]":
-        """Begin to end that; the result is the events."""
-        return Call(self, self.actor.stop_profiler.remote())
+    def begin_stop_profiler(self, most_events: int, since_us: float) -> "Call[bytes]":
+        """Begin to end that; the result is the events, see `Profiler.stop`."""
+        return Call(self, self.actor.stop_profiler.remote(most_events, since_us))
 
     def begin(self, method: str, *arguments: Any) -> "Call[Any]":
         """Begin a call of the object's `method`."""

@@ -88,10 +88,10 @@ class WorkerActor:
         self._profiler = load("megarl.process.profiler", "Profiler")()
         self._profiler.start()
 
-    def stop_profiler(self) -> list[dict[str, Any]]:
-        """The events since `start_profiler`; none in a process that has begun since then."""
+    def stop_profiler(self, most_events: int, since_us: float) -> bytes:
+        """The events since `start_profiler`, see `Profiler.stop`; none in a process that has begun since then."""
         profiler, self._profiler = self._profiler, None
-        return [] if profiler is None else profiler.stop()
+        return b"" if profiler is None else profiler.stop(most_events, since_us)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the object."""

@@ -14,7 +14,7 @@ from eventually import eventually, has_ended
 
 import megarl.rollout
 from converters.errors import UserError
-from megarl.cluster.engines import router
+from megarl.cluster.engines import engine_group, router
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.engines.engine_handle import EngineHandle
 from megarl.cluster.engines.reachability import check_that_all_meet, meeting
@@ -204,9 +204,12 @@ def check_that_many_answers_are_heard_together(engines):
 
 def check_that_all_their_processes_are_recorded(engines):
     engines.start_profiler()
-    recorded = engines.stop_profiler()
+    recorded = engines.stop_profiler(100, 0.0)
     assert list(recorded) == ["engine_0", "engine_1", "engine_0 worker 0", "engine_1 worker 0"]
-    assert recorded["engine_1 worker 0"] == [{"name": "echo"}]
+    assert recorded["engine_1 worker 0"] == b'{"name": "echo"}'
+    with mock.patch.object(engine_group, "_MOST_RECORDED", 1):
+        engines.start_profiler()
+    assert list(engines.stop_profiler(100, 0.0)) == ["engine_0", "engine_0 worker 0"]
 
 
 def lose_the_first(engines):

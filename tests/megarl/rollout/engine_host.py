@@ -3,6 +3,7 @@
 import functools
 import gc
 import ipaddress
+import json
 import multiprocessing
 from collections import deque
 from collections.abc import Iterator
@@ -185,16 +186,17 @@ def check_that_messages_are_recorded(trainer, engine, workers):
     """Look that a timeline has what every worker of an engine, a process of its own, does in a refit."""
     engine.start_profiler()
     trainer.update(engine.version() + 1)
-    recorded = engine.stop_profiler()
+    recorded = engine.stop_profiler(10**6, 0.0)
     assert list(recorded) == [f"worker {number}" for number in range(workers)]
-    for number, events in enumerate(recorded.values()):
+    for number, lines in enumerate(recorded.values()):
+        events = [json.loads(line) for line in lines.splitlines()]
         written = [each for each in events if each["name"] == "write a message"]
         incoming = trainer.spec.incoming(number)
         expected = [*incoming.direct.values(), *incoming.relays_in.values()]
         assert len(written) == sum(map(len, expected)) > 1
         assert {each["cat"] for each in written} == {"user_annotation"}
     # The next time nothing of it is told again, and nothing of who was not asked to record.
-    assert engine.stop_profiler() == {}
+    assert engine.stop_profiler(10**6, 0.0) == {}
 
 
 def check_that_changes_any_serving(trainer, served, assert_greedy, transport="shared_memory"):

@@ -57,7 +57,7 @@ WRITES = {
     "receive": ("call_receiver", WeightReceiver.receive, 1),
 }
 READS = {
-    "stop_profiler": ("stop_profiler",),
+    "stop_profiler": ("stop_profiler", 10**6, 0.0),
     "close": ("call_receiver", WeightReceiver.close),
     "disconnect": ("call_receiver", WeightReceiver.disconnect),
     "connect": ("call_receiver", WeightReceiver.connect, None),

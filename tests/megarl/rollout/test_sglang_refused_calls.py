@@ -95,7 +95,7 @@ def test_workers_of_a_gpu_are_called_while_their_weights_are_there_alone(engine,
     engine.start_profiler()
     engine.wake_up(["kv_cache"])
     assert_serves()
-    assert len(engine.stop_profiler()) == 1
+    assert len(engine.stop_profiler(10**6, 0.0)) == 1
 
 
 def test_it_goes_on_where_some_requests_could_not_be_ended(engine, assert_serves, pool, monkeypatch):

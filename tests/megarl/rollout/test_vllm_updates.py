@@ -167,4 +167,4 @@ def test_closing_ends_every_call(host, fresh, half_generated):
 
 def test_workers_that_are_other_processes_than_their_engine_are_recorded(served, kind):
     served.engine.start_profiler()
-    assert list(served.engine.stop_profiler()) == (["worker 0"] if kind == "sglang" else [])
+    assert list(served.engine.stop_profiler(10**6, 0.0)) == (["worker 0"] if kind == "sglang" else [])
