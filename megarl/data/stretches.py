@@ -88,8 +88,8 @@ class StoreFull(RunFailed):
 
     happened = "the object store of this machine is full, and so is the disk of TMPDIR, where it goes on"
     sentence = (
-        f"{happened}: raise cluster.object_store_bytes (or ray start --object-store-memory), or give TMPDIR a disk that is"
-        " less than 95 % full; the same command then continues from the last checkpoint"
+        f"{happened}: raise cluster.object_store_bytes (or ray start --object-store-memory), or give TMPDIR a disk that"
+        " is less than 95 % full; the same command then continues from the last checkpoint"
     )
 
     def __init__(self, details: str) -> None:
