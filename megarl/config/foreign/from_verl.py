@@ -232,9 +232,13 @@ def _by_level(t: Translation) -> list[dict[str, Any]]:
 
 def _reward(t: Translation) -> None:
     path, name = t.take("custom_reward_function.path"), t.take("custom_reward_function.name", "compute_score")
-    if t.take("reward_model.enable"):
+    has_model = t.take("reward_model.enable")
+    if has_model and not path:
         _reward_model(t)
     elif path:
+        for each in t.names_below("reward_model.") if has_model else ():
+            if not each.startswith(verl_notes.OF_MANAGERS):
+                t.absent(f"reward_model.{each}", "the function asks this model as a server, which you start yourself")
         t.recipe.set("reward.function", f"{path}:{name}")
         why = "an async function scores reward.async_samples samples at a time, verl's all; reward.workers is of others"
         t.recipe.always[why] = [f"custom_reward_function.path={path}"]
@@ -257,8 +261,6 @@ def _reward_model(t: Translation) -> None:
     if t.has(path):
         t.absent(path, "it reads the policy's tokens, and so has to have the policy's vocabulary; verl gives it text")
     t.recipe.set("reward.functions.rule", {"function": "exact_match", "weight": 0.0})
-    if t.has(rule := "custom_reward_function.path"):
-        t.without_effect(rule, "the reward model's score is the only reward")
     if t.recipe.get("loop.eval_every"):
         t.recipe.set("loop.eval_every", 0)
         t.absent("trainer.test_freq", "held-out responses are scored by rules alone, and none has weight here")

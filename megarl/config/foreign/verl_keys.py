@@ -70,6 +70,8 @@ DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
 ALIASES: Mapping[str, str] = {
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_model.": "reward_model.",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward_model.overlong_buffer.": "reward_model.reward_kwargs.overlong_buffer_cfg.",
     "reward_model.num_workers": "reward.num_workers",

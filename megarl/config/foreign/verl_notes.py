@@ -168,6 +168,9 @@ ABSENT: Mapping[str, str] = {
 """Key of verl, or the beginning of one, without a counterpart -> what there is in its place."""
 
 
+OF_MANAGERS = ("launch_reward_fn_async", "reward_kwargs.", "reward_manager")
+"""Keys below reward_model that are of rules, too."""
+
 SWITCHED: Mapping[str, str] = {
     "actor_rollout_ref.model.mtp.": "actor_rollout_ref.model.mtp.enable",
     "actor_rollout_ref.model.tiled_mlp.": "actor_rollout_ref.model.tiled_mlp.enabled",
@@ -179,9 +182,7 @@ SWITCHED: Mapping[str, str] = {
     "global_profiler.": "global_profiler.tool",
     "lora.": "lora.rank",
     "reward_model.sandbox_fusion.": "reward_model.sandbox_fusion.url",
-    **dict.fromkeys(
-        (f"reward_model.{each}" for each in ("launch_reward_fn_async", "reward_kwargs.", "reward_manager")), ""
-    ),
+    **{f"reward_model.{each}": "" for each in OF_MANAGERS},
     "reward_model.": "reward_model.enable",
 }
 """Beginning of keys -> the key without which none of them does anything; empty where they need none."""

@@ -48,20 +48,45 @@ def test_a_right_answer_gains_as_much_over_what_is_subtracted_as_it_does_there(t
 
 def test_a_reward_model_is_the_only_reward(tmp_path: Path) -> None:
     model = ["reward_model.enable=True", "reward_model.model.path=/models/judge"]
-    given = [*PPO_KEYS, *model, "custom_reward_function.path=mine.py", "trainer.test_freq=5"]
+    given = [*PPO_KEYS, *model, "trainer.test_freq=5"]
     recipe = from_verl(given, {})
     check(recipe)
     assert recipe.get("reward_model.path") == "/models/judge"
     (tmp_path / "mine.yaml").write_text(recipe.yaml("A recipe"))
     terms = terms_of(compose_open("mine", (), str(tmp_path))[0].reward)
     assert [(term.weight, term.data_sources, term.source.truth_check()) for term in terms] == [(0.0, (), None)]
-    assert "custom_reward_function.path=mine.py" in said(recipe.always)
     # Held-out responses are scored by rules alone.
     assert recipe.get("loop.eval_every") == 0
     assert sorted(said(recipe.absent)) == ["reward_model.model.path=/models/judge", "trainer.test_freq=5"]
     assert [why for why, settings in recipe.absent.items() if "policy's vocabulary" in why and settings == [model[1]]]
     # It has GPUs as all others have them: in turns.
     assert recipe.get("cluster.pools.all.roles") == ["trainer", "engine", "critic", "reward_model"]
+
+
+@pytest.mark.parametrize("keys", [("reward_model.", "model.path"), ("reward.reward_model.", "model_path")])
+def test_a_reward_model_beside_a_function_is_asked_by_it_alone(keys: tuple[str, str]) -> None:
+    """verl's reward loop then gives the function alone, and starts a server for the model."""
+    below, path = keys
+    model = [f"{below}enable=True", f"{below}{path}=/models/judge", f"{below}rollout.name=sglang"]
+    function = ["custom_reward_function.path=mine.py", "trainer.test_freq=5", "reward_model.reward_manager=dapo"]
+    recipe = from_verl([*PPO_KEYS, *model, *function, *PENALTIES], {})
+    check(recipe)
+    assert recipe.get("reward.function") == "mine.py:compute_score"
+    assert recipe.get("reward.overlong_penalty") == 0.7
+    assert [recipe.get(key) for key in ("reward_model", "reward.functions")] == [None, None]
+    assert recipe.get("loop.eval_every") == 5
+    assert recipe.absent == {
+        "the function asks this model as a server, which you start yourself": [
+            *("reward_model.enable=True", "reward_model.model.path=/models/judge", "reward_model.rollout.name=sglang")
+        ]
+    }
+
+
+def test_a_reward_model_by_its_name_of_now() -> None:
+    model = ["reward.reward_model.enable=True", "reward.reward_model.model_path=/models/judge"]
+    recipe = from_verl([*PPO_KEYS, *model], {})
+    assert recipe.get("reward_model.path") == "/models/judge"
+    assert said(recipe.absent) == ["reward_model.model.path=/models/judge"]
 
 
 def test_a_reward_model_without_a_path_is_said() -> None:
