@@ -97,7 +97,9 @@ class TranslatedRecipe:
         """The recipe, with what could not be translated before it."""
         lines = [f"# {title}"]
         for heading, notes in (("No counterpart", self.absent), ("So in any case", self.always)):
-            lines += [f"# {heading}: {' '.join(settings)}: {why}." for why, settings in sorted(notes.items())]
+            # A value may have several lines, such as a chat template; a comment has one.
+            said = {why: " ".join(" ".join(settings).split()) for why, settings in notes.items()}
+            lines += [f"# {heading}: {settings}: {why}." for why, settings in sorted(said.items())]
         for name, refusal in WITHOUT_DEEPEP.items():
             if refusal.covers(value := self.get(f"megatron.{name}")):
                 lines.append(f"# Only where ranks can import {DEEPEP}: megatron.{name}={value}: {refusal.reason}.")

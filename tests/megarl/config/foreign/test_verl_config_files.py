@@ -7,7 +7,7 @@ from verl_scripts import PPO_KEYS, said
 
 from converters.errors import UserError
 from megarl.config.foreign.from_verl import from_verl
-from megarl.config.foreign.recipe import TranslatedRecipe
+from megarl.config.foreign.recipe import TranslatedRecipe, check
 from megarl.config.foreign.verl_notes import WHOLE
 
 OWN_FILE = """
@@ -66,6 +66,15 @@ def test_a_file_that_is_there_is_read(tmp_path: Path, options: str) -> None:
     (tmp_path / "run.sh").write_text(text)
     with pytest.raises(UserError, match=r"mine\.yaml: \$\{oc\.env:SAMPLES\} has no value"):
         from_verl([str(tmp_path / "run.sh")], {"PWD": str(tmp_path)})
+
+
+def test_values_of_several_lines_are_said_in_one(tmp_path: Path) -> None:
+    of_command(tmp_path, "--config-path=$PWD/config --config-name=mine")
+    text = (tmp_path / "config" / "mine.yaml").read_text()
+    (tmp_path / "config" / "mine.yaml").write_text(f'{text}  custom_chat_template: "{{\\n%- if a %}}"\n')
+    recipe = from_verl([str(tmp_path / "run.sh")], {"PWD": str(tmp_path)})
+    check(recipe)
+    assert "actor_rollout_ref.custom_chat_template={ %- if a %}" in recipe.yaml("A recipe").splitlines()[2]
 
 
 @pytest.mark.parametrize("folder", ["/nowhere", "config", "$WHERE"])
