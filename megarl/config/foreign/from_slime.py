@@ -12,7 +12,14 @@ from megarl.config.foreign import slime_flags as slime
 from megarl.config.foreign.arguments import Argument, number_or_text, read_arguments
 from megarl.config.foreign.engine_arguments import OF_SLIME, TENSOR_PARALLEL
 from megarl.config.foreign.megatron_script import MegatronScript, check_model, translate
-from megarl.config.foreign.recipe import IN_A_BRANCH, OPEN, SAMPLED_FROM_ALL, TranslatedRecipe, steps_of_epochs
+from megarl.config.foreign.recipe import (
+    IN_A_BRANCH,
+    OPEN,
+    SAMPLED_FROM_ALL,
+    WITHOUT_LIMIT,
+    TranslatedRecipe,
+    steps_of_epochs,
+)
 from megarl.rollout import ENGINES
 
 
@@ -103,6 +110,7 @@ def _algorithm(t: _Translation) -> None:
     if path := t.take("dynamic_sampling_filter_path"):
         if str(path).endswith("check_reward_nonzero_std"):
             t.recipe.set("algorithm.dynamic_sampling", True)
+            t.recipe.set("algorithm.max_refills", WITHOUT_LIMIT)
         else:
             t.absent("dynamic_sampling_filter_path", "algorithm.filter_on, filter_low and filter_high say which groups")
 
@@ -143,7 +151,9 @@ def _kl(t: _Translation) -> None:
 
 
 def _batch(t: _Translation) -> None:
-    responses = (t.take("rollout_batch_size") or 0) * t.take("n_samples_per_prompt")
+    samples = t.take("n_samples_per_prompt")
+    t.recipe.set("loop.samples_per_prompt", samples)
+    responses = (t.take("rollout_batch_size") or 0) * samples
     batch, updates = t.take("global_batch_size"), t.take("num_steps_per_rollout")
     if batch and responses % batch:
         raise UserError(
@@ -169,6 +179,8 @@ def _data(t: _Translation) -> None:
         else:
             t.recipe.set(key, OPEN)
             t.absent(name, slime.ABSENT["label_key"])
+    if t.take("rollout_max_prompt_len") is not None:
+        t.recipe.set("data.overlong_prompts", "drop")
     _reward(t)
     if t.take("use_wandb"):
         t.recipe.set("tracking.loggers", ["console", "jsonl", "tensorboard", "wandb"])
@@ -201,6 +213,11 @@ def _evaluation(t: _Translation) -> None:
     for option, all_tokens in slime.ALL_TOKENS.items():
         if t.take(name := name_of[option]) not in (None, all_tokens) and temperature:
             t.absent(name, SAMPLED_FROM_ALL)
+    for name, (of_rollouts, why) in slime.EVAL_LIMITS.items():
+        if (limit := t.take(name)) == t.take(of_rollouts) and limit is not None:
+            t.recipe.always.setdefault(why, []).append(shown(t.given[name]))
+        elif limit is not None:
+            t.absent(name, why)
 
 
 def _length(t: _Translation) -> None:

@@ -7,7 +7,7 @@ from converters.errors import UserError
 from megarl.config.foreign import verl_keys as verl
 from megarl.config.foreign import verl_notes
 from megarl.config.foreign.engine_arguments import EXPERT_PARALLEL, OF_VERL, TENSOR_PARALLEL
-from megarl.config.foreign.recipe import OPEN, TranslatedRecipe, steps_of_epochs
+from megarl.config.foreign.recipe import OPEN, WITHOUT_LIMIT, TranslatedRecipe, steps_of_epochs
 from megarl.config.foreign.verl_settings import read_settings
 from megarl.config.foreign.verl_trainers import critic, megatron, optimizer
 from megarl.config.foreign.verl_translation import ACTOR, ALGORITHM, CORRECTION, ROLLOUT, Translation
@@ -159,10 +159,10 @@ def _algorithm(t: Translation) -> None:
 def _refills(t: Translation, batches: int) -> int:
     """Prompts that may be replaced for a step, in times of those of a step; there, batches that may be drawn for it."""
     if batches <= 0:
-        return verl.WITHOUT_LIMIT
+        return WITHOUT_LIMIT
     if not t.trainer.draws_batches:
         t.without_effect(f"{ALGORITHM}filter_groups.max_num_gen_batches", "verl.trainer.main_ppo draws without a limit")
-        return verl.WITHOUT_LIMIT
+        return WITHOUT_LIMIT
     trained, drawn = _batches(t)
     return max(0, batches * drawn // trained - 1)
 

@@ -37,7 +37,6 @@ SAME: Mapping[str, str] = {
     "eval_interval": "loop.eval_every",
     "hf_checkpoint": "model.path",
     "input_key": "data.prompt_column",
-    "n_samples_per_prompt": "loop.samples_per_prompt",
     "num_rollout": "loop.steps",
     "ref_update_interval": "algorithm.refresh_reference_every",
     "rollout_batch_size": "loop.prompts_per_step",
@@ -110,6 +109,12 @@ REWARDS: Mapping[str, str] = {
 ANSWER_AFTER: Mapping[str, str] = {"deepscaler": "</think>"}
 """Value of --rm-type -> the end of the thoughts, without which there is no answer."""
 
+EVAL_LIMITS: Mapping[str, tuple[str, str]] = {
+    "eval_max_prompt_len": ("rollout_max_prompt_len", "held-out prompts have the limit of all"),
+    "eval_max_response_len": ("rollout_max_response_len", "held-out responses have the limit of all"),
+}
+"""Limit of an evaluation -> that of the rollout, and the one that there is here."""
+
 ALL_TOKENS: Mapping[str, Any] = {"top_p": 1, "top_k": -1}
 """End of an argument of sampling -> its value in which no token is left out, as in evaluations here."""
 
@@ -155,8 +160,6 @@ ALWAYS: Mapping[str, str] = {
     "use_fault_tolerance": "engines that die are restarted: cluster.max_engine_restarts",
     "use_tensorboard": "tracking.loggers has tensorboard by default",
     "enable_mtp_training": "layers for multi-token prediction train as model.mtp_training says: detached",
-    "eval_max_prompt_len": "held-out prompts have the limits of all",
-    "eval_max_response_len": "held-out responses have the limit of all",
 }
 """Argument -> why nothing needs to be said of it here."""
 
@@ -242,5 +245,5 @@ ABSENT_BEGINNINGS: Mapping[str, str] = {
 }
 """How such arguments begin -> the same."""
 
-NAMES = (*DEFAULTS, *SAME, *CRITIC, *LISTS, *SWITCHES, *ALWAYS, *ABSENT, "use_tis", "use_unbiased_kl")
+NAMES = (*DEFAULTS, *EVAL_LIMITS, *SAME, *CRITIC, *LISTS, *SWITCHES, *ALWAYS, *ABSENT, "use_tis", "use_unbiased_kl")
 """Names to look for the nearest in, where an argument is unknown."""

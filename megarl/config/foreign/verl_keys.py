@@ -227,8 +227,6 @@ AGGREGATED: Mapping[str, str] = dict.fromkeys(("gspo", "sapo", "gmpo"), "seq_mea
 """Policy loss -> the aggregation that it has whatever `loss_agg_mode` says."""
 NORMALIZED = ("grpo", "grpo_pass_k", "gdpo")
 """Advantages that `norm_adv_by_std_in_grpo` is for."""
-WITHOUT_LIMIT = 1_000_000
-"""Refills, where verl samples on until a batch is full."""
 
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")

@@ -37,6 +37,7 @@ def test_a_script_becomes_a_recipe(tmp_path: Path) -> None:
         "algorithm.aggregation": "seq_mean_token_mean",
         "algorithm.corrections": [{"kind": "token_importance", "high": 2.0}],
         "algorithm.dynamic_sampling": True,
+        "algorithm.max_refills": 10**6,
         "algorithm.kl_coefficient": 0.001,
         "algorithm.kl_in": "loss",
         "algorithm.kl_estimator": "k3",
