@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,8 @@ class ArgumentList:
     """All arguments of a file."""
 
     arguments: tuple[Argument, ...]
-    skipped: tuple[str, ...] = ()
-    """Places of arguments that the script may add or not."""
+    uncertain: Mapping[str, list[str]] = field(default_factory=dict)
+    """Reason -> places of arguments that the script may add or not, and variables that it may set."""
     program: Word | None = None
     """The module or the file that is given them, where they are of a script that starts one."""
 
@@ -77,7 +77,7 @@ def read_arguments(file: Path, environment: Mapping[str, str]) -> ArgumentList:
         script = read_script(file, environment)
         program = last_program(script)
         words, arrays = (program.words, script.used) if program else _words_without_program(script)
-        found = ArgumentList(tuple(_arguments(words)), script.skipped(arrays), program.name if program else None)
+        found = ArgumentList(tuple(_arguments(words)), script.uncertain(arrays), program.name if program else None)
     if not found.arguments:
         raise UserError(f"{file} has no arguments: name a script with --ARGUMENTS, or a YAML file")
     return found

@@ -13,7 +13,6 @@ from megarl.config.foreign.arguments import Argument, number_or_text, read_argum
 from megarl.config.foreign.engine_arguments import OF_SLIME, TENSOR_PARALLEL
 from megarl.config.foreign.megatron_script import MegatronScript, check_model, translate
 from megarl.config.foreign.recipe import (
-    IN_A_BRANCH,
     OPEN,
     SAMPLED_FROM_ALL,
     WITHOUT_LIMIT,
@@ -32,8 +31,7 @@ def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
     translation = _Translation({argument.name: argument for argument in found.arguments}, trainer)
     for part in (_algorithm, _kl, _batch, _data, _evaluation, _length, _engines, _cluster, _rest):
         part(translation)
-    for place in found.skipped:
-        translation.recipe.absent.setdefault(IN_A_BRANCH, []).append(place)
+    translation.recipe.absent.update(found.uncertain)
     return translation.recipe
 
 

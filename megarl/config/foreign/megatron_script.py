@@ -29,21 +29,21 @@ class MegatronScript:
     """Arguments that say what the model is; `check_model` compares them with config.json."""
     left_out: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> arguments that change nothing here."""
-    skipped: tuple[str, ...] = ()
-    """Places of arguments that the script may add or not."""
+    uncertain: Mapping[str, list[str]] = field(default_factory=dict)
+    """Reason -> places of arguments that the script may add or not, and variables that it may set."""
 
     def notes(self) -> Iterator[str]:
         """One sentence for each reason for which arguments were left out."""
         for reason, flags in self.left_out.items():
             yield f"left out, since {reason}: {' '.join(flags)}"
-        if self.skipped:
-            yield f"left out, since they stand in a branch or a loop of the script: {' '.join(self.skipped)}"
+        for reason, found in self.uncertain.items():
+            yield f"not sure, since {reason}: {' '.join(found)}"
 
 
 def read_megatron_script(file: Path, environment: Mapping[str, str]) -> MegatronScript:
     """Translate a file. Raises UserError for an argument that neither Megatron-LM nor megatron-core has."""
     found = read_arguments(file, environment)
-    script = MegatronScript(skipped=found.skipped)
+    script = MegatronScript(uncertain=found.uncertain)
     for argument in found.arguments:
         translate(argument, found.arguments, script)
     return script

@@ -10,15 +10,13 @@ import yaml
 from megarl.config.origins import OPEN, compose_open
 from megatron_ext.options.supported_options import DEEPEP, REFUSED, WITHOUT_DEEPEP
 
-__all__ = ["IN_A_BRANCH", "OPEN", "SAMPLED_FROM_ALL", "WITHOUT_LIMIT", "TranslatedRecipe", "check", "steps_of_epochs"]
+__all__ = ["OPEN", "SAMPLED_FROM_ALL", "WITHOUT_LIMIT", "TranslatedRecipe", "check", "steps_of_epochs"]
 
 SAMPLED_FROM_ALL = "held-out responses are sampled from all tokens"
 """Why an evaluation has neither top_p nor top_k."""
 
 WITHOUT_LIMIT = 1_000_000
 """Refills, where verl and slime sample on until a batch is full."""
-IN_A_BRANCH = "it stands in a branch or a loop of the script"
-"""Why an argument of a script is not taken."""
 
 
 @dataclass

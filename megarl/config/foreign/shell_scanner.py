@@ -169,9 +169,9 @@ class ShellScanner:
         if char in "$`":
             return [self._expansion(quoted=False)]
         if char == "\\":
+            escaped = self._text[self._at + 1 : self._at + 2]
             self._skip(2)
-            escaped = self._text[self._at - 1]
-            return [] if escaped == "\n" else [Part("text", escaped, True)]
+            return [] if escaped in ("\n", "") else [Part("text", escaped, True)]
         start = self._at
         while (
             self._at < len(self._text) and self._text[self._at] not in "'\"$`\\" and (self._text[self._at] not in _ENDS)

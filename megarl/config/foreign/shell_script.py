@@ -25,6 +25,8 @@ _DEEPEST = 8
 """Scripts that read each other, before it is said that they go round."""
 
 
+_IN_A_BRANCH = "it stands in a branch or a loop of the script"
+_EXPORTED = "a branch or a loop of the script sets it, and its value in the environment is taken"
 _UNKNOWN = re.compile("\0([^\0]*)\0")
 _KEPT_BLANK = "\1"
 _PIECE = re.compile("(?:\0[^\0]*\0|[^ \t\r\n])+")
@@ -79,8 +81,16 @@ class ShellScript:
     variables: dict[str, Word] = field(default_factory=dict)
     grown: dict[str, list[str]] = field(default_factory=dict)
     """Array -> places where it grows in a branch or a loop, which do not count."""
+    exported: dict[str, str] = field(default_factory=dict)
+    """Variables that a branch or a loop sets, whose value here is that of the environment."""
     used: set[str] = field(default_factory=set)
     """Arrays that a command takes."""
+
+    def uncertain(self, arrays: Collection[str]) -> dict[str, list[str]]:
+        """Reason -> arguments that running the script may give, or give otherwise: places of `arrays`, variables."""
+        exported = [f"{name}={value}" for name, value in self.exported.items()]
+        found = {_IN_A_BRANCH: list(self.skipped(arrays)), _EXPORTED: exported}
+        return {why: what for why, what in found.items() if what}
 
     def skipped(self, arrays: Collection[str]) -> tuple[str, ...]:
         """Places where one of the arrays grows in a branch or a loop."""
@@ -144,11 +154,11 @@ class _Reader:
                 self.found.arrays[name] = [*(self.found.arrays.get(name, []) if grows else []), *items]
             return
         value = self._joined(_without_start(word.parts, assignment.end()), where)
-        if conditional or (grows and name not in self.found.variables):
-            value = Word.missing(f"${name}", where)
-        elif grows:
-            value = Word(self.found.variables[name].text + value.text, where)
-        self.found.variables[name] = value
+        before = self._variable(name, where) if grows else Word("", where)
+        is_known = before is not None and not conditional
+        self.found.variables[name] = (
+            Word(before.text + value.text, where) if before and is_known else Word.missing(f"${name}", where)
+        )
 
     def _where(self, word: RawWord) -> str:
         return f"{self._files[-1]}:{word.line}"
@@ -212,8 +222,11 @@ class _Reader:
         return [value or Word.missing(f"${name}", where)]
 
     def _variable(self, name: str, where: str) -> Word | None:
-        if name in self.found.variables:
-            return Word(self.found.variables[name].text, where)
+        found = self.found.variables.get(name)
+        if found and found.unknown == f"${name}" and name in self._environment:
+            self.found.exported[name] = self._environment[name]
+        elif found:
+            return Word(found.text, where)
         if name in self.found.arrays:
             return next(iter(self.found.arrays[name]), Word("", where))
         return Word(self._environment[name], where) if name in self._environment else None

@@ -11,7 +11,6 @@ from hydra.errors import HydraException
 from converters.errors import UserError
 from megarl.config.foreign.arguments import last_program
 from megarl.config.foreign.programs import OF_VERL, Trainer, trainer_of
-from megarl.config.foreign.recipe import IN_A_BRANCH
 from megarl.config.foreign.shell_script import Word, read_script
 from megarl.config.foreign.verl_config import (
     named_settings,
@@ -55,8 +54,7 @@ def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> Setti
             named, lost = named_settings(options)
             settings = {**trainer.defaults, **named, **dict(_overrides(words))}
             lost |= {why: [what] for why, what in trainer.notes.items()}
-        if skipped := script.skipped(script.used):
-            lost[IN_A_BRANCH] = list(skipped)
+        lost |= script.uncertain(script.used)
     else:
         settings = dict(_overrides(Word(text, "the command line") for text in given))
     if not settings:

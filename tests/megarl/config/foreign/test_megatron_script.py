@@ -112,7 +112,9 @@ def test_the_job_of_a_script_becomes_options(tmp_path: Path) -> None:
         *("--global-batch-size", "--group-query-attention", "--log-interval", "--no-load-optim", "--save"),
         *("--seq-length", "--sequence-parallel", "--tensorboard-dir"),
     ]
-    assert [place.rpartition(":")[2] for place in script.skipped] == ["17"]
+    assert script.uncertain == {
+        "it stands in a branch or a loop of the script": [f"{script.model[0].where.rpartition(':')[0]}:17"]
+    }
     assert script.assignments[0].origin == f"{file}:10 --lr"
 
 

@@ -122,3 +122,11 @@ def test_a_script_that_cannot_be_read_is_named_with_its_line(tmp_path: Path, tex
     with pytest.raises(UserError) as caught:
         read_script(write(tmp_path, text), {})
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["\\", "b\\", "b \\", '"b"\\'])
+def test_a_script_that_ends_in_a_backslash_has_the_words_of_bash(tmp_path: Path, end: str) -> None:
+    file = write(tmp_path, f"printf '%s\\n' a {end}")
+    words = [word.text for word in read_script(file, {}).commands[-1][2:]]
+    done = subprocess.run(["bash", "--norc", file], capture_output=True, text=True, check=True)
+    assert words == done.stdout.splitlines()

@@ -62,3 +62,28 @@ def test_settings_of_verl_in_an_array_that_a_branch_fills_are_said_with_their_pl
     assert recipe.get("loop.seed") == 3
     assert recipe.absent == {"it stands in a branch or a loop of the script": [f"{file}:3"]}
     assert f"# No counterpart: {file}:3: it stands in a branch" in recipe.yaml("A recipe")
+
+
+SETS = 'case "$DEVICE" in\n  gpu) TP=8 ;;\n  *) TP=2 ;;\nesac\nTP+=0\n'
+
+
+def test_a_variable_that_a_branch_sets_is_that_of_the_environment_and_is_said(tmp_path: Path) -> None:
+    settings = f"{' '.join(PPO_KEYS)} data.seed=$TP"
+    file = write(tmp_path, f"{SETS}python3 -m verl.trainer.main_ppo {settings}\n")
+    with pytest.raises(UserError, match=r"run\.sh:6: \$TP has no value .* export the variable"):
+        from_verl([str(file)], {})
+    recipe = from_verl([str(file)], {"TP": "4"})
+    assert recipe.get("loop.seed") == 40
+    why = "a branch or a loop of the script sets it, and its value in the environment is taken"
+    assert recipe.absent == {why: ["TP=4"]}
+    file.write_text(f"{SETS}python3 pretrain_gpt.py --lr 1e-6 --tensor-model-parallel-size $TP\n")
+    script_of_megatron = read_megatron_script(file, {"TP": "4"})
+    assert script_of_megatron.assignments[1].text == "megatron.tensor_model_parallel_size=40"
+    assert list(script_of_megatron.notes()) == [f"not sure, since {why}: TP=4"]
+    assert "TP=4" in str(from_slime(given_slime(tmp_path), {"BASE": "/b", "TP": "4"}).absent)
+
+
+def given_slime(folder: Path) -> Path:
+    file = script(folder, "--tensor-model-parallel-size 4", "--tensor-model-parallel-size $TP")
+    file.write_text(SETS + file.read_text())
+    return file
