@@ -18,6 +18,9 @@ def from_verl(given: Sequence[str], environment: Mapping[str, str]) -> Translate
     """The recipe of a file or of overrides. Raises UserError for a value that cannot be translated."""
     settings = read_settings(given, environment)
     translation = Translation(settings.values, settings.trainer)
+    for key, why in verl_notes.REFUSED.items():
+        if translation.take(key):
+            raise UserError(f"{key}={settings.values[key]} {why}")
     translation.recipe.absent.update(settings.lost)
     for part in (_model, _data, _rollout, _algorithm, _kl, _corrections, _run, optimizer, critic, _reward, _cluster):
         part(translation)
@@ -205,9 +208,9 @@ def _corrections(t: Translation) -> None:
     corrections = _by_level(t)
     if (cap := t.take(f"{ACTOR}tis_imp_ratio_cap", -1)) > 0:
         corrections = [{"kind": "token_importance", "high": cap}]
-    high, bypasses = t.take(f"{CORRECTION}rollout_is_threshold", 2.0), t.take(f"{CORRECTION}bypass_mode")
+    bounds, bypasses = t.take(f"{CORRECTION}rollout_is_threshold", 2.0), t.take(f"{CORRECTION}bypass_mode")
     if t.has(name := f"{CORRECTION}rollout_is"):
-        corrections = [{"kind": t.choose(name, verl.CORRECTIONS), "high": high}]
+        corrections = _weights(t.choose(name, verl.CORRECTIONS), bounds)
         if bypasses and t.recipe.get("algorithm.policy_loss") == "clip":
             corrections = []
             t.without_effect(name, "the ratio to the rollout is in the loss, and weighs no second time")
@@ -215,6 +218,22 @@ def _corrections(t: Translation) -> None:
         t.recipe.set("algorithm.corrections", corrections)
     if bypasses:
         t.recipe.set("algorithm.ratio_to", "rollout")
+
+
+def _weights(kind: str, bounds: Any) -> list[dict[str, Any]]:
+    """Weights up to a bound or, with `LOW_HIGH`, without those beyond the two."""
+    low, between, high = str(bounds).partition("_")
+    try:
+        if not between:
+            return [{"kind": kind, "high": float(bounds)}]
+        band = {"low": float(low), "high": float(high)}
+    except ValueError as error:
+        raise UserError(
+            f"{CORRECTION}rollout_is_threshold={bounds} is neither a bound nor two, such as 2.0 or 0.5_5.0: change it"
+        ) from error
+    if kind == "token_importance":
+        return [{"kind": "icepop", **band}]
+    return [{"kind": kind, "high": band["high"]}, {"kind": "sequence_band", **band}]
 
 
 def _by_level(t: Translation) -> list[dict[str, Any]]:

@@ -31,6 +31,11 @@ SWITCHES: Mapping[str, Mapping[str, Any]] = {
 }
 """Argument without a value -> the fields of megatron-core that it sets."""
 
+SAMPLES: Mapping[str, str] = {
+    name.replace("iters", "samples"): steps for name, steps in RENAMED.items() if name.endswith("_iters")
+}
+"""Argument in samples -> the field of megatron-core in optimizer steps."""
+
 KEYS: Mapping[str, tuple[str, str]] = {
     "bf16": ("model.dtype", "bf16"),
     "fp32": ("model.dtype", "fp32"),
@@ -74,8 +79,6 @@ REFUSED: Mapping[str, str] = {
     "quick_geglu": _GELU,
     "squared_relu": _GELU,
     "lr_warmup_fraction": "warm-up counts optimizer steps here: give --lr-warmup-iters in its place",
-    "lr_warmup_samples": "warm-up counts optimizer steps here: give --lr-warmup-iters in its place",
-    "lr_decay_samples": "decay counts optimizer steps here: give --lr-decay-iters in its place",
     "rotary_seq_len_interpolation_factor": "positions are scaled as config.json says: leave it out",
     "spec": "the layers follow from config.json: leave it out",
     "torch_fsdp2_no_reshard_after_forward": "layers give the weights that they gathered back after their forward pass:"

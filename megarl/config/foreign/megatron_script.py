@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import UserError, did_you_mean
 from megarl.config.assignment import Assignment, override
 from megarl.config.foreign.arguments import Argument, number_or_text, read_arguments
-from megarl.config.foreign.megatron_flags import KEYS, LEFT_OUT, MODEL, NEGATIVE, REFUSED, RENAMED, SWITCHES, left_out
+from megarl.config.foreign.megatron_flags import (
+    KEYS,
+    LEFT_OUT,
+    MODEL,
+    NEGATIVE,
+    REFUSED,
+    RENAMED,
+    SAMPLES,
+    SWITCHES,
+    left_out,
+)
 from megatron_ext.options.arguments import megatron_fields, parse_flags
 from megatron_ext.options.model_fields import LATENT_ATTENTION_FIELDS, MODEL_FIELDS
 
@@ -85,6 +95,8 @@ def translate(
         script.assignments += [_assignment(argument, f"megatron.{key}", v) for key, v in SWITCHES[name].items()]
     elif name in KEYS:
         script.assignments.append(_assignment(argument, *KEYS[name]))
+    elif name in SAMPLES:
+        script.assignments.append(_in_steps(argument, others))
     elif name == _LAYERS_PER_STAGE:
         script.assignments.append(_virtual_stages(argument, others))
     elif reason := left_out(name):
@@ -94,7 +106,7 @@ def translate(
         options, _ = parse_flags([f"--{no}{field_name}", *argument.words], {})
         script.assignments += [_assignment(argument, f"megatron.{key}", value) for key, value in options.items()]
     else:
-        of_slime, names = tuple(of_slime), (*fields, *RENAMED, *SWITCHES, *KEYS, *MODEL, *LEFT_OUT, *REFUSED)
+        of_slime, names = tuple(of_slime), (*fields, *RENAMED, *SWITCHES, *KEYS, *SAMPLES, *MODEL, *LEFT_OUT, *REFUSED)
         known = [each.replace("_", "-") for each in (*of_slime, *names)]
         advice = did_you_mean(name.replace("_", "-"), known, "--{}")
         raise UserError(
@@ -106,6 +118,18 @@ def translate(
 def _assignment(argument: Argument, key: str, value: Any) -> Assignment:
     text = str(value).lower() if isinstance(value, bool) else value
     return Assignment(override(key, text), f"{argument.where} {argument.flag}")
+
+
+def _in_steps(argument: Argument, others: Iterable[Argument]) -> Assignment:
+    """Optimizer steps, of --global-batch-size samples each, for a number of samples."""
+    (samples,) = (int(word) for word in argument.words)
+    (size,) = [int(each.words[0]) for each in others if each.name == "global_batch_size"][-1:] or [0]
+    if samples and (not size or any(each.name == "rampup_batch_size" for each in others)):
+        raise UserError(
+            f"{argument.where}: {argument.flag} {samples} needs a --global-batch-size for the whole run beside it, as"
+            f" optimizer steps are counted here: give {argument.flag.replace('samples', 'iters')} in its place"
+        )
+    return _assignment(argument, f"megatron.{SAMPLES[argument.name]}", -(-samples // size) if samples else 0)
 
 
 def _virtual_stages(argument: Argument, others: Iterable[Argument]) -> Assignment:

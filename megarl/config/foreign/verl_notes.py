@@ -168,6 +168,14 @@ ABSENT: Mapping[str, str] = {
 """Key of verl, or the beginning of one, without a counterpart -> what there is in its place."""
 
 
+REFUSED: Mapping[str, str] = {
+    "distillation.enabled": (
+        "is on-policy distillation, and only RL is translated: write a recipe with teachers.NAME.path, as in"
+        " quickstart_distillation"
+    ),
+}
+"""Switch of verl -> why a command that turns it on has no recipe."""
+
 OF_MANAGERS = ("launch_reward_fn_async", "reward_kwargs.", "reward_manager")
 """Keys below reward_model that are of rules, too."""
 

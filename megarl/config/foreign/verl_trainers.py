@@ -19,7 +19,9 @@ def _overrides(t: Translation, group: str, prefix: str) -> None:
     """Options below `prefix`, where all are Megatron's."""
     fields = megatron_fields()
     for name, value in t.below(prefix).items():
-        if name not in fields:
+        if name == "moe_aux_loss_coeff" and value and not t.has(f"{prefix}moe_router_load_balancing_type"):
+            t.absent(f"{prefix}{name}", "verl balances nothing unless moe_router_load_balancing_type says how")
+        elif name not in fields:
             t.absent(f"{prefix}{name}", "the installed megatron-core has no such option")
         elif value is not None:
             t.recipe.set_option(f"{group}.{name}", value, f"{prefix}{name}={value}")

@@ -321,6 +321,14 @@ def test_overrides_and_yaml_are_taken_alike(tmp_path: Path, capsys: pytest.Captu
         (["actor_rollout_ref.rollout.engine_kwargs.vllm.tensor_parallel_size=0"], "size=0 is no number of at least 1"),
         (["trainer.nnodes=0"], r"trainer\.nnodes=0 is no number of at least 1"),
         (["trainer.n_gpus_per_node=eight"], r"trainer\.n_gpus_per_node=eight is no number of at least 1"),
+        (
+            ["distillation.enabled=True"],
+            r"distillation\.enabled=True is on-policy distillation, .* teachers\.NAME\.path",
+        ),
+        (
+            [f"algorithm.rollout_correction.{each}" for each in ("rollout_is=token", "rollout_is_threshold=a_b")],
+            "rollout_is_threshold=a_b is neither a bound nor two",
+        ),
         (["actor_rollout_ref.rollout.name=hf"], "is none of the engines"),
         (["trainer.n_gpus_per_node=3"], "3 GPUs cannot be shared out among engines of 2"),
         (["~trainer.logger"], "~trainer.logger"),
@@ -410,3 +418,14 @@ def test_the_critic_has_its_own_optimizer() -> None:
         "critic.megatron.adam_beta2": 0.999,
         "critic.megatron.adam_eps": 1e-8,
     }
+
+
+@pytest.mark.parametrize("kind", ["", "seq_aux_loss"])
+def test_a_loss_of_balance_counts_where_its_kind_is_named(kind: str) -> None:
+    """verl's bridges set the kind to none."""
+    below = f"+{ACTOR}megatron.override_transformer_config."
+    named = [f"{below}moe_router_load_balancing_type={kind}"] if kind else []
+    recipe = from_verl([*PPO_KEYS, f"{below}moe_aux_loss_coeff=0.01", *named], {})
+    check(recipe)
+    assert recipe.get("megatron.moe_aux_loss_coeff") == (0.01 if kind else None)
+    assert said(recipe.absent) == ([] if kind else [f"{below[1:]}moe_aux_loss_coeff=0.01"])

@@ -37,6 +37,15 @@ NEW = "algorithm.rollout_correction."
         ),
         ({f"{NEW}rollout_is": "sequence"}, [{"kind": "sequence_importance", "high": 2.0}]),
         ({f"{NEW}rollout_is": None, f"{NEW}rollout_is_threshold": 4.0}, None),
+        # Two bounds with a line between them are IcePop's.
+        (
+            {f"{NEW}rollout_is": "token", f"{NEW}rollout_is_threshold": "0.5_4.0"},
+            [{"kind": "icepop", "low": 0.5, "high": 4.0}],
+        ),
+        (
+            {f"{NEW}rollout_is": "sequence", f"{NEW}rollout_is_threshold": "0.5_4.0"},
+            [{"kind": "sequence_importance", "high": 4.0}, {"kind": "sequence_band", "low": 0.5, "high": 4.0}],
+        ),
     ],
 )
 def test_importance_weights_of_every_version_are_weights_here(

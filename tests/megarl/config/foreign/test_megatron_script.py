@@ -164,6 +164,16 @@ def test_patterns_of_layers_are_compared_layer_by_layer(tmp_path: Path, deepseek
         check_model(read_megatron_script(write(tmp_path, "A=(--moe-layer-freq len)"), {}).model, deepseek)
 
 
+def test_samples_become_steps_of_the_batch(tmp_path: Path) -> None:
+    decay = "--lr-warmup-samples 0 --lr-decay-samples 1000 --global-batch-size 64 --lr-wsd-decay-samples 640"
+    assert options(write(tmp_path, f"A=({decay})")) == {
+        "megatron.lr_warmup_steps": "0",
+        "megatron.lr_decay_steps": "16",
+        "megatron.lr_wsd_decay_steps": "10",
+    }
+    assert options(write(tmp_path, "A=(--lr-warmup-samples 0)")) == {"megatron.lr_warmup_steps": "0"}
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -173,6 +183,8 @@ def test_patterns_of_layers_are_compared_layer_by_layer(tmp_path: Path, deepseek
         ),
         ("A=(--lr 1 --fp16)", "--fp16 cannot be taken over: training is in bf16 or fp32"),
         ("A=(\n--lr $RATE\n)", r":2: \$RATE has no value that can be read"),
+        ("A=(--lr-warmup-samples 9)", "--lr-warmup-samples 9 needs a --global-batch-size .* give --lr-warmup-iters"),
+        ("A=(--lr-decay-samples 9 --global-batch-size 2 --rampup-batch-size 1 1 9)", "for the whole run"),
         ("A=(--num-layers-per-virtual-pipeline-stage 2)", "needs --num-layers and --pipeline-model-parallel-size"),
         ("python a.py x --lr 1", "'x' belongs to no argument"),
         ("A=(--lr)", "--lr needs a value"),
