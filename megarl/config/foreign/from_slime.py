@@ -236,8 +236,14 @@ def _engines(t: _Translation) -> None:
     engine, prefix = OF_SLIME
     t.recipe.set("rollout.engine", engine)
     t.recipe.set(f"rollout.engine_args.{TENSOR_PARALLEL[engine]}", t.take("rollout_num_gpus_per_engine"))
-    for name in [each for each in t.given if each.startswith(prefix) and not each.startswith(f"{prefix}router")]:
+    left_out: dict[str, str] = {}
+    names = [each for each in t.given if each.startswith(prefix) and not _beginning(each)]
+    # Those first that others are left out with.
+    for name in sorted(names, key=lambda each: each not in slime.ABSENT_WITH):
         argument = t.given[name]
+        if why := next((why for start, why in left_out.items() if name.startswith(start)), ""):
+            t.absent(name, why)
+            continue
         if argument.unknown.startswith("$("):
             t.absent(name, "its value is computed by the script")
             continue
@@ -248,6 +254,7 @@ def _engines(t: _Translation) -> None:
             ENGINES[engine].check({(own := name.removeprefix(prefix)): value})
         except UserError as error:
             t.absent(name, error.sentence)
+            left_out |= dict.fromkeys(slime.ABSENT_WITH.get(name, ()), error.sentence)
         else:
             t.recipe.set(f"rollout.engine_args.{own}", value)
 
@@ -284,6 +291,8 @@ def _rest(t: _Translation) -> None:
             t.recipe.set(*slime.SWITCHES[name])
         elif name in t.taken:
             continue
+        elif slime.NEUTRAL.get(name) in argument.words:
+            t.recipe.always.setdefault("nothing is asked so", []).append(shown(argument))
         elif why := _of_either(slime.ALWAYS, name):
             t.recipe.always.setdefault(why, []).append(shown(argument))
         elif why := _of_either(slime.ABSENT, name) or _beginning(name):

@@ -80,7 +80,7 @@ REFUSED: Mapping[str, str] = {
     "squared_relu": _GELU,
     "lr_warmup_fraction": "warm-up counts optimizer steps here: give --lr-warmup-iters in its place",
     "rotary_seq_len_interpolation_factor": "positions are scaled as config.json says: leave it out",
-    "spec": "the layers follow from config.json: leave it out",
+    "spec": "such layers are of a model that is not converted: docs/add_an_architecture.md adds one",
     "torch_fsdp2_no_reshard_after_forward": "layers give the weights that they gathered back after their forward pass:"
     " leave it out",
 }

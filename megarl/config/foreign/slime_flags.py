@@ -233,6 +233,15 @@ ABSENT: Mapping[str, str] = {
 }
 """Argument without a counterpart -> what there is in its place."""
 
+NEUTRAL: Mapping[str, str] = {"update_weights_interval": "1"}
+"""Argument without a counterpart -> its value in which nothing is asked of it."""
+
+ABSENT_WITH: Mapping[str, tuple[str, ...]] = {
+    "sglang_dp_size": ("sglang_enable_dp_",),
+    "sglang_speculative_algorithm": ("sglang_speculative_",),
+}
+"""Argument of the engine -> how others begin that are left out with it."""
+
 ABSENT_BEGINNINGS: Mapping[str, str] = {
     "ci_": "it is for slime's own tests",
     "custom_": _OWN,
@@ -241,6 +250,8 @@ ABSENT_BEGINNINGS: Mapping[str, str] = {
     **dict.fromkeys(("rollout_function", "data_source_path", "eval_function", "buffer_filter"), _OWN),
     "opd_": "teachers are given as teachers.NAME.path",
     "sglang_router": "requests are sent by megarl's own router",
+    "update_weights_interval": "engines get the weights of every step: schedule.max_staleness lets them sample ahead",
+    "sglang_server_concurrency": "an engine takes the requests that it has room for: max_running_requests limits them",
     "update_weight": "refit.* says how weights move",
 }
 """How such arguments begin -> the same."""

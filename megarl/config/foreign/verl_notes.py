@@ -154,6 +154,11 @@ ABSENT: Mapping[str, str] = {
     "algorithm.rollout_correction.rollout_is_batch_normalize": "importance weights are not brought to a mean of 1",
     "algorithm.rollout_is_veto_threshold": _MASKS,
     "algorithm.use_pf_ppo": "there is no such preference",
+    **dict.fromkeys(
+        (f"actor_rollout_ref.actor.checkpoint.{each}_contents" for each in ("save", "load")),
+        "a checkpoint holds model, optimizer and all random states: megarl export makes a HuggingFace folder of it",
+    ),
+    "reward_model.reward_manager": "each response is scored by the reward function alone",
     "reward_model": "a reward model is trained by megarl reward-model and named in reward_model.path",
     "reward.sandbox_fusion": "code runs in a sandbox of this machine",
     "global_profiler": "tracking.profile=STEP writes a timeline",
@@ -178,6 +183,13 @@ REFUSED: Mapping[str, str] = {
 
 OF_MANAGERS = ("launch_reward_fn_async", "reward_kwargs.", "reward_manager")
 """Keys below reward_model that are of rules, too."""
+
+_CONTENTS = ("model", "optimizer", "extra")
+ALIKE: Mapping[str, tuple[str, ...]] = {
+    **{f"actor_rollout_ref.actor.checkpoint.{each}_contents": _CONTENTS for each in ("save", "load")},
+    "reward_model.reward_manager": ("naive", "dapo", "batch", "prime", "rate_limited"),
+}
+"""Key that asks for nothing else in these values -> the values."""
 
 SWITCHED: Mapping[str, str] = {
     "actor_rollout_ref.model.mtp.": "actor_rollout_ref.model.mtp.enable",

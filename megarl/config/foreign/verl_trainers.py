@@ -108,6 +108,9 @@ def critic(t: Translation) -> None:
             t.recipe.set(f"critic.megatron.{name}", value)
     if (path := t.take("critic.model.path")) not in (None, t.recipe.get("model.path")):
         t.recipe.set("critic.path", path)
+    mini = t.take(key := "critic.ppo_mini_batch_size")
+    if mini is not None and mini != t.take(f"{ACTOR}ppo_mini_batch_size"):
+        t.absent(key, "the critic has the policy's mini-batches")
     t.recipe.set("critic.value_clip", t.take("critic.cliprange_value"))
     # verl counts steps from 1, and lets the policy learn in the one of this number.
     warmup = t.take("trainer.critic_warmup") or 0

@@ -81,12 +81,20 @@ class Translation:
         for key in sorted(self.given.keys() - self._taken):
             if key.endswith("._target_"):  # a class of verl's own
                 continue
-            if (why := self._nothing(key)) or (why := verl_notes.reason(verl_notes.ALWAYS, key)):
+            if not self._is_alike(key):
+                self.absent(key, verl_notes.reason(verl_notes.ABSENT, key))
+            elif (why := self._nothing(key)) or (why := verl_notes.reason(verl_notes.ALWAYS, key)):
                 is_otherwise = self.trainer.samples_ahead and why == verl_notes.TURNS
                 self.without_effect(key, verl_notes.OWN_GPUS if is_otherwise else why)
             elif self.given[key] not in (None, False, "", [], {}):
                 self.absent(key, verl_notes.reason(verl_notes.ABSENT, key) or "megarl has no such setting")
         return self.recipe
+
+    def _is_alike(self, key: str) -> bool:
+        """Whether a setting asks for no more than there is here in any case, where that depends on its value."""
+        value, alike = self.given[key], verl_notes.ALIKE.get(key)
+        values = value if isinstance(value, list) else [value]
+        return alike is None or value is None or all(each in alike for each in values)
 
     def _nothing(self, key: str) -> str:
         """Why a setting asks for nothing; empty where it does."""

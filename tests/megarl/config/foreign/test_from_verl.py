@@ -429,3 +429,20 @@ def test_a_loss_of_balance_counts_where_its_kind_is_named(kind: str) -> None:
     check(recipe)
     assert recipe.get("megatron.moe_aux_loss_coeff") == (0.01 if kind else None)
     assert said(recipe.absent) == ([] if kind else [f"{below[1:]}moe_aux_loss_coeff=0.01"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_alike"),
+    [
+        *((f"reward_model.reward_manager={name}", name != "collabllm") for name in ("naive", "dapo", "collabllm")),
+        ("reward_manager.name=remote", False),
+        (f"{ACTOR}checkpoint.save_contents=[model,optimizer,extra]", True),
+        (f"{ACTOR}checkpoint.save_contents=[hf_model]", False),
+        ("critic.ppo_mini_batch_size=8", True),
+        ("critic.ppo_mini_batch_size=4", False),
+    ],
+)
+def test_a_setting_is_so_in_any_case_only_where_its_value_is(setting: str, is_alike: bool) -> None:
+    recipe = from_verl([*PPO_KEYS, setting], {})
+    value = setting.rpartition("=")[2].replace("[", "['").replace("]", "']")
+    assert [found.rpartition("=")[2] for found in said(recipe.absent)] == ([] if is_alike else [value])
