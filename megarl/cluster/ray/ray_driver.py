@@ -1,9 +1,11 @@
 """Keeps Ray (2.60) from changing the process that starts it and from starting what no run needs: see each function."""
 
+import site
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ray._private import parameter, ray_constants, utils, worker
@@ -60,7 +62,7 @@ def _with_this_package() -> Iterator[None]:
     replaced = worker.connect
 
     def connect(*arguments: Any, **options: Any) -> None:
-        with chdir(Path(megarl.__file__).parents[1]):
+        with TemporaryDirectory() as empty, chdir(_checkout() or empty):
             replaced(*arguments, **options)
 
     worker.connect = connect
@@ -68,6 +70,15 @@ def _with_this_package() -> Iterator[None]:
         yield
     finally:
         worker.connect = replaced
+
+
+def _checkout() -> Path | None:
+    """The folder that the package is imported from; None if it is the one of Python's packages.
+
+    Workers have that folder anyhow, behind PYTHONPATH as the program has it, and would have it before.
+    """
+    folder = Path(megarl.__file__).parents[1]
+    return None if str(folder) in {*site.getsitepackages(), site.getusersitepackages()} else folder
 
 
 def _say_nothing_of_its_own() -> None:

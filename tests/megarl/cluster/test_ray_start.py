@@ -91,3 +91,28 @@ def test_processes_of_a_run_import_what_the_program_does_whatever_is_in_the_fold
     where, *in_worker = ran.stdout.splitlines()[-5:]
     assert where == str(folder)
     assert in_worker[:2] == in_worker[2:]
+
+
+_INSTALLED = """
+import site, sys
+from pathlib import Path
+import megarl
+import ray
+from megarl.cluster.ray.runtime import ray_cluster
+from megarl.schema import ClusterConfig
+
+folder = str(Path(megarl.__file__).parents[1])
+if sys.argv[1:]:
+    site.getsitepackages = lambda: [folder]
+with ray_cluster(ClusterConfig()):
+    first = ray.get(ray.remote(num_cpus=0)(lambda: __import__("sys").path[0]).remote())
+print(first == folder)
+"""
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["in a checkout", "among packages"])
+def test_the_packages_of_python_come_before_nothing_that_they_are_behind(installed):
+    command = [sys.executable, "-P", "-c", _INSTALLED, *["installed"] * installed]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == str(not installed)
