@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -123,6 +124,8 @@ def _redirect_output(log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     # Whatever libraries print is nobody else's: at its level of info SGLang's server says its key.
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    with suppress(PermissionError):  # It may be there already, and be somebody else's.
+        os.fchmod(descriptor, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)
