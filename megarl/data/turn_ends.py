@@ -28,7 +28,7 @@ class TurnEnds:
         self._tokenizer = tokenizer
         self._stops = frozenset(stop_token_ids)
         added = (token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special)
-        self._special = frozenset([*tokenizer.all_special_ids, *added])
+        self._special = frozenset([*tokenizer.all_special_ids, *added, *stop_token_ids])
 
     def learned(self, where: str, message: Message, reply: Sequence[int], following: int | None) -> list[int]:
         """Tokens that a model has to write to say a `message` and to stop.

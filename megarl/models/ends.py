@@ -15,20 +15,21 @@ _GENERATION_CONFIG = "generation_config.json"
 
 def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: Iterable[int] = ()) -> tuple[int, ...]:
     """Tokens at which responses of the model in a folder end, and the `extra` ones."""
-    return tuple(sorted({tokenizer.eos_token_id, *extra, *_named_ends(folder)} - {None}))
+    return tuple(sorted({tokenizer.eos_token_id, *extra, *named_ends(folder)} - {None}))
 
 
 def name_ends(folder: Path, ends: Iterable[int]) -> None:
     """Have the generation_config.json of a model name more tokens at which its responses end."""
     file = folder / _GENERATION_CONFIG
     present = read_json(file) if file.exists() else {}
-    named = list(dict.fromkeys([*_named_ends(folder), *ends]))
+    named = list(dict.fromkeys([*named_ends(folder), *ends]))
     file.write_text(json.dumps({**present, "eos_token_id": named}, indent=2, ensure_ascii=False) + "\n")
     sync(file)
     sync(folder)
 
 
-def _named_ends(folder: Path) -> list[int]:
+def named_ends(folder: Path) -> list[int]:
+    """Tokens at which responses end by the files that an engine reads, whatever the tokenizer's own end is."""
     # Engines read config.json where generation_config.json is absent; SGLang does in any case.
     return _ends_in(folder / _GENERATION_CONFIG) or _ends_in(folder / CONFIG)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megarl.data import Conversation, load_conversations
 from megarl.data.turn_ends import ends_of
-from megarl.models.ends import stop_token_ids
+from megarl.models.ends import named_ends, stop_token_ids
 from megarl.run.opening import RunSetup
 
 
@@ -27,16 +27,20 @@ def with_ends_of(examples: Iterable[Conversation], setup: RunSetup) -> RunSetup:
     go on after each reply, for as long as it may.
     """
     model = setup.model
-    learned = sorted(ends_of(examples).difference(stop_token_ids(model.folder, model.tokenizer)))
+    ends = ends_of(examples)
+    # Engines stop at the tokenizer's end, too; whoever generates with transformers reads the files alone.
+    setup = replace(setup, learned_ends=tuple(sorted(ends.difference(named_ends(model.folder)))))
+    learned = sorted(ends.difference(stop_token_ids(model.folder, model.tokenizer)))
     if not learned:
         return setup
     tokens = ", ".join(f"{model.tokenizer.convert_ids_to_tokens(end)} ({end})" for end in learned)
     print(
         f"warning: turns of the examples end with {tokens}, at which no response of {model.folder} ends: the model that"
         f" this run writes gets {learned} added to eos_token_id in its generation_config.json. Add it there in"
-        f" {model.folder}, too, for that model itself, and for what megarl export makes of a checkpoint",
+        f" {model.folder}, too, for that model itself, for an adapter to it, and for what megarl export makes of a"
+        " checkpoint",
         file=sys.stderr,
         flush=True,
     )
-    ends = tuple(sorted({*model.stop_token_ids, *learned}))
-    return replace(setup, model=replace(model, stop_token_ids=ends), learned_ends=tuple(learned))
+    stops = tuple(sorted({*model.stop_token_ids, *learned}))
+    return replace(setup, model=replace(model, stop_token_ids=stops))

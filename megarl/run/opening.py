@@ -55,7 +55,7 @@ class RunSetup:
     options: MegatronOptions
     checkpoint: Checkpoint | None = None
     learned_ends: tuple[int, ...] = ()
-    """Tokens that the policy learns to end turns with, and at which responses of the model do not end."""
+    """Tokens that the policy learns to end turns with, and which the files of the model do not name as ends."""
 
     @classmethod
     def read(cls, config: MegarlConfig, command: str) -> "RunSetup":

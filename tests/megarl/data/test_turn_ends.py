@@ -125,6 +125,16 @@ def test_the_first_stop_token_behind_the_text_is_the_end(tokenizer, tmp_path, st
     assert learned(tokenizer, load(tokenizer, tmp_path, messages, *stops)) == f"2={end}"
 
 
+def test_a_stop_token_that_is_not_special_is_an_end(tokenizer, tmp_path):
+    tokenizer.add_tokens([AddedToken("<eot>", special=False)])
+    tokenizer.chat_template = (
+        "{%- for m in messages -%}<{{ m.role }}>{{ m.content }}<eot>{%- endfor -%}"
+        "{%- if add_generation_prompt -%}<assistant>{%- endif -%}"
+    )
+    messages = [say("user", "1"), say("assistant", "2=")]
+    assert learned(tokenizer, load(tokenizer, tmp_path, messages, "<eot>")) == "2=<eot>"
+
+
 def test_a_template_that_refuses_the_next_message_can_still_write_an_end(tokenizer, tmp_path):
     alone = (
         "{%- if messages | length > 2 -%}{{ raise_exception('one question') }}{%- endif -%}"

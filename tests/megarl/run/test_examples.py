@@ -137,6 +137,18 @@ def test_ends_of_config_json_are_kept_where_there_is_no_other_file(base, files, 
     assert json.loads((export / "generation_config.json").read_text()) == {"eos_token_id": [other, new]}
 
 
+def test_an_end_that_the_tokenizer_alone_names_is_exported(base, files, tmp_path, monkeypatch, capsys):
+    tokenizer = read_model(ModelConfig(str(base)), []).tokenizer
+    end, new = tokenizer.convert_tokens_to_ids(["<end>", "<assistant>"])
+    end_at(base, tokenizer, "<end>")
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": "<assistant>"}))
+    opened("sft", base, files, tmp_path / "run", monkeypatch).export_policy(Trainer(), 1)
+    assert "warning" not in capsys.readouterr().err
+    export = tmp_path / "run" / "huggingface"
+    assert json.loads((export / "generation_config.json").read_text())["eos_token_id"] == [end, new]
+
+
 @pytest.mark.parametrize(("command", "ends"), [("sft", ["<end>", "<assistant>"]), ("reward_model", ["<end>"])])
 def test_nothing_is_said_of_ends_that_are_named_and_of_a_model_that_gives_scores(
     command, ends, base, files, tmp_path, monkeypatch, capsys
