@@ -238,7 +238,7 @@ def _engines(t: _Translation) -> None:
     t.recipe.set(f"rollout.engine_args.{TENSOR_PARALLEL[engine]}", t.take("rollout_num_gpus_per_engine"))
     left_out: dict[str, str] = {}
     names = [each for each in t.given if each.startswith(prefix) and not _beginning(each)]
-    # Those first that others are left out with.
+    # An argument that others are left out with comes before them.
     for name in sorted(names, key=lambda each: each not in slime.ABSENT_WITH):
         argument = t.given[name]
         if why := next((why for start, why in left_out.items() if name.startswith(start)), ""):
