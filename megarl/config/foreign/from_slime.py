@@ -291,7 +291,7 @@ def _rest(t: _Translation) -> None:
             t.recipe.set(*slime.SWITCHES[name])
         elif name in t.taken:
             continue
-        elif slime.NEUTRAL.get(name) in argument.words:
+        elif name in slime.NEUTRAL and argument.words == [slime.NEUTRAL[name]]:
             t.recipe.always.setdefault("nothing is asked so", []).append(shown(argument))
         elif why := _of_either(slime.ALWAYS, name):
             t.recipe.always.setdefault(why, []).append(shown(argument))

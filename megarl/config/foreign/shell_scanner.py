@@ -1,41 +1,24 @@
 """The words of a shell script, with what would be expanded in them still to be expanded; nothing is run."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from converters.errors import UserError
+from megarl.config.foreign.shell_conditions import UNDECIDED, Block, Condition, is_test
+from megarl.config.foreign.shell_words import Part, RawWord
 
-_OPENING = frozenset(("if", "for", "while", "until", "case", "select", "{"))
+_OPENING: Mapping[str, str] = {
+    **dict.fromkeys(("for", "while", "until", "select", "{"), ""),
+    "if": "test",
+    "case": "word",
+}
+"""Keyword -> the state in which its block begins."""
 _CLOSING = frozenset(("fi", "done", "esac", "}"))
+_PARTS: Mapping[str, str] = {"elif": "test", "else": "body"}
 _BETWEEN = frozenset(("then", "else", "elif", "do", "in", "!", "time"))
+_OPERATORS = (";;&", ";&", ";;", "&&", "||")
 _ENDS = frozenset(" \t\r\n;&|()<>")
 _SPECIAL = "@*#?$!-_"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A stretch of a word."""
-
-    kind: str
-    """text, parameter (`$NAME`, `${...}`), arithmetic (`$((...))`) or command (`$(...)`)."""
-    text: str
-    quoted: bool
-    """Whether blanks in its value stay in the word."""
-
-
-@dataclass
-class RawWord:
-    """A word as it is written."""
-
-    line: int
-    parts: list[Part] = field(default_factory=list)
-    items: "list[RawWord] | None" = None
-    """The words of an array, where this is `NAME=(...)`."""
-
-    @property
-    def start(self) -> str:
-        """The text that it begins with, up to the first quote or expansion."""
-        return self.parts[0].text if self.parts and self.parts[0] == Part("text", self.parts[0].text, False) else ""
 
 
 @dataclass
@@ -43,8 +26,8 @@ class Statement:
     """A command or assignments."""
 
     words: list[RawWord]
-    conditional: bool
-    """Whether it stands in a loop, a branch or a function, so that it may run once, often or never."""
+    conditions: list[tuple[Condition, bool]]
+    """Conditions under which it runs, and whether each has to hold; it may run once, often or never."""
 
 
 class ShellScanner:
@@ -54,10 +37,15 @@ class ShellScanner:
         self._text, self._name = text, name
         self._at = 0
         self._line = 1
+        self._blocks: list[Block] = []
+        self._parentheses = 0
+        self._chain: list[tuple[Condition, bool]] = []
+        """The condition of a statement behind && or ||."""
+        self._is_plain = True
+        """Whether the statement has neither redirections nor arithmetic nor a `!`."""
 
     def statements(self) -> Iterator[Statement]:
         """The statements in their order."""
-        depth = parentheses = 0
         words: list[RawWord] = []
         while self._at < len(self._text):
             char = self._text[self._at]
@@ -66,29 +54,92 @@ class ShellScanner:
             elif char == "#":
                 self._to("\n")
             elif char in "<>":
+                self._is_plain = False
                 self._redirection(words)
             elif self._text.startswith("((", self._at):
                 self._past_parentheses()
+                self._is_plain = False
             elif char in "\n;&|()":
-                yield from self._ended(words, depth + parentheses)
+                operator = next((each for each in _OPERATORS if self._text.startswith(each, self._at)), char)
+                yield from self._ended(words, operator)
                 words = []
-                parentheses = max(0, parentheses + {"(": 1, ")": -1}.get(char, 0))
-                self._skip(1)
+                self._skip(len(operator))
             else:
                 word = self._word()
-                keyword = "" if words else word.start
-                depth = max(0, depth + (keyword in _OPENING) - (keyword in _CLOSING))
-                if keyword not in _OPENING | _CLOSING | _BETWEEN or len(word.parts) > 1:
+                if words or len(word.parts) > 1 or not self._is_keyword(word.start):
                     words.append(word)
-        yield from self._ended(words, depth + parentheses)
+        yield from self._ended(words, "\n")
+
+    def _is_keyword(self, word: str) -> bool:
+        """Whether this is one at the beginning of a statement, after it has been taken notice of."""
+        if word in _OPENING:
+            self._blocks.append(Block(word, _OPENING[word]))
+        elif word in _CLOSING:
+            self._blocks = self._blocks[:-1]
+        elif word not in _BETWEEN:
+            return False
+        elif word == "!":
+            self._is_plain = False
+        elif self._blocks and self._blocks[-1].kind == "if":
+            if word == "then":
+                self._blocks[-1].begin_body()
+            elif word in _PARTS:
+                self._blocks[-1].next_part(_PARTS[word])
+        return True
+
+    def _ended(self, words: list[RawWord], operator: str) -> Iterator[Statement]:
+        """The statement that ends here, and what it says of those that follow."""
+        block = self._blocks[-1] if self._blocks else Block("")
+        is_of_case = block.kind == "case" and block.state in ("word", "pattern")
+        if is_of_case:
+            self._pattern(block, words, operator)
+        elif words:
+            inside = [(UNDECIDED, True)] if self._parentheses else []
+            yield Statement(
+                words, [*(each for one in self._blocks for each in one.conditions()), *inside, *self._chain]
+            )
+        test = Condition(words) if self._is_plain and is_test(words) else UNDECIDED
+        if block.state == "test" and (words or not self._is_plain):
+            block.tests.append(test)
+        if block.kind == "case" and operator == ";;":
+            block.next_part("pattern")
+        elif operator in (";;&", ";&"):
+            # More than one part of this case may run.
+            block.kind = block.state = ""
+        if not is_of_case:
+            self._parentheses = max(0, self._parentheses + {"(": 1, ")": -1}.get(operator, 0))
+        if operator in ("&&", "||"):
+            self._chain = self._follows(words, test, operator)
+        elif operator != "|" and (words or operator != "\n"):
+            self._chain = []
+        self._is_plain = True
+
+    def _follows(self, words: list[RawWord], test: Condition, operator: str) -> list[tuple[Condition, bool]]:
+        """The condition of what is behind && or ||; a statement that is no test is taken to succeed."""
+        if not self._chain and (test is not UNDECIDED or operator == "||" or not self._is_plain or _compares(words)):
+            return [(test, operator == "&&")]
+        if not self._chain:
+            return []
+        ((condition, wanted),) = self._chain
+        if operator == "||" and wanted and test is UNDECIDED and not _compares(words):
+            return [(condition, False)]
+        return [(UNDECIDED, True)]
+
+    @staticmethod
+    def _pattern(block: Block, words: list[RawWord], operator: str) -> None:
+        """Take the word or a pattern of a case."""
+        if block.state == "word":
+            if not words:
+                return
+            block.word, words = words[:1], words[2:]
+            block.state = "pattern"
+        block.patterns += words
+        if operator == ")":
+            block.begin_body()
 
     def quoted_parts(self) -> list[Part]:
         """The whole text as it counts between double quotes."""
         return self._parts_until("")
-
-    def _ended(self, words: list[RawWord], depth: int) -> Iterator[Statement]:
-        if words:
-            yield Statement(words, depth > 0)
 
     def _skip(self, count: int) -> None:
         self._line += self._text.count("\n", self._at, self._at + count)
@@ -238,3 +289,7 @@ class ShellScanner:
             if depth == 0:
                 return self._text[start + 1 : self._at - 1]
         raise UserError(f"{self._name}:{line} opens a brace that is never closed; close it")
+
+
+def _compares(words: list[RawWord]) -> bool:
+    return bool(words) and words[0].start in ("[", "[[", "test")

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from converters.errors import UserError
 from megarl.config.foreign.given_file import read_given
-from megarl.config.foreign.shell_scanner import Part, RawWord, ShellScanner, Statement
+from megarl.config.foreign.shell_conditions import Condition, fits, holds
+from megarl.config.foreign.shell_scanner import ShellScanner, Statement
+from megarl.config.foreign.shell_words import Part, RawWord
 
 _NAME = re.compile(r"(\w+)(\+?=)", re.ASCII)
 _PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
@@ -113,6 +115,7 @@ class _Reader:
         self._environment = environment
         self._files: list[Path] = []
         self._not_read: list[str] = []
+        self._decided: dict[Condition, bool | None] = {}
 
     def read(self, file: Path) -> None:
         text = read_given(file)
@@ -124,11 +127,13 @@ class _Reader:
         self._files.pop()
 
     def _take(self, statement: Statement) -> None:
-        words = statement.words
+        words, runs = statement.words, self._runs(statement)
+        if runs is False:
+            return
         if words[0].start in _DECLARATIONS:
             words = [word for word in words[1:] if not word.start.startswith("-")]
         while words and (assignment := _NAME.match(words[0].start)):
-            self._assign(words[0], assignment, statement.conditional)
+            self._assign(words[0], assignment, runs is None)
             words = words[1:]
         if not words or statement.words[0].start in _DECLARATIONS:
             return
@@ -141,6 +146,27 @@ class _Reader:
             return
         self.found.commands.append([each for word in words for each in self._expand(word)])
         self.found.places.append(self._where(words[0]))
+
+    def _runs(self, statement: Statement) -> bool | None:
+        """Whether it runs, exactly once; None where that is not known."""
+        found: list[bool | None] = []
+        for condition, wanted in statement.conditions:
+            # A test counts as it was when it was made, whatever its branch sets afterwards.
+            if condition not in self._decided:
+                self._decided[condition] = self._decide(condition)
+            found.append(None if self._decided[condition] is None else self._decided[condition] == wanted)
+        return False if False in found else None if None in found else True
+
+    def _decide(self, condition: Condition) -> bool | None:
+        words, patterns = (
+            [self._joined(word.parts, self._where(word)) for word in each]
+            for each in (condition.words, condition.patterns or [])
+        )
+        quoted = "".join(part.text for word in condition.patterns or [] for part in word.parts if part.quoted)
+        if not words or any(word.unknown for word in (*words, *patterns)) or set(quoted) & set("*?["):
+            return None
+        texts = [word.text for word in words]
+        return holds(texts) if condition.patterns is None else fits(texts[0], [each.text for each in patterns])
 
     def _assign(self, word: RawWord, assignment: re.Match[str], conditional: bool) -> None:
         name, grows = assignment[1], assignment[2] == "+="

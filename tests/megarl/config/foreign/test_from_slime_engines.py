@@ -57,3 +57,8 @@ def test_layers_of_their_own_are_of_models_that_are_not_converted(tmp_path: Path
         UserError, match=r"--spec cannot be taken over: such layers are of a model that is not converted"
     ):
         with_arguments(tmp_path, '--spec "slime_plugins.models.glm4" "get_glm_spec"')
+
+
+def test_what_is_only_compared_may_be_unknown(tmp_path: Path) -> None:
+    recipe = with_arguments(tmp_path, "--moe-layer-freq $PATTERN --ref-load $WHERE")
+    assert {"--moe-layer-freq", "--ref-load $WHERE"} <= set(said(recipe.always))
