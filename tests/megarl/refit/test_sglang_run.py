@@ -36,7 +36,7 @@ def stand_in(tmp_path, monkeypatch):
     """A program that takes the place of the Python that has SGLang, in all processes of a cluster that comes after."""
     program = tmp_path / "python"
     program.write_text(
-        f'#!/bin/sh\n[ "$1" = -c ] && echo {VERSIONS[0]} && exit\nexec {sys.executable} {STAND_IN} "$3"\n'
+        f'#!/bin/sh\n[ "$1" = -c ] && echo {VERSIONS[0]} && exit\nPYTHONSAFEPATH= exec {sys.executable} {STAND_IN} "$3"\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv(installation.PYTHON_VARIABLE, str(program))
