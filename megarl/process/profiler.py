@@ -72,11 +72,16 @@ class Profiler:
 
 
 def encoded(events: Iterable[TimelineEvent], most_events: int, since_us: float) -> bytes:
-    """The earliest of the events as JSON, each on a line, from `since_us` on; `CUT` is in place of what is left out."""
+    """The earliest of the events as JSON, each on a line, from `since_us` on; `CUT` is in place of what is left out.
+
+    Events that had begun before begin there: viewers drop those before 0.
+    """
     kept, last_us = list[tuple[float, bytes]](), 0.0
     is_cut = False
     for event in events:
         began_us = event["ts"] - since_us
+        if began_us < 0:
+            began_us, event = 0.0, {**event, "dur": max(event["dur"] + began_us, 0.0)}
         last_us = max(last_us, began_us)
         kept.append((began_us, json.dumps({**event, "ts": began_us}).encode()))
         if len(kept) >= 2 * most_events:
@@ -97,6 +102,8 @@ def by_worker(found: Sequence[bytes | None]) -> dict[str, bytes]:
 _HEAD_END = '"traceEvents": ['
 _BASE = re.compile(r'"baseTimeNanoseconds": (\d+)')
 _BETWEEN = (" ", "\n", ",")
+_NEXT = "\n  {"
+"""Begins an object in the list of events, and none inside of one."""
 _CHUNK = 2**20
 """Characters."""
 
@@ -120,7 +127,10 @@ def _events(trace: TextIO) -> Iterator[TimelineEvent]:
 
 
 def _objects(text: str, more: TextIO) -> Iterator[dict[str, Any]]:
-    """The objects of a list of which `text` is the beginning, up to its end."""
+    """The objects of a list of which `text` is the beginning, up to its end.
+
+    One that torch (2.13) writes wrongly, as it does a name with a quote, is left out.
+    """
     decode, at = json.JSONDecoder().raw_decode, 0
     while True:
         while text[at : at + 1] in _BETWEEN:
@@ -130,7 +140,10 @@ def _objects(text: str, more: TextIO) -> Iterator[dict[str, Any]]:
         try:
             found, at = decode(text, at)
         except json.JSONDecodeError:
-            # An object that the text has only the beginning of.
+            # An object that is wrong, or of which the text has only the beginning.
+            if (following := text.find(_NEXT, at + 1)) >= 0:
+                at = following
+                continue
             if not (part := more.read(_CHUNK)):
                 raise
             text, at = text[at:] + part, 0

@@ -35,9 +35,8 @@ STAND_IN = Path(__file__).parents[1] / "rollout" / "sglang_stand_in.py"
 def stand_in(tmp_path, monkeypatch):
     """A program that takes the place of the Python that has SGLang, in all processes of a cluster that comes after."""
     program = tmp_path / "python"
-    program.write_text(
-        f'#!/bin/sh\n[ "$1" = -c ] && echo {VERSIONS[0]} && exit\nPYTHONSAFEPATH= exec {sys.executable} {STAND_IN} "$3"\n'
-    )
+    version = f'[ "$1" = -c ] && echo {VERSIONS[0]} && exit'
+    program.write_text(f'#!/bin/sh\n{version}\nPYTHONSAFEPATH= exec {sys.executable} {STAND_IN} "$3"\n')
     program.chmod(0o755)
     monkeypatch.setenv(installation.PYTHON_VARIABLE, str(program))
 

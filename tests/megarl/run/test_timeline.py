@@ -95,6 +95,19 @@ def test_a_file_of_the_profiler_is_read_piece_by_piece(chunk: int) -> None:
         list(_events(io.StringIO(json.dumps(trace, indent=1)[:300])))
 
 
+def test_an_event_that_torch_writes_wrongly_is_left_out() -> None:
+    events = [event(float(n), name) for n, name in enumerate("abc")]
+    text = json.dumps({"baseTimeNanoseconds": 0, "traceEvents": events, "traceName": ""}, indent=1)
+    wrong = text.replace('"name": "b"', '"name": "b"c"')
+    assert [each["name"] for each in _events(io.StringIO(wrong))] == ["a", "c"]
+
+
+def test_an_event_that_had_begun_before_is_there_from_the_beginning_on() -> None:
+    before, long_before = {**event(90.0, "a"), "dur": 25.0}, {**event(10.0, "b"), "dur": 1.0}
+    found = read(encoded([before, long_before], 10, since_us=100.0))
+    assert [(each["ts"], each["dur"]) for each in found] == [(0, 15), (0, 0)]
+
+
 def test_the_timeline_names_each_process_and_is_whole_json(tmp_path: Path) -> None:
     profiler = Profiler()
     profiler.start()
