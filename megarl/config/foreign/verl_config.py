@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf._utils import get_yaml_loader
 
 from converters.errors import UserError
 from megarl.config.foreign.given_file import read_given
@@ -96,7 +97,8 @@ def _of_file(name: str, folder: Word, lost: dict[str, list[str]]) -> dict[str, A
 def read_yaml(file: Path) -> dict[str, Any]:
     """The groups in a file. Raises UserError for a file that has none."""
     try:
-        values = yaml.safe_load(read_given(file))
+        # As Hydra reads it: 1e-6 is a number there, and text in YAML itself.
+        values = yaml.load(read_given(file), Loader=get_yaml_loader())
     except yaml.YAMLError as error:
         raise UserError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}); name another file") from error
     if not isinstance(values, dict):

@@ -25,6 +25,9 @@ data:
 actor_rollout_ref:
   model:
     path: ${oc.env:MODEL}
+  actor:
+    clip_ratio_low: 3e-4
+    optim: {lr: 1e-6, lr_scheduler_type: cosine, min_lr_ratio: 1e-1}
   rollout:
     val_kwargs:
       n: ${oc.env:SAMPLES}
@@ -57,6 +60,8 @@ def test_a_file_that_is_there_is_read(tmp_path: Path, options: str) -> None:
     assert recipe.get("data.shuffle") is False
     assert recipe.get("loop.seed") == 3
     assert recipe.get("data.max_prompt_tokens") == 32
+    assert recipe.get("megatron.min_lr") == pytest.approx(1e-7)
+    assert recipe.get("algorithm.policy_loss_options")["clip_low"] == 3e-4
     assert recipe.get("rollout.max_response_tokens") == 64
     assert recipe.get("model.path") == "???"
     turns = [f"actor_rollout_ref.rollout.multi_turn.{each}" for each in ("enable=True", "max_assistant_turns=2")]
