@@ -57,7 +57,8 @@ class ShellScanner:
                 self._is_plain = False
                 self._redirection(words)
             elif self._text.startswith("((", self._at):
-                self._past_parentheses()
+                line = self._line
+                words.append(RawWord(line, [Part("arithmetic", self._past_parentheses()[1:-1], False)]))
                 self._is_plain = False
             elif char in "\n;&|()":
                 operator = next((each for each in _OPERATORS if self._text.startswith(each, self._at)), char)
@@ -74,6 +75,7 @@ class ShellScanner:
         """Whether this is one at the beginning of a statement, after it has been taken notice of."""
         if word in _OPENING:
             self._blocks.append(Block(word, _OPENING[word]))
+            return word not in ("for", "select")  # which set a variable
         elif word in _CLOSING:
             self._blocks = self._blocks[:-1]
         elif word not in _BETWEEN:

@@ -16,6 +16,11 @@ from megarl.config.foreign.shell_words import Part, RawWord
 _NAME = re.compile(r"(\w+)(\+?=)", re.ASCII)
 _PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
 _DECLARATIONS = frozenset(("export", "declare", "local", "readonly", "typeset"))
+_ITEM = re.compile(r"(\w+)\[", re.ASCII)
+_CHANGED = re.compile(r"(?<![=!<>])=(?!=)|(?:<<|>>)=|\+\+|--")
+"""Where arithmetic changes a variable."""
+_CHANGING = frozenset(("read", "let", "unset", "mapfile", "readarray", "getopts", "for", "select"))
+"""Commands that set the variables that they name."""
 _OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -116,6 +121,8 @@ class _Reader:
         self._files: list[Path] = []
         self._not_read: list[str] = []
         self._decided: dict[Condition, bool | None] = {}
+        self._forgotten: set[str] = set()
+        """Variables whose value is neither that of the environment nor one that could be read."""
 
     def read(self, file: Path) -> None:
         text = read_given(file)
@@ -130,12 +137,19 @@ class _Reader:
         words, runs = statement.words, self._runs(statement)
         if runs is False:
             return
+        self._forget_changed(words)
         if words[0].start in _DECLARATIONS:
             words = [word for word in words[1:] if not word.start.startswith("-")]
-        while words and (assignment := _NAME.match(words[0].start)):
-            self._assign(words[0], assignment, runs is None)
-            words = words[1:]
-        if not words or statement.words[0].start in _DECLARATIONS:
+        first = next((at for at, word in enumerate(words) if not _NAME.match(word.start)), len(words))
+        for word in words[:first]:
+            if assignment := _NAME.match(word.start):
+                # Before a program, it is an assignment for that program alone.
+                if first == len(words) or statement.words[0].start in _DECLARATIONS:
+                    self._assign(word, assignment, runs is None)
+                elif words[first].start in ("source", "."):
+                    self._forget(assignment[1], self._where(word))
+        words = words[first:]
+        if not words or statement.words[0].start in _DECLARATIONS or words[0].start in ("for", "select"):
             return
         if words[0].start in ("source", ".") and len(words) > 1:
             (path,) = self._expand(words[1]) or [Word("", "")]
@@ -146,6 +160,31 @@ class _Reader:
             return
         self.found.commands.append([each for word in words for each in self._expand(word)])
         self.found.places.append(self._where(words[0]))
+
+    def _forget_changed(self, words: list[RawWord]) -> None:
+        """Forget the variables that a command sets in a way that is not read."""
+        command, where = words[0].start, self._where(words[0])
+        names: list[str] = []
+        if command in _CHANGING or (command == "printf" and words[1:2] and words[1].start == "-v"):
+            named = words[1:2] if command in ("for", "select") else words[2:3] if command == "printf" else words[1:]
+            names = [name for word in named for part in word.parts for name in re.findall(r"\b[A-Za-z_]\w*", part.text)]
+        elif command in ("cd", "pushd", "popd"):
+            names = ["PWD", "OLDPWD"]
+        elif item := _ITEM.match(command):
+            names = [item[1]]
+            self.found.arrays.setdefault(item[1], [])
+            self.found.grown.setdefault(item[1], []).append(where)
+            return
+        for part in (part for word in words for part in word.parts if part.kind == "arithmetic"):
+            names += re.findall(r"\b[A-Za-z_]\w*", part.text) if _CHANGED.search(part.text) else []
+        for name in names:
+            self._forget(name, where)
+            if name in self.found.arrays or command in ("mapfile", "readarray", "read"):
+                self.found.arrays[name] = [Word.missing(f"${name}", where)]
+
+    def _forget(self, name: str, where: str) -> None:
+        self.found.variables[name] = Word.missing(f"${name}", where)
+        self._forgotten.add(name)
 
     def _runs(self, statement: Statement) -> bool | None:
         """Whether it runs, exactly once; None where that is not known."""
@@ -158,6 +197,9 @@ class _Reader:
         return False if False in found else None if None in found else True
 
     def _decide(self, condition: Condition) -> bool | None:
+        parts = [part for word in (*condition.words, *(condition.patterns or [])) for part in word.parts]
+        if self._grown(parts):
+            return None
         words, patterns = (
             [self._joined(word.parts, self._where(word)) for word in each]
             for each in (condition.words, condition.patterns or [])
@@ -167,6 +209,11 @@ class _Reader:
             return None
         texts = [word.text for word in words]
         return holds(texts) if condition.patterns is None else fits(texts[0], [each.text for each in patterns])
+
+    def _grown(self, parts: list[Part]) -> list[str]:
+        """The places where arrays in these parts grow in a branch or a loop."""
+        names = (name for part in parts if part.kind != "text" for name in re.findall(r"\w+", part.text))
+        return [place for name in names for place in self.found.grown.get(name, ())]
 
     def _assign(self, word: RawWord, assignment: re.Match[str], conditional: bool) -> None:
         name, grows = assignment[1], assignment[2] == "+="
@@ -180,6 +227,8 @@ class _Reader:
                 self.found.arrays[name] = [*(self.found.arrays.get(name, []) if grows else []), *items]
             return
         value = self._joined(_without_start(word.parts, assignment.end()), where)
+        if places := self._grown(word.parts):
+            self.found.grown.setdefault(name, []).extend(places)
         before = self._variable(name, where) if grows else Word("", where)
         is_known = before is not None and not conditional
         self.found.variables[name] = (
@@ -249,7 +298,7 @@ class _Reader:
 
     def _variable(self, name: str, where: str) -> Word | None:
         found = self.found.variables.get(name)
-        if found and found.unknown == f"${name}" and name in self._environment:
+        if found and found.unknown == f"${name}" and name in self._environment.keys() - self._forgotten:
             self.found.exported[name] = self._environment[name]
         elif found:
             return Word(found.text, where)

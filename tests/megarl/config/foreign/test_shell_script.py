@@ -186,3 +186,36 @@ def test_branches_are_those_of_bash_or_not_known(tmp_path: Path, form: str, vari
             assert found.unknown or found.text == expected, text
             decided += not found.unknown
     assert decided > len(TESTS) if form not in ("loops", "functions", "fall through") else True
+
+
+T = 'if [ "$D" = gpu ]; then X=1; else X=2; fi'
+FRAGMENTS = {
+    "array of a branch": 'if [ ! -f /nope ]; then A+=(c=1); fi; if [ -n "${A[*]}" ]; then X=1; else X=2; fi',
+    "joined": 'if [ ! -f /nope ]; then A+=(c); fi; S="${A[*]}"; if [ -n "$S" ]; then X=1; else X=2; fi',
+    "item": 'A=(); A[0]=x; if [ -n "${A[*]}" ]; then X=1; else X=2; fi',
+    "read": f"read D <<< npu; {T}",
+    "read with an option": f'read -r -p "which" D <<< npu; {T}',
+    "arithmetic": '((N+=1)); if [ "$N" = 3 ]; then X=1; else X=2; fi',
+    "increment": '((N++)); if [ "$N" = 3 ]; then X=1; else X=2; fi',
+    "comparison": '((N >= 1)); if [ "$N" = 3 ]; then X=1; else X=2; fi',
+    "let": 'let N+=1; if [ "$N" = 3 ]; then X=1; else X=2; fi',
+    "unset": f"unset D; {T}",
+    "unset array": 'A=(a); unset A; if [ -n "${A[*]}" ]; then X=1; else X=2; fi',
+    "printf": f"printf -v D npu; {T}",
+    "mapfile": 'A=(); mapfile -t A <<< b; if [ -n "${A[*]}" ]; then X=1; else X=2; fi',
+    "folder": 'cd /usr; if [ "$PWD" = /usr ]; then X=1; else X=2; fi',
+    "of a program": f"D=npu true; {T}",
+    "exported": f"D=npu; export D=gpu; {T}",
+    "loop": f"for D in gpu npu; do true; done; {T}",
+    "loop of numbers": 'for ((N=0; N<2; N++)); do true; done; if [ "$N" = 3 ]; then X=1; else X=2; fi',
+    "inside a loop": f"for D in npu; do {T}; done",
+}
+KNOWN = ("comparison", "exported", "of a program")
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_values_are_those_of_bash_or_not_known(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path, f"X=0\nN=3\nD=gpu\n{FRAGMENTS[name]}\nprintf '%s' $X\n")
+    (word,) = read_script(file, {"D": "gpu", "PWD": "/", "N": "3"}).commands[-1][2:]
+    done = subprocess.run(["bash", "--norc", file], capture_output=True, text=True, cwd="/")
+    assert word.text == done.stdout or (word.unknown and name not in KNOWN)
