@@ -1,5 +1,6 @@
 """Conditions of a shell script: which statements run where the values that are compared are known."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,6 +18,10 @@ _COMPARED: Mapping[str, Callable[[str, str], bool]] = {
     "-lt": lambda a, b: int(a) < int(b),
     "-le": lambda a, b: int(a) <= int(b),
 }
+
+
+_NUMBER = re.compile(r"-?[1-9][0-9]{0,17}|0")
+"""A number in which everybody reads the same."""
 
 
 @dataclass(eq=False)
@@ -60,7 +65,7 @@ class Block:
     def begin_body(self) -> None:
         """Begin the part that runs where the test holds, or one of the patterns fits."""
         if self.kind == "case":
-            self.now = Condition(self.word, self.patterns) if self.word else UNDECIDED
+            self.now = Condition(self.word, self.patterns) if self.word and self.patterns else UNDECIDED
         else:
             self.now = self.tests[0] if len(self.tests) == 1 else UNDECIDED
         self.state = "body"
@@ -77,14 +82,14 @@ def holds(texts: Sequence[str]) -> bool | None:
     words = list(texts[1:-1])
     if len(words) == 2 and words[0] in ("-n", "-z"):
         return bool(words[1]) == (words[0] == "-n")
-    if len(words) != 3 or words[1] not in _COMPARED or (texts[0] == "[[" and set(words[2]) & set("*?[")):
+    if len(words) != 3 or words[1] not in _COMPARED or set(words[0] + words[2]) & set("*?[~{\\"):
         return None
-    try:
-        return _COMPARED[words[1]](words[0], words[2])
-    except ValueError:
-        return None
+    are_numbers = all(_NUMBER.fullmatch(each) for each in (words[0], words[2]))
+    return _COMPARED[words[1]](words[0], words[2]) if are_numbers or not words[1].startswith("-") else None
 
 
-def fits(text: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns of a case fits."""
+def fits(text: str, patterns: Sequence[str]) -> bool | None:
+    """Whether one of the patterns of a case fits; None where that is not known."""
+    if set("".join(patterns)) & set("[\\"):
+        return None  # which characters a bracket takes depends on the language of the shell
     return any(fnmatchcase(text, each) for each in patterns)

@@ -67,16 +67,23 @@ class ShellScanner:
                 self._skip(len(operator))
             else:
                 word = self._word()
-                if words or len(word.parts) > 1 or not self._is_keyword(word.start):
+                if words or len(word.parts) > 1 or self._is_of_case(word.start) or not self._is_keyword(word.start):
                     words.append(word)
         yield from self._ended(words, "\n")
+
+    def _is_of_case(self, word: str) -> bool:
+        """Whether it is the word or a pattern of a case, where other words than esac are no keywords."""
+        block = self._blocks[-1] if self._blocks else Block("")
+        return block.kind == "case" and (
+            block.state == "word" or (block.state == "pattern" and word not in ("esac", "in"))
+        )
 
     def _is_keyword(self, word: str) -> bool:
         """Whether this is one at the beginning of a statement, after it has been taken notice of."""
         if word in _OPENING:
             self._blocks.append(Block(word, _OPENING[word]))
             return word not in ("for", "select")  # which set a variable
-        elif word in _CLOSING:
+        if word in _CLOSING:
             self._blocks = self._blocks[:-1]
         elif word not in _BETWEEN:
             return False

@@ -204,8 +204,17 @@ class _Reader:
             [self._joined(word.parts, self._where(word)) for word in each]
             for each in (condition.words, condition.patterns or [])
         )
-        quoted = "".join(part.text for word in condition.patterns or [] for part in word.parts if part.quoted)
-        if not words or any(word.unknown for word in (*words, *patterns)) or set(quoted) & set("*?["):
+        # Between quotes a pattern is a text.
+        quoted = [
+            Part(part.kind, part.text, True) for word in condition.patterns or [] for part in word.parts if part.quoted
+        ]
+        if not words or set(self._joined(quoted, "").text) & set("*?["):
+            return None
+        if condition.patterns is None and words[0].text == "[":
+            # There an expansion outside of quotes may be no word, or many.
+            split = [self._expand(word) for word in condition.words]
+            words = [each[0] if len(each) == 1 else Word.missing("", "") for each in split]
+        if any("\0" in word.text for word in (*words, *patterns)):
             return None
         texts = [word.text for word in words]
         return holds(texts) if condition.patterns is None else fits(texts[0], [each.text for each in patterns])
@@ -240,7 +249,7 @@ class _Reader:
 
     def _joined(self, parts: list[Part], where: str) -> Word:
         """One word of parts, as an assignment takes them."""
-        text = "".join(word.text for part in parts for word in self._values(part, where))
+        text = "".join(" ".join(word.text for word in self._values(part, where)) for part in parts)
         return Word(text.replace(_KEPT_BLANK, " "), where)
 
     def _expand(self, raw: RawWord) -> list[Word]:
@@ -314,9 +323,9 @@ class _Reader:
         # Blanks between quotes do not part words, even where the expansion itself is not in quotes.
         pieces = [
             "".join(
-                value.text.replace(" ", _KEPT_BLANK) if part.quoted else value.text
+                text.replace(" ", _KEPT_BLANK) if part.quoted else text
                 for part in word.parts
-                for value in self._values(part, where)
+                for text in [" ".join(value.text for value in self._values(part, where))]
             )
             for word in words
         ]

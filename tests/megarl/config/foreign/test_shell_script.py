@@ -209,13 +209,41 @@ FRAGMENTS = {
     "loop": f"for D in gpu npu; do true; done; {T}",
     "loop of numbers": 'for ((N=0; N<2; N++)); do true; done; if [ "$N" = 3 ]; then X=1; else X=2; fi',
     "inside a loop": f"for D in npu; do {T}; done",
+    "unquoted nothing": "if [ -n $NO ]; then X=1; else X=2; fi; if [ -n ${NO:-} ]; then Y=1; fi",
+    "unquoted comparison": "if [ $NO != c ]; then X=1; else X=2; fi",
+    "unquoted blanks": "D='a = a'; if [ $D = b ]; then X=1; else X=2; fi",
+    "unquoted pattern": "D='/et*'; if [ $D = /etc ]; then X=1; else X=2; fi",
+    "home": 'if [ "$HOME" = ~ ]; then X=1; else X=2; fi',
+    "octal": "if [[ 010 -eq 8 ]]; then X=1; else X=2; fi",
+    "underscore": "if [ 1_0 -eq 10 ]; then X=1; else X=2; fi",
+    "number": "if [ 10 -eq $((5 * 2)) ]; then X=1; else X=2; fi",
+    "bracket": "case b1 in [^a]*) X=1;; *) X=2;; esac",
+    "class": "case b1 in [[:alpha:]]1) X=1;; *) X=2;; esac",
+    "quoted pattern": "D='a*'; case abc in \"$D\") X=1;; *) X=2;; esac",
+    "expanded pattern": "D='a*'; case abc in $D) X=1;; *) X=2;; esac",
+    "keyword": "case $D in if) X=1;; gpu) X=2;; esac",
+    "keywords": "case then in if|then) X=1;; (fi) X=3;; *) X=2;; esac",
+    "in": "case in in in) X=1;; *) X=2;; esac",
+    "array": "A=(a b); if [[ \"${A[*]}\" = 'a b' ]]; then X=1; else X=2; fi",
+    "assigned array": "A=(a b); S=${A[@]}; case $S in 'a b') X=1;; *) X=2;; esac",
+    "array in default": "A=(a b); case \"${NO:-${A[*]}}\" in 'a b') X=1;; *) X=2;; esac",
 }
-KNOWN = ("comparison", "exported", "of a program")
+KNOWN = (
+    "comparison",
+    "exported",
+    "of a program",
+    "number",
+    "expanded pattern",
+    "keyword",
+    "keywords",
+    "array",
+    "assigned array",
+)
 
 
 @pytest.mark.parametrize("name", FRAGMENTS)
 def test_values_are_those_of_bash_or_not_known(tmp_path: Path, name: str) -> None:
     file = write(tmp_path, f"X=0\nN=3\nD=gpu\n{FRAGMENTS[name]}\nprintf '%s' $X\n")
-    (word,) = read_script(file, {"D": "gpu", "PWD": "/", "N": "3"}).commands[-1][2:]
-    done = subprocess.run(["bash", "--norc", file], capture_output=True, text=True, cwd="/")
+    (word,) = read_script(file, {"D": "gpu", "PWD": "/", "N": "3", "NO": "", "HOME": "/root"}).commands[-1][2:]
+    done = subprocess.run(["bash", "--norc", file], capture_output=True, text=True, cwd="/", env={"HOME": "/root"})
     assert word.text == done.stdout or (word.unknown and name not in KNOWN)
