@@ -11,7 +11,8 @@ import yaml
 from converters.errors import UserError
 from megarl.config.foreign.engine_arguments import OF_SLIME
 from megarl.config.foreign.given_file import read_given
-from megarl.config.foreign.shell_script import ShellScript, Word, read_script
+from megarl.config.foreign.shell_script import ShellScript, read_script
+from megarl.config.foreign.shell_words import Word
 from megarl.config.foreign.switches import WITHOUT_VALUE
 
 _ARGUMENT = re.compile(r"--|[+~]*\w+(\.\w+)+=")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.errors import UserError
-from megarl.config.foreign.shell_script import Word
+from megarl.config.foreign.shell_words import Word
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from converters.errors import UserError
 from megarl.config.foreign.given_file import read_given
 from megarl.config.foreign.shell_conditions import Condition, fits, holds
 from megarl.config.foreign.shell_scanner import ShellScanner, Statement
-from megarl.config.foreign.shell_words import Part, RawWord
+from megarl.config.foreign.shell_words import KEPT_BLANK, Part, RawWord, Row, Word
 
 _NAME = re.compile(r"(\w+)(\+?=)", re.ASCII)
 _PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
@@ -34,47 +34,6 @@ _DEEPEST = 8
 
 _IN_A_BRANCH = "it stands in a branch or a loop of the script"
 _EXPORTED = "a branch or a loop of the script sets it, and its value in the environment is taken"
-_UNKNOWN = re.compile("\0([^\0]*)\0")
-_KEPT_BLANK = "\1"
-_PIECE = re.compile("(?:\0[^\0]*\0|[^ \t\r\n])+")
-
-
-@dataclass(frozen=True)
-class Word:
-    """A word that a program is given."""
-
-    text: str
-    where: str
-    """File and line."""
-
-    @classmethod
-    def missing(cls, what: str, where: str) -> "Word":
-        """A word that only running the script would tell, and `what` it is in the script."""
-        return cls(f"\0{what}\0", where)
-
-    @property
-    def unknown(self) -> str:
-        """The first thing in it that only running the script would tell."""
-        found = _UNKNOWN.search(self.text)
-        return found[1] if found else ""
-
-    @property
-    def is_unknown(self) -> bool:
-        """Whether nothing of it is known, so that it may be no word, or many."""
-        return _UNKNOWN.fullmatch(self.text) is not None
-
-    def split(self) -> "list[Word]":
-        """The word cut at its blanks."""
-        return [Word(piece, self.where) for piece in _PIECE.findall(self.text)]
-
-    def known(self) -> str:
-        """The text. Raises UserError where it is not known."""
-        if self.unknown:
-            raise UserError(
-                f"{self.where}: {self.unknown} has no value that can be read, and the script is not run: write the"
-                " value there, or export the variable"
-            )
-        return self.text
 
 
 @dataclass
@@ -250,12 +209,12 @@ class _Reader:
     def _joined(self, parts: list[Part], where: str) -> Word:
         """One word of parts, as an assignment takes them."""
         text = "".join(" ".join(word.text for word in self._values(part, where)) for part in parts)
-        return Word(text.replace(_KEPT_BLANK, " "), where)
+        return Word(text.replace(KEPT_BLANK, " "), where)
 
     def _expand(self, raw: RawWord) -> list[Word]:
         """The words that a program sees of a word: none or many where it has an expansion outside of quotes."""
         where = self._where(raw)
-        row = _Row(where)
+        row = Row(where)
         has_array = any(_is_array(part) for part in raw.parts)
         for part in raw.parts:
             values = self._values(part, where)
@@ -323,7 +282,7 @@ class _Reader:
         # Blanks between quotes do not part words, even where the expansion itself is not in quotes.
         pieces = [
             "".join(
-                text.replace(" ", _KEPT_BLANK) if part.quoted else text
+                text.replace(" ", KEPT_BLANK) if part.quoted else text
                 for part in word.parts
                 for text in [" ".join(value.text for value in self._values(part, where))]
             )
@@ -352,40 +311,6 @@ class _Reader:
             return Word(str(value(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip(), mode="eval"))), where)
         except (ValueError, SyntaxError, ZeroDivisionError):
             return Word.missing(unknown, where)
-
-
-@dataclass
-class _Row:
-    """Collects the words that one word of the script expands to, part by part."""
-
-    where: str
-    words: list[Word] = field(default_factory=list)
-    _text: str = ""
-    _place: str = ""
-    _begun: bool = False
-
-    def end(self) -> None:
-        """Finish the word that is under way."""
-        if self._begun:
-            self.words.append(Word(self._text.replace(_KEPT_BLANK, " "), self._place or self.where))
-        self._text, self._place, self._begun = "", "", False
-
-    def add(self, value: Word, *, is_word: bool) -> None:
-        """Add to the word that is under way; nothing is a word where `is_word`."""
-        self._place = self._place or (value.where if value.text else "")
-        self._text += value.text
-        self._begun = self._begun or bool(value.text) or is_word
-
-    def add_split(self, value: Word) -> None:
-        """The same, cut at blanks."""
-        if value.text[:1].isspace():
-            self.end()
-        for number, piece in enumerate(value.split()):
-            if number:
-                self.end()
-            self.add(piece, is_word=True)
-        if value.text[-1:].isspace():
-            self.end()
 
 
 def _is_array(part: Part) -> bool:

@@ -1,6 +1,13 @@
-"""Words of a shell script as they are written, with what would be expanded in them still to be expanded."""
+"""Words of a shell script: as they are written, and as a program is given them."""
 
+import re
 from dataclasses import dataclass, field
+
+from converters.errors import UserError
+
+_UNKNOWN = re.compile("\0([^\0]*)\0")
+KEPT_BLANK = "\1"
+_PIECE = re.compile("(?:\0[^\0]*\0|[^ \t\r\n])+")
 
 
 @dataclass(frozen=True)
@@ -27,3 +34,75 @@ class RawWord:
     def start(self) -> str:
         """The text that it begins with, up to the first quote or expansion."""
         return self.parts[0].text if self.parts and self.parts[0] == Part("text", self.parts[0].text, False) else ""
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word that a program is given."""
+
+    text: str
+    where: str
+    """File and line."""
+
+    @classmethod
+    def missing(cls, what: str, where: str) -> "Word":
+        """A word that only running the script would tell, and `what` it is in the script."""
+        return cls(f"\0{what}\0", where)
+
+    @property
+    def unknown(self) -> str:
+        """The first thing in it that only running the script would tell."""
+        found = _UNKNOWN.search(self.text)
+        return found[1] if found else ""
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nothing of it is known, so that it may be no word, or many."""
+        return _UNKNOWN.fullmatch(self.text) is not None
+
+    def split(self) -> "list[Word]":
+        """The word cut at its blanks."""
+        return [Word(piece, self.where) for piece in _PIECE.findall(self.text)]
+
+    def known(self) -> str:
+        """The text. Raises UserError where it is not known."""
+        if self.unknown:
+            raise UserError(
+                f"{self.where}: {self.unknown} has no value that can be read, and the script is not run: write the"
+                " value there, or export the variable"
+            )
+        return self.text
+
+
+@dataclass
+class Row:
+    """Collects the words that one word of the script expands to, part by part."""
+
+    where: str
+    words: list[Word] = field(default_factory=list)
+    _text: str = ""
+    _place: str = ""
+    _begun: bool = False
+
+    def end(self) -> None:
+        """Finish the word that is under way."""
+        if self._begun:
+            self.words.append(Word(self._text.replace(KEPT_BLANK, " "), self._place or self.where))
+        self._text, self._place, self._begun = "", "", False
+
+    def add(self, value: Word, *, is_word: bool) -> None:
+        """Add to the word that is under way; nothing is a word where `is_word`."""
+        self._place = self._place or (value.where if value.text else "")
+        self._text += value.text
+        self._begun = self._begun or bool(value.text) or is_word
+
+    def add_split(self, value: Word) -> None:
+        """The same, cut at blanks."""
+        if value.text[:1].isspace():
+            self.end()
+        for number, piece in enumerate(value.split()):
+            if number:
+                self.end()
+            self.add(piece, is_word=True)
+        if value.text[-1:].isspace():
+            self.end()

@@ -9,7 +9,7 @@ from omegaconf._utils import get_yaml_loader
 
 from converters.errors import UserError
 from megarl.config.foreign.given_file import read_given
-from megarl.config.foreign.shell_script import Word
+from megarl.config.foreign.shell_words import Word
 from megarl.config.origins import OPEN, leaves
 
 _OPTIONS: Mapping[str, str] = {

@@ -11,7 +11,8 @@ from hydra.errors import HydraException
 from converters.errors import UserError
 from megarl.config.foreign.arguments import last_program
 from megarl.config.foreign.programs import OF_VERL, Trainer, trainer_of
-from megarl.config.foreign.shell_script import Word, read_script
+from megarl.config.foreign.shell_script import read_script
+from megarl.config.foreign.shell_words import Word
 from megarl.config.foreign.verl_config import (
     named_settings,
     read_yaml,
