@@ -74,10 +74,11 @@ def named_settings(options: Mapping[str, Word]) -> tuple[dict[str, Any], dict[st
     if "name" not in options:
         return {}, lost
     name = options["name"].known()
-    return dict(_of_file(name, options.get("folder", Word("", "")), lost)), lost
+    return _of_file(name, options.get("folder", Word("", "")), lost, ()), lost
 
 
-def _of_file(name: str, folder: Word, lost: dict[str, list[str]]) -> dict[str, Any]:
+def _of_file(name: str, folder: Word, lost: dict[str, list[str]], above: tuple[Path, ...]) -> dict[str, Any]:
+    """The settings of a file; the files `above` name it. Later names in its `defaults` win, as in Hydra."""
     stem = name.removesuffix(".yaml")
     if stem in OWN:
         return {"actor_rollout_ref.actor.strategy": "megatron"} if "megatron" in stem else {}
@@ -86,12 +87,18 @@ def _of_file(name: str, folder: Word, lost: dict[str, list[str]]) -> dict[str, A
         where = folder.unknown or folder.text or "."
         lost.setdefault(f"there is no such file in {where}, and its settings are left out", []).append(f"{stem}.yaml")
         return {}
+    if file in above:
+        raise UserError(f"{file} names itself in its defaults: take the name out")
     values = read_yaml(file)
     values.pop("hydra", None)
+    names = values.pop("defaults", None) or []
+    if not isinstance(names, list):
+        raise UserError(f"defaults of {file} are no list of names: write one")
     found: dict[str, Any] = {}
-    for each in values.pop("defaults", ()):
-        found |= _of_file(str(each), folder, lost)
-    return found | settings_of_yaml(values, file)
+    for each in names if "_self_" in names else [*names, "_self_"]:
+        is_self = each == "_self_"
+        found |= settings_of_yaml(values, file) if is_self else _of_file(str(each), folder, lost, (*above, file))
+    return found
 
 
 def read_yaml(file: Path) -> dict[str, Any]:

@@ -73,6 +73,28 @@ def test_a_file_that_is_there_is_read(tmp_path: Path, options: str) -> None:
         from_verl([str(tmp_path / "run.sh")], {"PWD": str(tmp_path)})
 
 
+@pytest.mark.parametrize(
+    ("defaults", "seed"),
+    [
+        ("defaults: [_self_, part]", 2),
+        ("defaults: [part, _self_]", 3),
+        ("defaults: [part]", 3),
+        ("defaults:", 3),
+        ("defaults: part", r"mine\.yaml are no list of names"),
+        ("defaults: [mine]", r"mine\.yaml names itself"),
+    ],
+)
+def test_files_count_in_the_order_of_their_names(tmp_path: Path, defaults: str, seed: int | str) -> None:
+    of_command(tmp_path, "--config-path=$PWD/config --config-name=mine")
+    (tmp_path / "config" / "mine.yaml").write_text(f"{defaults}\ndata: {{seed: 3}}\n")
+    given = ([str(tmp_path / "run.sh")], {"PWD": str(tmp_path)})
+    if isinstance(seed, int):
+        assert from_verl(*given).get("loop.seed") == seed
+        return
+    with pytest.raises(UserError, match=seed):
+        from_verl(*given)
+
+
 def test_values_of_several_lines_are_said_in_one(tmp_path: Path) -> None:
     of_command(tmp_path, "--config-path=$PWD/config --config-name=mine")
     text = (tmp_path / "config" / "mine.yaml").read_text()
