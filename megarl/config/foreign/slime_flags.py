@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.config.foreign.megatron_flags import SAMPLES
+
 DEFAULTS: Mapping[str, Any] = {
     "actor_num_gpus_per_node": 8,
     "actor_num_nodes": 1,
@@ -136,6 +138,7 @@ ALWAYS: Mapping[str, str] = {
         ("rollout_health_check_first_wait", "rollout_health_check_interval", "rollout_health_check_timeout"), _HEALTH
     ),
     **dict.fromkeys(("http_proxy", "use_distributed_post"), _ROUTER),
+    **dict.fromkeys(SAMPLES, "slime does not read it: its schedules count --lr-warmup-iters and their kin"),
     "balance_by_flops": "sequences are always dealt evenly",
     "loss_mask_type": "only what the policy sampled is trained on",
     "recompute_loss_function": "log-probs are always computed a part of the vocabulary at a time",

@@ -51,6 +51,13 @@ def test_prompts_beyond_a_limit_are_left_out(tmp_path: Path) -> None:
     assert recipe.get("data.max_prompt_tokens") == 512
 
 
+@pytest.mark.parametrize("argument", ["--lr-warmup-samples 640", "--lr-decay-samples 6400"])
+def test_schedules_in_samples_are_not_read(tmp_path: Path, argument: str) -> None:
+    recipe = with_arguments(tmp_path, f"{LIMIT} {argument}")
+    assert argument in said(recipe.always)
+    assert recipe.get("megatron.lr_warmup_steps") is recipe.get("megatron.lr_decay_steps") is None
+
+
 def test_one_response_is_sampled_where_nothing_is_said(tmp_path: Path) -> None:
     file = script(tmp_path, "--n-samples-per-prompt 8 ", "")
     file.write_text(file.read_text().replace("--global-batch-size 64", "--global-batch-size 16"))
