@@ -46,6 +46,8 @@ _OF_SLIME = """
     skip_eval_before_train update_weight_disk_keep_files use_distributed_post use_dynamic_batch_size
     use_fault_tolerance use_opd use_opsm use_rollout_entropy use_rollout_logprobs use_rollout_routing_replay
     use_routing_replay use_stateless_adam use_tensorboard
+    disable_compute_advantages_and_returns disable_rewards_normalization disable_rollout_global_dataset
+    disable_wandb_random_suffix log_correct_samples log_multi_turn log_passrate wandb_always_use_train_step
 """
 WITHOUT_VALUE = frozenset(
     (*_OF_MEGATRON.split(), *_OF_SLIME.split(), *megatron_flags.SWITCHES, *megatron_flags.KEYS, *slime_flags.SWITCHES)

@@ -23,7 +23,9 @@ class Translation:
         self.recipe = TranslatedRecipe()
         self.schedule_length: int | str = OPEN
         """Rollouts that the learning rate is planned for, which may be more than the run's."""
-        self._defaults = {**verl.DEFAULTS, **verl.DEFAULTS_OF.get(str(given.get("model_engine")), {})}
+        engine = given.get("model_engine")
+        engine = engine.word.known() if isinstance(engine, Unknown) else engine
+        self._defaults = {**verl.DEFAULTS, **verl.DEFAULTS_OF.get(str(engine), {})}
         self._taken: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:

@@ -19,7 +19,7 @@ def write(folder: Path, text: str) -> Path:
     return folder / "run.sh"
 
 
-@pytest.mark.parametrize("word", ["$ARGS", '"$ARGS"', "$NEVER", "algorithm.$ARGS=1"])
+@pytest.mark.parametrize("word", ["$ARGS", '"$ARGS"', "$NEVER", "algorithm.$ARGS=1", "model_engine=$ARGS"])
 def test_settings_of_verl(tmp_path: Path, word: str) -> None:
     file = write(tmp_path, f"{GROWS.format('x.y=2')}python3 -m verl.trainer.main_ppo {' '.join(PPO_KEYS)} {word}\n")
     with pytest.raises(UserError, match=r"run\.sh:3: \$(ARGS|NEVER) has no value that can be read"):
@@ -30,6 +30,9 @@ def test_settings_of_verl(tmp_path: Path, word: str) -> None:
     "arguments",
     [
         *("--offload", "--offload-train", "--use-rollout-logprobs", "--save /x", "--ref-load=/x", "--swiglu"),
+        *("--disable-rewards-normalization", "--disable-rollout-global-dataset", "--disable-wandb-random-suffix"),
+        *("--disable-compute-advantages-and-returns", "--wandb-always-use-train-step", "--log-multi-turn"),
+        *("--log-passrate", "--log-correct-samples"),
         *("--no-load-optim", "--sglang-mem-fraction-static 0.5", "--sglang-page-size"),
     ],
 )
