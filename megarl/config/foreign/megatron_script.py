@@ -122,14 +122,24 @@ def _assignment(argument: Argument, key: str, value: Any) -> Assignment:
 
 def _in_steps(argument: Argument, others: Iterable[Argument]) -> Assignment:
     """Optimizer steps, of --global-batch-size samples each, for a number of samples."""
-    (samples,) = (int(word) for word in argument.words)
-    (size,) = [int(each.words[0]) for each in others if each.name == "global_batch_size"][-1:] or [0]
+    samples = _number(argument)
+    (size,) = [_number(each) for each in others if each.name == "global_batch_size"][-1:] or [0]
     if samples and (not size or any(each.name == "rampup_batch_size" for each in others)):
         raise UserError(
             f"{argument.where}: {argument.flag} {samples} needs a --global-batch-size for the whole run beside it, as"
             f" optimizer steps are counted here: give {argument.flag.replace('samples', 'iters')} in its place"
         )
     return _assignment(argument, f"megatron.{SAMPLES[argument.name]}", -(-samples // size) if samples else 0)
+
+
+def _number(argument: Argument) -> int:
+    """The one value of an argument that counts something. Raises UserError for another one, and for none."""
+    words = argument.words
+    if len(words) != 1 or not words[0].isdecimal():
+        raise UserError(
+            f"{argument.where}: {argument.flag} needs one whole number, and has {' '.join(words) or 'none'}"
+        )
+    return int(words[0])
 
 
 def _virtual_stages(argument: Argument, others: Iterable[Argument]) -> Assignment:
