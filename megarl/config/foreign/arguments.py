@@ -1,7 +1,7 @@
 """Arguments of a program, `--name value ...`, as they stand in a script or a YAML file."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,21 +62,30 @@ class Program:
 
     name: Word
     """Its module or its file."""
+    is_certain: bool
+    """Whether it runs, exactly once."""
     words: list[Word]
     """The words that it is given."""
 
+    @property
+    def texts(self) -> list[str]:
+        """Its name and its words."""
+        return [word.text for word in (self.name, *self.words)]
 
-def read_arguments(file: Path, environment: Mapping[str, str]) -> ArgumentList:
+
+def read_arguments(
+    file: Path, environment: Mapping[str, str], counts: Callable[[Word], bool] | None = None
+) -> ArgumentList:
     """The arguments in a YAML file or a shell script.
 
-    In a script they are those of the last Python program that it starts; where it starts none, the arrays, the
-    variables or the lines that hold arguments. Raises UserError for a file that cannot be read or has no argument.
+    In a script they are those of the last Python program that it starts, of those that count; where it starts none, the
+    arrays, the variables or the lines that hold arguments. Raises UserError for a file that cannot be read or has no argument.
     """
     if file.suffix in (".yaml", ".yml"):
         found = ArgumentList(tuple(_arguments_of_yaml(file)))
     else:
         script = read_script(file, environment)
-        program = last_program(script)
+        program = last_program(script, counts)
         words, arrays = (program.words, script.used) if program else _words_without_program(script)
         found = ArgumentList(tuple(_arguments(words)), script.uncertain(arrays), program.name if program else None)
     if not found.arguments:
@@ -84,14 +93,15 @@ def read_arguments(file: Path, environment: Mapping[str, str]) -> ArgumentList:
     return found
 
 
-def last_program(script: ShellScript) -> Program | None:
-    """The last Python program of a script, None where it starts none.
+def last_program(script: ShellScript, counts: Callable[[Word], bool] | None = None) -> Program | None:
+    """The last Python program of a script, of those that count if there are any; None where it starts none.
 
-    Raises UserError for a statement behind a program that begins with arguments.
+    Raises UserError for a statement behind a program that begins with arguments, and for a last program beside another
+    one, where only running the script would tell which of the two it is.
     """
-    found: Program | None = None
-    for command, where in zip(script.commands, script.places, strict=True):
-        if found is not None and command and _ARGUMENT.match(command[0].text):
+    found: list[Program] = []
+    for command, where, is_certain in zip(script.commands, script.places, script.certain, strict=True):
+        if found and command and _ARGUMENT.match(command[0].text):
             raise UserError(
                 f"{where}: these arguments are given to no program: a backslash is missing at the end of the line"
                 " before, or a comment stands there"
@@ -99,9 +109,19 @@ def last_program(script: ShellScript) -> Program | None:
         for number, word in enumerate(command):
             is_module = number and command[number - 1].text == "-m" and not word.text.startswith("torch.distributed")
             if word.text.endswith(".py") or is_module:
-                found = Program(word, command[number + 1 :])
+                found.append(Program(word, is_certain, command[number + 1 :]))
                 break
-    return found
+    if not found:
+        return None
+    programs = [program for program in found if counts is None or counts(program.name)] or found
+    last = programs[-1]
+    others = [each for each in programs if each.texts != last.texts]
+    if others and not last.is_certain:
+        raise UserError(
+            f"{others[-1].name.where} and {last.name.where} start programs, and only running the script would tell"
+            " which one trains: leave one of them"
+        )
+    return last
 
 
 def _words_without_program(script: ShellScript) -> tuple[Iterable[Word], Collection[str]]:

@@ -24,7 +24,7 @@ from megarl.rollout import ENGINES
 
 def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
     """The recipe of a script. Raises UserError for an argument that neither slime nor Megatron-LM has."""
-    found = read_arguments(file, environment)
+    found = read_arguments(file, environment, lambda name: programs.counts(name, programs.OF_SLIME, 1))
     trainer = (
         programs.trainer_of(found.program, programs.OF_SLIME, 1, "train.py") if found.program else programs.Trainer()
     )

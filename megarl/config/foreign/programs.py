@@ -67,13 +67,23 @@ OTHERS: Mapping[str, str] = {
 """The last part of the name of another program -> what is said of it."""
 
 
+def counts(name: Word, table: Mapping[str, Trainer], parts: int) -> bool:
+    """Whether a program by this name may train: not one that merges, copies or measures."""
+    found = _parts(name)
+    other = OTHERS.get(found[-1] if found else "", _SAMPLES)
+    return name.is_unknown or ".".join(found[-parts:]) in table or other != _SAMPLES
+
+
+def _parts(name: Word) -> list[str]:
+    return [each for each in re.split(r"[./]", name.text.removesuffix(".py")) if each]
+
+
 def trainer_of(name: Word, table: Mapping[str, Trainer], parts: int, usual: str) -> Trainer:
     """The trainer by this name. Raises UserError for a program that is none of the `table`, by its last `parts`.
 
     `usual` is the program whose training can be translated.
     """
-    text = name.text.removesuffix(".py")
-    found = [each for each in re.split(r"[./]", text) if each]
+    found = _parts(name)
     if (key := ".".join(found[-parts:])) in table:
         return table[key]
     why = OTHERS.get(found[-1] if found else "") or (

@@ -43,6 +43,8 @@ class ShellScript:
     commands: list[list[Word]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     """File and line of each command."""
+    certain: list[bool] = field(default_factory=list)
+    """Whether it runs, exactly once, for each command."""
     arrays: dict[str, list[Word]] = field(default_factory=dict)
     variables: dict[str, Word] = field(default_factory=dict)
     grown: dict[str, list[str]] = field(default_factory=dict)
@@ -80,6 +82,9 @@ class _Reader:
         self._files: list[Path] = []
         self._not_read: list[str] = []
         self._decided: dict[Condition, bool | None] = {}
+        self._is_certain = True
+        """Whether the file that is read, and the statement that is taken, run exactly once."""
+        self._has_ended = False
         self._forgotten: set[str] = set()
         """Variables whose value is neither that of the environment nor one that could be read."""
 
@@ -89,22 +94,35 @@ class _Reader:
             raise UserError(f"{file} is read by scripts that read each other {_DEEPEST} deep; name one of them")
         self._files.append(file)
         for statement in ShellScanner(text, str(file)).statements():
+            if statement.words[0].start == "return" and len(self._files) > 1 and self._runs(statement):
+                break
             self._take(statement)
+            if self._has_ended:
+                break
         self._files.pop()
 
     def _take(self, statement: Statement) -> None:
-        words, runs = statement.words, self._runs(statement)
+        runs = self._runs(statement)
         if runs is False:
             return
+        before, self._is_certain = self._is_certain, self._is_certain and runs is True
+        self._take_running(statement)
+        if statement.words[0].start in ("exit", "exec") and self._is_certain:
+            # Without a program, exec redirects what the script itself writes.
+            self._has_ended = statement.words[0].start == "exit" or len(statement.words) > 1
+        self._is_certain = before
+
+    def _take_running(self, statement: Statement) -> None:
+        words = statement.words
         self._forget_changed(words)
         if words[0].start in _DECLARATIONS:
-            words = [word for word in words[1:] if not word.start.startswith("-")]
+            words = [word for word in words[1:] if _NAME.match(word.start)]
         first = next((at for at, word in enumerate(words) if not _NAME.match(word.start)), len(words))
         for word in words[:first]:
             if assignment := _NAME.match(word.start):
                 # Before a program, it is an assignment for that program alone.
                 if first == len(words) or statement.words[0].start in _DECLARATIONS:
-                    self._assign(word, assignment, runs is None)
+                    self._assign(word, assignment, not self._is_certain)
                 elif words[first].start in ("source", "."):
                     self._forget(assignment[1], self._where(word))
         words = words[first:]
@@ -119,6 +137,7 @@ class _Reader:
             return
         self.found.commands.append([each for word in words for each in self._expand(word)])
         self.found.places.append(self._where(words[0]))
+        self.found.certain.append(self._is_certain)
 
     def _forget_changed(self, words: list[RawWord]) -> None:
         """Forget the variables that a command sets in a way that is not read."""
@@ -259,7 +278,10 @@ class _Reader:
         value = self._variable(name, where)
         is_set = value is not None and bool(value.text)
         if operation in ("-", ":-", "=", ":="):
-            return [value] if is_set and value else [self._default(default, where)]
+            found = value if is_set and value else self._default(default, where)
+            if "=" in operation and not is_set:
+                self.found.variables[name] = found if self._is_certain else Word.missing(f"${name}", where)
+            return [found]
         if operation in ("+", ":+"):
             return [self._default(default, where)] if is_set else []
         return [value or Word.missing(f"${name}", where)]

@@ -57,6 +57,42 @@ def test_other_programs_of_verl_are_refused_by_name(tmp_path: Path, program: str
         of_program(tmp_path, program)
 
 
+TRAINS = f"python3 -m verl.trainer.main_ppo {' '.join(SETTINGS)} data.seed="
+
+
+@pytest.mark.parametrize(
+    ("text", "seed"),
+    [
+        (f"if [ -d /d ]; then\n{TRAINS}1\nelse\n{TRAINS}2\nfi", r"run\.sh:2 and .*run\.sh:4 start programs"),
+        (f"{TRAINS}1\n[ -d /d ] && {TRAINS}2", r"run\.sh:1 and .*run\.sh:2 start programs"),
+        (f"if [ -d /d ]; then\n{TRAINS}1\nelse\n{TRAINS}1\nfi", 1),
+        (f"python3 prep.py\nif [ -d /d ]; then\n{TRAINS}1\nfi", 1),
+        (f"[ -d /d ] && {TRAINS}1\n{TRAINS}2", 2),
+        (f"MODE=sync\nif [ $MODE = sync ]; then {TRAINS}1\nexit; fi\n{TRAINS}2", 1),
+        (f"exec {TRAINS}1\n{TRAINS}2", 1),
+        (f"exec > log\n[ -d /d ] || exit 1\n{TRAINS}2", 2),
+        (f"source set.sh\n{TRAINS}$S", 5),
+        (f"S=7\n[ -d /d ] && source set.sh\n{TRAINS}$S", r"\$S has no value"),
+        (f"S=7\n[ -d /d ] && . set.sh\nS=8\n{TRAINS}$S", 8),
+        (f"{TRAINS}1\npython3 -m verl.model_merger merge\ncp reward.py out/\n[ -f eval.py ]", 1),
+        (f"{TRAINS}1\npython3 -m verl.trainer.main_eval x", 1),
+        (f"{TRAINS}1\npython3 -m verl.trainer.sft_trainer x", "is megarl sft"),
+        (f': "${{S:=3}}"\n{TRAINS}$S', 3),
+        (f'S=4\n: "${{S:=3}}"\n{TRAINS}$S', 4),
+        (f'[ -d /d ] && : "${{S:=3}}"\n{TRAINS}$S', r"\$S has no value"),
+        (f"export A S=6\n{TRAINS}$S", 6),
+    ],
+)
+def test_the_program_that_trains_and_its_values(tmp_path: Path, text: str, seed: int | str) -> None:
+    (tmp_path / "set.sh").write_text("S=5\nreturn\nS=6\n")
+    (tmp_path / "run.sh").write_text(text.replace("set.sh", str(tmp_path / "set.sh")))
+    if isinstance(seed, int):
+        assert from_verl([str(tmp_path / "run.sh")], {}).get("loop.seed") == seed
+        return
+    with pytest.raises(UserError, match=seed):
+        from_verl([str(tmp_path / "run.sh")], {})
+
+
 @pytest.mark.parametrize("package", ["recipe", "verl.experimental"])
 def test_engines_that_sample_one_step_ahead(tmp_path: Path, package: str) -> None:
     """verl's own default there has the ratio to the policy that sampled in the loss."""
