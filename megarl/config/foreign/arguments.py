@@ -79,7 +79,9 @@ def read_arguments(
     """The arguments in a YAML file or a shell script.
 
     In a script they are those of the last Python program that it starts, of those that count; where it starts none, the
-    arrays, the variables or the lines that hold arguments. Raises UserError for a file that cannot be read or has no argument.
+    arrays, the variables or the lines that hold arguments.
+
+    Raises UserError for a file that cannot be read or has no argument.
     """
     if file.suffix in (".yaml", ".yml"):
         found = ArgumentList(tuple(_arguments_of_yaml(file)))

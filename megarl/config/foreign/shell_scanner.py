@@ -1,5 +1,6 @@
 """The words of a shell script, with what would be expanded in them still to be expanded; nothing is run."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ _PARTS: Mapping[str, str] = {"elif": "test", "else": "body"}
 _BETWEEN = frozenset(("then", "else", "elif", "do", "in", "!", "time"))
 _OPERATORS = (";;&", ";&", ";;", "&&", "||")
 _ENDS = frozenset(" \t\r\n;&|()<>")
+_SUCCEEDING = frozenset(("cd", "mkdir", "export", "source", ".", "echo", "set"))
 _SPECIAL = "@*#?$!-_"
 
 
@@ -85,6 +87,10 @@ class ShellScanner:
             return word not in ("for", "select")  # which set a variable
         if word in _CLOSING:
             self._blocks = self._blocks[:-1]
+        elif word == "function":
+            while self._text[self._at : self._at + 1] in (" ", "\t"):
+                self._skip(1)
+            self._word()  # its name, behind which { is a keyword
         elif word not in _BETWEEN:
             return False
         elif word == "!":
@@ -125,12 +131,12 @@ class ShellScanner:
 
     def _follows(self, words: list[RawWord], test: Condition, operator: str) -> list[tuple[Condition, bool]]:
         """The condition of what is behind && or ||; a statement that is no test is taken to succeed."""
-        if not self._chain and (test is not UNDECIDED or operator == "||" or not self._is_plain or _compares(words)):
+        if not self._chain and (test is not UNDECIDED or operator == "||" or not (self._is_plain and _succeeds(words))):
             return [(test, operator == "&&")]
         if not self._chain:
             return []
         ((condition, wanted),) = self._chain
-        if operator == "||" and wanted and test is UNDECIDED and not _compares(words):
+        if operator == "||" and wanted and _succeeds(words):
             return [(condition, False)]
         return [(UNDECIDED, True)]
 
@@ -173,7 +179,12 @@ class ShellScanner:
         if self._at < len(self._text) and self._text[self._at] not in _ENDS:
             target = self._word()
             if operator in ("<<", "<<-"):
-                self._to(f"\n{''.join(part.text for part in target.parts)}\n")
+                word = re.escape("".join(part.text for part in target.parts))
+                tabs = "\t*" if operator == "<<-" else ""
+                end = re.compile(rf"\n{tabs}{word}\r?(?=\n|\Z)").search(self._text, self._at)
+                if end is None:
+                    raise UserError(f"{self._name}:{self._line} begins a text whose end {target.start} is not there")
+                self._skip(end.end() - self._at)
 
     def _past_parentheses(self) -> str:
         """The text between the parenthesis here and the one that closes it."""
@@ -300,5 +311,8 @@ class ShellScanner:
         raise UserError(f"{self._name}:{line} opens a brace that is never closed; close it")
 
 
-def _compares(words: list[RawWord]) -> bool:
-    return bool(words) and words[0].start in ("[", "[[", "test")
+def _succeeds(words: list[RawWord]) -> bool:
+    """Whether a statement is taken to succeed."""
+    if not words or words[0].start in _SUCCEEDING or re.match(r"\w+\+?=", words[0].start):
+        return bool(words)
+    return any(word.start.endswith(".py") or re.search(r"python|torchrun", word.start) for word in words)
