@@ -315,4 +315,4 @@ def _succeeds(words: list[RawWord]) -> bool:
     """Whether a statement is taken to succeed."""
     if not words or words[0].start in _SUCCEEDING or re.match(r"\w+\+?=", words[0].start):
         return bool(words)
-    return any(word.start.endswith(".py") or re.search(r"python|torchrun", word.start) for word in words)
+    return re.fullmatch(r".*(python[\d.]*|torchrun|\.py)", words[0].start) is not None

@@ -211,6 +211,7 @@ FRAGMENTS = {
     "loop of numbers": 'for ((N=0; N<2; N++)); do true; done; if [ "$N" = 3 ]; then X=1; else X=2; fi',
     "inside a loop": f"for D in npu; do {T}; done",
     "search": "grep -q H200 /etc/passwd && X=1",
+    "file": "[ -f /nope/eval.py ] && X=1; grep -q H200 train.py && X=2",
     "search or": "[ $D = gpu ] && grep -q H200 /etc/passwd || X=2",
     "program and": "cd / && X=1",
     "assignment and": "Y=2 && X=1",
