@@ -101,8 +101,8 @@ def search(template: PlannedStep, gpus: int) -> Proposal:
         # Where one of the two fits nowhere, the other is not in the way.
         in_the_way = [each for each in lacking if not each.fitting] or lacking
         reasons = "; ".join(filter(None, (each.say() for each in in_the_way))) or "the model cannot be cut over them"
-        only_unserved = any(each.unserved and not each.count for each in in_the_way)
-        advice = "" if only_unserved else "; give more GPUs, GPUs with more memory, or lower --micro-batch-tokens"
+        no_memory_helps = any(each.unserved and not each.count for each in in_the_way)
+        advice = "" if no_memory_helps else "; give more GPUs, GPUs with more memory, or lower --micro-batch-tokens"
         raise UserError(f"nothing fits on {gpus} GPUs: {reasons}{advice}")
     return Proposal(sorted(found, key=lambda each: each.step_seconds), fitting, lacking)
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from megarl.data import PromptSampler
+from megarl.run.checkpoint_files import WriteFile
 from megatron_ext.packing.packing import RaggedBatch
 
 _FILE = "batches.safetensors"
@@ -45,11 +46,11 @@ class BatchStream:
             self._waiting.extend(self._make(self._sampler, step))
         return self._waiting.popleft() if self._waiting else None
 
-    def save(self, folder: Path) -> dict[str, Any]:
-        """Write what waits to `folder`, if anything does; the rest of the state."""
+    def save(self, write: WriteFile) -> dict[str, Any]:
+        """Let what waits be written, if anything does; the rest of the state."""
         if self._waiting:
             tensors = {f"{i}.{name}": t for i, each in enumerate(self._waiting) for name, t in _tensors(each.batch)}
-            save_file(tensors, folder / _FILE)
+            write(_FILE, map(save, [tensors]))
         return {
             "sampler": self._sampler.state_dict(),
             "waiting": [{"unit": each.batch.unit, "metrics": dict(each.metrics)} for each in self._waiting],

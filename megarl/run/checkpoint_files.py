@@ -1,7 +1,6 @@
 """Files that the controller itself writes to a checkpoint: by a thread, beside the ranks, which write their own."""
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
@@ -10,6 +9,7 @@ from isal.isal_zlib import crc32
 
 from converters.durable import sync
 from converters.stream.targets import Written
+from megatron_ext.checkpoint.writing_thread import WritingThread
 
 Piece: TypeAlias = bytes | memoryview
 WriteFile: TypeAlias = Callable[[str, Iterable[Piece]], None]
@@ -37,11 +37,7 @@ class CheckpointFiles:
         self.written: list[Written] = []
         """The files, whole: all of them once `is_written`."""
         self._is_ended = threading.Event()
-        # In place of Thread.join: a signal that interrupts it has Python 3.11 and 3.12 take the thread for ended.
-        self._has_ended = threading.Event()
-        self._failure: BaseException | None = None
-        self._seconds = 0.0
-        self._thread = threading.Thread(target=self._write_all, name="checkpoint", daemon=True)
+        self._thread = WritingThread(self._write_all)
 
     def write(self, name: str, pieces: Iterable[Piece]) -> None:
         """Let a file be written after those before; no more can be asked for after `start`."""
@@ -53,38 +49,24 @@ class CheckpointFiles:
 
     def is_written(self) -> bool:
         """Whether all is on disk. Raises what ended the writing, as OSError."""
-        if not self._has_ended.is_set():
-            return False
-        if self._failure is not None:
-            raise self._failure
-        return True
+        return self._thread.is_done()
 
     def wait(self) -> float:
         """Return when all is on disk: the seconds that it took. Raises as `is_written`."""
-        self._has_ended.wait()
-        self.is_written()
-        return self._seconds
+        return self._thread.wait()
 
     def end(self) -> None:
         """Return when nothing is written any more, even if it is not all there, or was never begun."""
         self._is_ended.set()
-        if self._thread.ident is not None:
-            self._has_ended.wait()
+        self._thread.wait_for_its_end()
 
     def _write_all(self) -> None:
-        began = time.monotonic()
-        try:
-            while self._waiting and not self._is_ended.is_set():
-                path, pieces = self._waiting.pop(0)
-                self.written.append(_write(path, pieces, self._is_ended))
-                sync(path)
-                # With it goes what the pieces are made of, which may be as large as the file.
-                del pieces
-        except BaseException as error:  # noqa: BLE001 - raised where the thread is waited for
-            self._failure = error
-        finally:
-            self._seconds = time.monotonic() - began
-            self._has_ended.set()
+        while self._waiting and not self._is_ended.is_set():
+            path, pieces = self._waiting.pop(0)
+            self.written.append(_write(path, pieces, self._is_ended))
+            sync(path)
+            # With it goes what the pieces are made of, which may be as large as the file.
+            del pieces
 
 
 def _write(path: Path, pieces: Iterable[Piece], is_ended: threading.Event) -> Written:

@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from megarl.cluster.workers.worker import WorkerFailed
 from megarl.output.places import CHECKPOINTS
 from megarl.process.errors import RunFailed
 from megarl.process.progress_file import note_progress
-from megarl.run.checkpoint_files import CheckpointFiles, Piece
+from megarl.run.checkpoint_files import CheckpointFiles, WriteFile
 from megarl.schema import MegarlConfig
 from megatron_ext.checkpoint import checkpoint_folder
 from megatron_ext.options.options import AdapterOptions
@@ -142,11 +142,12 @@ class Checkpoints:
         self._waited_s = 0.0
         self._begun_at_s = self._begin_took_s = self._longest_s = 0.0
 
-    def save(self, step: int, state_in: Callable[[Path], Mapping[str, Any]]) -> None:
+    def save(self, step: int, state_in: Callable[[WriteFile], Mapping[str, Any]]) -> None:
         """Begin a checkpoint after `step`, once the one before is complete; without `async_save`, complete it, too.
 
-        `state_in` writes small files of the controller to a folder, lets `write` have large ones, and gives the rest
-        of its state. Raises UserError where the disk has no room, CheckpointFailed where it does not answer.
+        `state_in` gives the state of the controller, and files of it to a function that lets them be written while the
+        ranks write theirs; the checkpoint is complete no sooner than these are on disk. Raises UserError where the disk
+        has no room, CheckpointFailed where it does not answer.
         """
         started = time.perf_counter()
         self.complete()
@@ -155,7 +156,7 @@ class Checkpoints:
         self._pending, self._begun_at_s = _Pending(step, files), time.monotonic()
         with self._abandoned_on_error():
             folder = checkpoint_folder.begin(self._root, step)
-            self._pending.state = copy.deepcopy({"command": self._command, "step": step, **state_in(folder)})
+            self._pending.state = copy.deepcopy({"command": self._command, "step": step, **state_in(files.write)})
             files.start()
             for name, model in self._models.items():
                 (folder / name).mkdir(exist_ok=True)
@@ -163,14 +164,6 @@ class Checkpoints:
             self._begin_took_s = time.monotonic() - self._begun_at_s
         if not self._config.async_save:
             self.complete()
-
-    def write(self, name: str, pieces: Iterable[Piece]) -> None:
-        """Let a file of the checkpoint that `state_in` is asked for be written while the ranks write theirs.
-
-        The checkpoint is complete no sooner than the file is on disk.
-        """
-        assert self._pending is not None, "no checkpoint is begun"
-        self._pending.files.write(name, pieces)
 
     def complete_if_written(self) -> None:
         """Complete the last checkpoint, if that takes no waiting for a disk. Raises what ended the writing."""

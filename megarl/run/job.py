@@ -108,8 +108,8 @@ class Job:
         self.gpus.switch_to(self.trainer)
         self.checkpoints.save(
             state.step,
-            lambda _folder: {
-                **self.rollouts.save(self.checkpoints.write),
+            lambda write: {
+                **self.rollouts.save(write),
                 "kl": state.kl.state_dict(),
                 "engines": self.engines.state_dict(),
             },

@@ -110,7 +110,7 @@ class Training:
     def _save(self, batches: BatchStream) -> None:
         position = self.position
         self.checkpoints.save(
-            position.step, lambda folder: {"has_converged": position.has_converged, **batches.save(folder)}
+            position.step, lambda write: {"has_converged": position.has_converged, **batches.save(write)}
         )
 
     def export(self) -> None:

@@ -8,7 +8,6 @@ threads need not wait for.
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -41,6 +40,7 @@ from converters.formats.torch_dist import frame
 from converters.stream.targets import Written
 from megatron_ext import device, versions
 from megatron_ext.checkpoint import checkpoint_folder
+from megatron_ext.checkpoint.writing_thread import WritingThread
 from megatron_ext.memory.host_copies import HostCopies, HostTensor, on_host
 
 
@@ -75,10 +75,8 @@ class PendingSave:
         )
         # The copies are made beside all that is asked of the device from now on.
         device.synchronize()
-        self._failure: BaseException | None = None
-        self._seconds = 0.0
         self._copied = threading.Event()
-        self._thread = threading.Thread(target=device.with_device(self._write), name="checkpoint", daemon=True)
+        self._thread = WritingThread(device.with_device(self._write))
         self._thread.start()
 
     @property
@@ -92,17 +90,11 @@ class PendingSave:
 
     def is_written(self) -> bool:
         """Whether this rank's part is on disk. Raises what ended the writing, UserError where the disk did."""
-        if self._thread.is_alive():
-            return False
-        if self._failure is not None:
-            raise self._failure
-        return True
+        return self._thread.is_done()
 
     def wait_until_written(self) -> float:
         """Return when this rank's part is on disk: the seconds that it took. Not collective. Raises as `is_written`."""
-        self._thread.join()
-        self.is_written()
-        return self._seconds
+        return self._thread.wait()
 
     def finish(self) -> None:
         """Wait for all ranks, as long as any collective, and write the table of contents. Raises as `is_written`."""
@@ -112,18 +104,14 @@ class PendingSave:
             checkpoint_folder.list_written(self._folder, self._strategy.writer.written)
 
     def _write(self) -> None:
-        started = time.monotonic()
         try:
             try:
                 self._strategy.writer.copy()
             finally:
                 self._copied.set()
             self._strategy.writer.write()
-            self._seconds = time.monotonic() - started
         except OSError as error:
-            self._failure = checkpoint_folder.disk_error(error, self._folder.parent)
-        except BaseException as error:  # noqa: BLE001 - raised where the thread is waited for
-            self._failure = error
+            raise checkpoint_folder.disk_error(error, self._folder.parent) from error
 
 
 _CONTENT = {

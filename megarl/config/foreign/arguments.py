@@ -10,7 +10,7 @@ import yaml
 
 from converters.errors import UserError
 from megarl.config.foreign.engine_arguments import OF_SLIME
-from megarl.config.foreign.given_file import read_given
+from megarl.config.foreign.given_file import read_given, yaml_errors_in_a_sentence
 from megarl.config.foreign.shell_script import ShellScript, read_script
 from megarl.config.foreign.shell_words import Word
 from megarl.config.foreign.switches import WITHOUT_VALUE
@@ -168,10 +168,8 @@ def _argument(flag: Word, words: Sequence[Word]) -> Argument:
 
 
 def _arguments_of_yaml(file: Path) -> Iterator[Argument]:
-    try:
+    with yaml_errors_in_a_sentence(file):
         root = yaml.compose(read_given(file), Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        raise UserError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}); name another file") from error
     if not isinstance(root, yaml.MappingNode):
         raise UserError(f"{file} has no arguments: YAML with NAME: VALUE belongs there")
     yield from _leaves(root, file)

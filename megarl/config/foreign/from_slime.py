@@ -7,11 +7,11 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from converters.errors import UserError, did_you_mean
-from megarl.config.foreign import programs
 from megarl.config.foreign import slime_flags as slime
 from megarl.config.foreign.arguments import Argument, number_or_text, read_arguments
 from megarl.config.foreign.engine_arguments import OF_SLIME, TENSOR_PARALLEL
 from megarl.config.foreign.megatron_script import MegatronScript, check_model, translate
+from megarl.config.foreign.programs import SLIME, Trainer
 from megarl.config.foreign.recipe import (
     OPEN,
     SAMPLED_FROM_ALL,
@@ -24,10 +24,8 @@ from megarl.rollout import ENGINES
 
 def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
     """The recipe of a script. Raises UserError for an argument that neither slime nor Megatron-LM has."""
-    found = read_arguments(file, environment, lambda name: programs.counts(name, programs.OF_SLIME, 1))
-    trainer = (
-        programs.trainer_of(found.program, programs.OF_SLIME, 1, "train.py") if found.program else programs.Trainer()
-    )
+    found = read_arguments(file, environment, SLIME.counts)
+    trainer = SLIME.trainer(found.program)
     translation = _Translation({argument.name: argument for argument in found.arguments}, trainer)
     for part in (_algorithm, _kl, _batch, _data, _evaluation, _length, _engines, _cluster, _rest):
         part(translation)
@@ -38,7 +36,7 @@ def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
 class _Translation:
     """Translates arguments of slime, taken one by one, into a recipe."""
 
-    def __init__(self, given: Mapping[str, Argument], trainer: programs.Trainer) -> None:
+    def __init__(self, given: Mapping[str, Argument], trainer: Trainer) -> None:
         self.given = given
         self.trainer = trainer
         self.recipe = TranslatedRecipe()

@@ -1,6 +1,10 @@
 """The text of a file that a command line names."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import yaml
 
 from converters.errors import UserError
 
@@ -15,3 +19,12 @@ def read_given(file: Path) -> str:
         raise UserError(f"{file} is a folder: name a script") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file} cannot be read as text ({error}); name a script") from error
+
+
+@contextmanager
+def yaml_errors_in_a_sentence(file: Path) -> Iterator[None]:
+    """Around the reading of a YAML file: its errors become a UserError."""
+    try:
+        yield
+    except yaml.YAMLError as error:
+        raise UserError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}); name another file") from error

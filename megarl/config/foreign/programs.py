@@ -25,7 +25,7 @@ class Trainer:
 
 _SPLIT = "a critic that has GPUs of its own is a pool of cluster.pools; here it takes turns with the others"
 
-OF_VERL: Mapping[str, Trainer] = {
+_VERL: Mapping[str, Trainer] = {
     **dict.fromkeys(
         (
             *("main_ppo", "trainer.main_ppo", "trainer.main_ppo_v0", "trainer.main_ppo_sync", "r1_ascend.main_ppo"),
@@ -45,9 +45,6 @@ OF_VERL: Mapping[str, Trainer] = {
         samples_ahead=True, defaults={"algorithm.rollout_correction.bypass_mode": True}
     ),
 }
-"""The last two parts of a module's or a file's name, or the one part that it has."""
-OF_SLIME: Mapping[str, Trainer] = {"train": Trainer(), "train_async": Trainer(samples_ahead=True)}
-"""The last part."""
 
 _SFT = "is supervised fine-tuning, which is megarl sft here: only RL is translated"
 _SAMPLES = "samples and trains nothing: only RL is translated"
@@ -67,27 +64,44 @@ OTHERS: Mapping[str, str] = {
 """The last part of the name of another program -> what is said of it."""
 
 
-def counts(name: Word, table: Mapping[str, Trainer], parts: int) -> bool:
-    """Whether a program by this name may train: not one that merges, copies or measures."""
-    found = _parts(name)
-    other = OTHERS.get(found[-1] if found else "", _SAMPLES)
-    return name.is_unknown or ".".join(found[-parts:]) in table or other != _SAMPLES
+@dataclass(frozen=True)
+class Programs:
+    """The trainers of a framework by their names."""
+
+    trainers: Mapping[str, Trainer]
+    """The last `parts` of the name of a module or a file, or those that it has -> what it does."""
+    parts: int
+    usual: str
+    """The program whose training can be translated."""
+
+    def counts(self, name: Word) -> bool:
+        """Whether a program by this name may train: not one that merges, copies or measures."""
+        other = OTHERS.get(_last(name), _SAMPLES)
+        return name.is_unknown or self._key(name) in self.trainers or other != _SAMPLES
+
+    def trainer(self, name: Word | None) -> Trainer:
+        """The trainer by this name, and the usual one without. Raises UserError for a program that is none of them."""
+        if name is None:
+            return Trainer()
+        if (key := self._key(name)) in self.trainers:
+            return self.trainers[key]
+        why = OTHERS.get(_last(name)) or (
+            f"is another trainer than {self.usual}: a recipe would train otherwise than it does; where it trains alike,"
+            f" name {self.usual} in its place"
+        )
+        raise UserError(f"{name.where}: {name.unknown or name.text} {why}")
+
+    def _key(self, name: Word) -> str:
+        return ".".join(_parts(name)[-self.parts :])
 
 
 def _parts(name: Word) -> list[str]:
     return [each for each in re.split(r"[./]", name.text.removesuffix(".py")) if each]
 
 
-def trainer_of(name: Word, table: Mapping[str, Trainer], parts: int, usual: str) -> Trainer:
-    """The trainer by this name. Raises UserError for a program that is none of the `table`, by its last `parts`.
+def _last(name: Word) -> str:
+    return _parts(name)[-1] if _parts(name) else ""
 
-    `usual` is the program whose training can be translated.
-    """
-    found = _parts(name)
-    if (key := ".".join(found[-parts:])) in table:
-        return table[key]
-    why = OTHERS.get(found[-1] if found else "") or (
-        f"is another trainer than {usual}: a recipe would train otherwise than it does; where it trains alike, name"
-        f" {usual} in its place"
-    )
-    raise UserError(f"{name.where}: {name.unknown or name.text} {why}")
+
+VERL = Programs(_VERL, parts=2, usual="verl.trainer.main_ppo")
+SLIME = Programs({"train": Trainer(), "train_async": Trainer(samples_ahead=True)}, parts=1, usual="train.py")

@@ -1,6 +1,7 @@
 """The file of settings that a verl command names with `--config-name`, beside verl's own."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import yaml
 from omegaconf._utils import get_yaml_loader
 
 from converters.errors import UserError
-from megarl.config.foreign.given_file import read_given
+from megarl.config.foreign.given_file import read_given, yaml_errors_in_a_sentence
 from megarl.config.foreign.shell_words import Word
 from megarl.config.origins import OPEN, leaves
 
@@ -32,11 +33,11 @@ MAY_BE_OPEN = (
 """Keys that a recipe leaves to the run where only running a script would tell their values."""
 
 
+@dataclass(frozen=True)
 class Unknown:
     """A value that only running a script would tell, and that matters only where somebody asks for it."""
 
-    def __init__(self, word: Word) -> None:
-        self.word = word
+    word: Word
 
     def __str__(self) -> str:
         return self.word.unknown
@@ -103,11 +104,9 @@ def _of_file(name: str, folder: Word, lost: dict[str, list[str]], above: tuple[P
 
 def read_yaml(file: Path) -> dict[str, Any]:
     """The groups in a file. Raises UserError for a file that has none."""
-    try:
+    with yaml_errors_in_a_sentence(file):
         # As Hydra reads it: 1e-6 is a number there, and text in YAML itself.
         values = yaml.load(read_given(file), Loader=get_yaml_loader())
-    except yaml.YAMLError as error:
-        raise UserError(f"{file} cannot be read as YAML ({' '.join(str(error).split())}); name another file") from error
     if not isinstance(values, dict):
         raise UserError(f"{file} has no settings of verl: YAML with groups of keys belongs there")
     return values

@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 
 from converters.errors import UserError
 from megarl.config.foreign.arguments import last_program
-from megarl.config.foreign.programs import OF_VERL, Trainer, counts, trainer_of
+from megarl.config.foreign.programs import VERL, Trainer
 from megarl.config.foreign.shell_script import read_script
 from megarl.config.foreign.shell_words import Word
 from megarl.config.foreign.verl_config import (
@@ -49,8 +49,8 @@ def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> Setti
     elif len(given) == 1 and "=" not in given[0]:
         script = read_script(Path(given[0]), environment)
         settings = {}
-        if program := last_program(script, lambda name: counts(name, OF_VERL, 2)):
-            trainer = trainer_of(program.name, OF_VERL, 2, "verl.trainer.main_ppo")
+        if program := last_program(script, VERL.counts):
+            trainer = VERL.trainer(program.name)
             options, words = split_options(program.words)
             named, lost = named_settings(options)
             settings = {**trainer.defaults, **named, **dict(_overrides(words))}

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from megarl.rollout.soft_cap import has_soft_cap, refuse_uncapped
 
 _ATTENTION = "attn_implementation"
+_NORMS_OF_LATENTS = (".q_a_layernorm", ".kv_a_layernorm")
 _CAPPING = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
@@ -30,6 +31,3 @@ def give_norms_of_latents_the_epsilon(model: PreTrainedModel) -> None:
     for name, module in model.named_modules():
         if name.endswith(_NORMS_OF_LATENTS):
             module.variance_epsilon = model.config.rms_norm_eps
-
-
-_NORMS_OF_LATENTS = (".q_a_layernorm", ".kv_a_layernorm")

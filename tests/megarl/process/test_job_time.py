@@ -78,7 +78,7 @@ def steps_of_a_job(passing, config: CheckpointConfig, folder: Path, *, step_s: f
         log=lambda _metrics: None,
     )
     with pytest.raises(KeyboardInterrupt), interruption(), checkpoints:
-        run_steps(run, Clock(), take_step=take_step, save=lambda: checkpoints.save(run.step, lambda _folder: {}))
+        run_steps(run, Clock(), take_step=take_step, save=lambda: checkpoints.save(run.step, lambda _write: {}))
     assert latest_checkpoint(made, "train").step == run.step
     return run.step
 

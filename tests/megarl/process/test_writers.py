@@ -2,6 +2,7 @@
 
 import os
 import platform
+import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -32,14 +33,14 @@ def test_processes_that_a_dead_one_left_are_ended(tmp_path, monkeypatch):
 
 
 def end_child(tmp_path, program, ready):
-    """Begin a Python program that has a log as its output, and end it as one that writes to that log."""
+    """Begin a Python program that has a log as its output, and end it as one that writes to that log: how it ended."""
     log = tmp_path / "engine_0.log"
     with log.open("w") as output:
         child = subprocess.Popen([sys.executable, "-c", program], stdout=output, stderr=output)
     try:
         assert eventually(lambda: ready(child, log))
         end_other_writers(log)
-        assert child.poll() is not None
+        return child.poll()
     finally:
         child.kill()
         child.wait()
@@ -110,7 +111,8 @@ ctypes.CDLL(None).syscall({EXIT_THREAD}, 0)
 def test_one_of_which_only_the_first_thread_has_ended_is_no_dead_process(tmp_path, monkeypatch):
     # As where another one waits in a call of a driver, which holds memory of a GPU.
     monkeypatch.setattr("megarl.process.writers._LEAVE_S", 0.2)
-    end_child(tmp_path, FIRST_THREAD_ENDS, lambda child, _log: psutil.Process(child.pid).status() == "zombie")
+    ended = end_child(tmp_path, FIRST_THREAD_ENDS, lambda child, _log: psutil.Process(child.pid).status() == "zombie")
+    assert ended == -signal.SIGKILL
 
 
 WITHOUT_ITS_FILES = """
@@ -125,4 +127,4 @@ time.sleep(600)
 def test_one_that_has_lost_its_files_and_is_there_still_is_waited_for(tmp_path, monkeypatch):
     # As the kernel takes them from it before the driver has freed what belongs to them.
     monkeypatch.setattr("megarl.process.writers._LEAVE_S", 2.0)
-    end_child(tmp_path, WITHOUT_ITS_FILES, lambda _child, log: log.read_text())
+    assert end_child(tmp_path, WITHOUT_ITS_FILES, lambda _child, log: log.read_text()) == -signal.SIGKILL

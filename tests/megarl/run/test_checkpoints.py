@@ -18,6 +18,7 @@ from converters.formats.peft import write_adapter_config
 from converters.formats.safetensors import read_json
 from megarl.cluster.workers.worker import WorkerFailed
 from megarl.config.folder import recipes_folder
+from megarl.run.checkpoint_files import WriteFile
 from megarl.run.checkpoints import (
     CheckpointFailed,
     Checkpoints,
@@ -47,7 +48,7 @@ def failing(number: int):
 
 def save(config: MegarlConfig, step: int) -> None:
     with Checkpoints(config, "train", {}) as checkpoints:
-        checkpoints.save(step, lambda _folder: {})
+        checkpoints.save(step, lambda _write: {})
 
 
 def test_a_checkpoint_with_the_keys_of_earlier_versions_is_gone_on_from(config: MegarlConfig) -> None:
@@ -146,13 +147,13 @@ def test_what_a_rank_cannot_write_asks_for_somebody_only_where_something_is_to_b
 ):
     checkpoints = Checkpoints(config, "train", {"": Rank(tmp_path / "trainer_3.log", number)})  # type: ignore[dict-item]
     with pytest.raises(kind) as raised, checkpoints:
-        checkpoints.save(1, lambda _folder: {})
+        checkpoints.save(1, lambda _write: {})
     assert says in raised.value.sentence
     assert list(checkpoints_folder(config).iterdir()) == []
 
 
 def test_what_the_controller_itself_saves_is_told_alike(config):
-    def state(folder: Path) -> dict[str, object]:
+    def state(_write: WriteFile) -> dict[str, object]:
         failing(errno.ETIMEDOUT)()
         return {}
 
@@ -200,8 +201,8 @@ def begun(config: MegarlConfig, slow: Slow, *, async_save: bool = True) -> tuple
     ranks = Ranks()
     checkpoints = Checkpoints(config, "train", {"": ranks})  # type: ignore[dict-item]
 
-    def state(_folder: Path) -> dict[str, object]:
-        checkpoints.write("groups", slow.pieces())
+    def state(write: WriteFile) -> dict[str, object]:
+        write("groups", slow.pieces())
         return {"groups": 2}
 
     checkpoints.save(1, state)

@@ -1,5 +1,10 @@
 """Scripts that run verl, in the manner of its examples, cut down to a tiny model on a CPU."""
 
+from pathlib import Path
+
+from megarl.config.foreign.from_verl import from_verl
+from megarl.config.foreign.recipe import TranslatedRecipe
+
 _HEAD = """#!/usr/bin/env bash
 set -xeuo pipefail
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -127,6 +132,13 @@ ACTOR = "actor_rollout_ref.actor."
 MEGATRON = f"{ACTOR}strategy=megatron"
 PPO_KEYS = ["algorithm.adv_estimator=gae", "data.train_batch_size=16", f"{ACTOR}ppo_mini_batch_size=8", MEGATRON]
 """The least that asks for a critic, without a word to be said."""
+
+
+def translated(folder: Path, script: str) -> TranslatedRecipe:
+    """The recipe of a script."""
+    file = folder / "run.sh"
+    file.write_text(script)
+    return from_verl([str(file)], {"HOME": "/home/someone"})
 
 
 def said(notes: dict[str, list[str]]) -> list[str]:
