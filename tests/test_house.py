@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -242,6 +243,13 @@ def calls_by_name(root: Path) -> list[str]:
     ]
 
 
+def namesakes_among_tests(root: Path) -> list[str]:
+    """pytest imports a test file by its name alone, and refuses the second one only where both are collected."""
+    files = sorted((root / "tests").rglob("test_*.py"))
+    names = Counter(file.name for file in files)
+    return [file.relative_to(root).as_posix() for file in files if names[file.name] > 1]
+
+
 CHECKS = {
     "imports go down": imports_that_go_up,
     "rooms import down": rooms_that_go_up,
@@ -252,6 +260,7 @@ CHECKS = {
     "small files": long_files,
     "names that say something": nameless_files,
     "sentences begin with the thing": inverted_sentences,
+    "test files have names of their own": namesakes_among_tests,
 }
 BROKEN_TREES = {
     "imports go down": [
@@ -309,6 +318,7 @@ BROKEN_TREES = {
         {"benchmarks/a.py": 'X = 1\n"""- One.\n- That one."""'},
         {"converters/a.py": "if True:\n    # It is so. What\n    # else?\n    # Of it more.\n    x = 1"},
     ],
+    "test files have names of their own": [{"tests/run/test_a.py": "", "tests/parallel/test_a.py": ""}],
 }
 SOUND_TREE = {
     "converters/a.py": "import torch",
@@ -323,6 +333,8 @@ SOUND_TREE = {
     "megarl/data/e.py": "from transformers import AutoTokenizer\nPACKAGES = ('transformers',)",
     "megarl/cluster/group.py": "def f(group):\n    group.begin('send', 1)",
     "megarl/refit/a.py": "def f(group, send):\n    group.begin(send, 'x')",
+    "tests/run/conftest.py": "",
+    "tests/data/conftest.py": "",
     "megarl/train.py": '"""As swift does."""\nfrom megarl.data import x',
 }
 

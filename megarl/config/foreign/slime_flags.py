@@ -39,6 +39,7 @@ SAME: Mapping[str, str] = {
     "eval_interval": "loop.eval_every",
     "hf_checkpoint": "model.path",
     "input_key": "data.prompt_column",
+    "n_samples_per_prompt": "loop.samples_per_prompt",
     "num_rollout": "loop.steps",
     "ref_update_interval": "algorithm.refresh_reference_every",
     "rollout_batch_size": "loop.prompts_per_step",
