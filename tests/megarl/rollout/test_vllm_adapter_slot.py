@@ -89,7 +89,7 @@ def test_experts_have_their_adapters(
 @pytest.mark.parametrize(
     ("model", "fields", "lora"),
     [
-        ("deepseek_v3", {}, LATENT_AND_ALL),
+        pytest.param("deepseek_v3", {}, LATENT_AND_ALL, marks=pytest.mark.long),
         pytest.param("deepseek_v3", {}, PARTS_OF_LATENT, marks=pytest.mark.long),
         pytest.param("deepseek_v3", {"q_lora_rank": None}, WITHOUT_LATENT_QUERY, marks=pytest.mark.long),
         pytest.param("glm4_moe", {}, LORA, marks=pytest.mark.long),

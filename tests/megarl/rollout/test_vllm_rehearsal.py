@@ -39,7 +39,7 @@ MANY = {
         ("qwen3_moe", 2, True, FP8_BLOCK),
         ("qwen3_moe", 2, False, None),
         ("deepseek_v3", 2, True, None),
-        ("llama", 2, False, None),
+        pytest.param("llama", 2, False, None, marks=pytest.mark.long),
         # Attention multiplies by weights that are derived from codes.
         ("deepseek_v3", 1, False, FP8_BLOCK),
         pytest.param("qwen3_moe", 2, True, NVFP4, marks=pytest.mark.long),
