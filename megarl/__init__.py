@@ -1,5 +1,5 @@
-"""The framework: a program for each way to train, `train.py` first, over rooms that import only downwards.
+"""The framework: one program per way to train (start with `train.py`), over packages that import only downwards.
 
-A step is in `stages`, its mathematics in `algorithms`, its processes in `cluster`; weights reach the engines of
-`rollout` through `refit` and `resharding`. `docs/concepts.md` has pictures, and a line for every room.
+`stages` holds the stages of a step, `algorithms` its mathematics and `cluster` its processes; `refit` and `resharding`
+move weights to the engines of `rollout`. `docs/concepts.md` has diagrams and one line about every package.
 """

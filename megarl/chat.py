@@ -1,4 +1,4 @@
-"""Talking to a model: an engine that loads a HuggingFace folder, a conversation, and answers token by token."""
+"""Chat with a model: an engine loads a HuggingFace folder, and answers are streamed as they are sampled."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +18,10 @@ from megarl.schema import MegarlConfig
 
 
 class Conversation:
-    """A conversation as the token ids of a prompt: by the tokenizer's chat template, or as plain text without one.
+    """A conversation, and the token ids of its next prompt.
 
-    Raises UserError for a system message without a template.
+    Messages are rendered by the tokenizer's chat template, or joined as plain text if it has none. Raises UserError
+    for a system message without a template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> None:
@@ -32,11 +33,11 @@ class Conversation:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model is told who said what."""
+        """Whether the tokenizer has a chat template, so that the prompt says who said what."""
         return self._tokenizer.chat_template is not None
 
     def prompt(self, question: str) -> list[int]:
-        """All that was said, and the question. Raises UserError if the template refuses it."""
+        """Token ids of the conversation so far plus `question`. Raises UserError if the template refuses it."""
         messages = [*self._messages, {"role": "user", "content": question}]
         if not self.has_template:
             return self._tokenizer("".join(message["content"] for message in messages))["input_ids"]
@@ -67,9 +68,13 @@ class Chat:
         self._engines, self._tokenizer, self._sampling, self._longest = engines, tokenizer, sampling, longest
 
     def answer(self, question: str, is_stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """The model's answer, text by text; one that `is_stopped` ends soon. It is remembered as far as it came.
+        """Stream the model's answer, piece by piece, and add question and answer to the conversation.
 
-        Raises UserError for what the template or the engine refuses, and forgets the question.
+        `is_stopped` is polled after each piece; when it returns True the request is aborted, and the conversation keeps
+        the part of the answer that was sampled.
+
+        Raises UserError if the template or the engine refuses the prompt, or if it leaves no room for an answer; the
+        conversation is unchanged then.
         """
         prompt = self.conversation.prompt(question)
         left = self._longest - len(prompt)

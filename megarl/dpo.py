@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the policy learns from pairs of replies to prefer the chosen one."""
+"""Direct preference optimization (DPO): from pairs of replies, the policy learns to prefer the chosen one."""
 
 import sys
 from dataclasses import fields
@@ -18,9 +18,9 @@ from megatron_ext.packing.packing import RaggedBatch, pack
 
 
 def dpo(config: MegarlConfig) -> None:
-    """Train `config.model` on the pairs of `config.preference`; the model without any adapter is the reference.
+    """Train `config.model` on the pairs of `config.preference`; the reference is the model without any adapter.
 
-    The result is a HuggingFace folder below `config.output_dir`.
+    Writes a HuggingFace folder below `config.output_dir`.
     """
     settings = config.preference
     if (setup := RunSetup.unfinished(config, "dpo")) is None:
@@ -52,7 +52,7 @@ def _compared(training: Training, batch: RaggedBatch) -> RaggedBatch:
 def _measure(trainer: TrainerGroup, batch: RaggedBatch, objective: PreferenceObjective) -> dict[str, float]:
     names = [field.name for field in fields(LogProbs)]
     predictions = trainer.predictions(Batch.of(batch), names, temperature=1.0)
-    # A micro-batch has the value of a token where it is predicted.
+    # Predictions lie at the token they are about; `pack` moves them to the position that predicts it.
     fetched = {name: fetch_tensor(values) for name, values in predictions.items()}
     shifted = pack(batch.with_fields(**fetched), range(len(batch))).fields
     return held_out_metrics(objective, LogProbs(**{name: shifted[name] for name in names}), batch)

@@ -1,4 +1,4 @@
-"""How good a HuggingFace folder is: an engine that loads it afresh, responses, the reward function."""
+"""Evaluate a HuggingFace folder: a fresh engine loads it, answers the held-out prompts, and rewards score them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ from megarl.stages.rollout import sampling_parameters
 
 @dataclass(frozen=True)
 class FreshEngines:
-    """Engines that have loaded a HuggingFace folder, and the prompts of `config.data.eval_files` to ask them."""
+    """Engines that have loaded a HuggingFace folder, and the prompts of `config.data.eval_files`."""
 
     config: MegarlConfig
     model: Model
@@ -28,13 +28,13 @@ class FreshEngines:
     engines: EngineGroup
 
     def evaluate(self) -> dict[str, float]:
-        """Metrics of their answers; see `megarl.stages.evaluate`."""
+        """Answer the prompts and return the metrics of `megarl.stages.evaluate`."""
         with phase(f"answering {len(self.prompts)} prompts"):
             settings = EvalSettings.of(self.config, self.model.stop_token_ids)
             return evaluate(self.engines, self.prompts, self.scorer, self.model.tokenizer, settings)
 
     def sample(self) -> list[tuple[list[int], Turn]]:
-        """The tokens of each prompt and a response to it, sampled as the rollouts of `config` are."""
+        """Sample one response to each prompt with the rollout settings; returns prompt tokens and response."""
         drawn = [PromptGroup(prompt, place) for place, prompt in enumerate(self.prompts)]
         one = replace(self.config, loop=replace(self.config.loop, samples_per_prompt=1))
         sampling = sampling_parameters(one, self.model.stop_token_ids, range(len(drawn)))
@@ -44,7 +44,10 @@ class FreshEngines:
 
 @contextmanager
 def fresh_engines(config: MegarlConfig) -> Iterator[FreshEngines]:
-    """Start engines that load `config.model` from its folder; they end with the context."""
+    """Start engines that load `config.model` from its folder; they are stopped when the context exits.
+
+    Raises UserError for a Megatron checkpoint, and for a model, prompts or a reward that do not fit together.
+    """
     if config.model.megatron_checkpoint:
         raise UserError(
             f"model.megatron_checkpoint={config.model.megatron_checkpoint} cannot be evaluated as it is: engines read"
@@ -66,6 +69,6 @@ def fresh_engines(config: MegarlConfig) -> Iterator[FreshEngines]:
 
 
 def evaluate_model(config: MegarlConfig) -> dict[str, float]:
-    """Metrics of `config.model` on `config.data.eval_files`; see `megarl.stages.evaluate`."""
+    """Evaluate `config.model` on `config.data.eval_files`; returns the metrics of `megarl.stages.evaluate`."""
     with fresh_engines(config) as fresh:
         return fresh.evaluate()

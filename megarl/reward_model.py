@@ -1,4 +1,4 @@
-"""Training a reward model: a value head learns to give the better of two replies the higher score."""
+"""Train a reward model: a value head learns to score the better of two replies higher."""
 
 from functools import partial
 
@@ -14,9 +14,9 @@ from megatron_ext.packing.packing import RaggedBatch
 
 
 def train_reward_model(config: MegarlConfig) -> None:
-    """Train `config.model`, with a head that gives scores, on the pairs of `config.preference`.
+    """Train `config.model` with a scalar value head on the pairs of `config.preference`.
 
-    The result is a HuggingFace folder below `config.output_dir`: a sequence classifier of one label.
+    Writes a HuggingFace folder below `config.output_dir`: a sequence classifier with one label.
     """
     settings = config.preference
     if (setup := RunSetup.unfinished(config, "reward-model")) is None:

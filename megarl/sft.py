@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the ranks of `megarl train`: packed conversations, loss on what the assistant says."""
+"""Supervised fine-tuning on the ranks of `megarl train`: packed conversations, loss on the assistant's tokens only."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,7 +16,7 @@ from megarl.stages.conversations import conversation_batch, exact_match_share
 
 
 def sft(config: MegarlConfig) -> None:
-    """Fine-tune `config.model` on `config.sft`; the result is a HuggingFace folder below `config.output_dir`."""
+    """Fine-tune `config.model` on `config.sft` and write a HuggingFace folder below `config.output_dir`."""
     settings = config.sft
     if (setup := RunSetup.unfinished(config, "sft")) is None:
         return

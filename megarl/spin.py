@@ -1,8 +1,9 @@
-"""Self-play fine-tuning (SPIN, arXiv:2401.01335): the policy learns to tell the replies of people from its own.
+"""Self-play fine-tuning (SPIN, arXiv:2401.01335): the policy learns to tell human replies from its own.
 
-An iteration has a policy that stays, the opponent: it answers the prompts of conversations, and for some optimizer
-steps the policy learns to prefer the replies in the data to these, with the opponent as the reference. Then the policy
-is the next opponent. It ends where the two replies are the same.
+Each iteration freezes the current policy as the opponent. The opponent answers the prompts of the conversations, and
+for `steps_per_generation` optimizer steps the policy learns to prefer the replies in the data to the opponent's, with
+the opponent as the reference. The updated policy is the next opponent. Training ends early once all replies of the
+opponent are those in the data.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,16 +35,16 @@ from megatron_ext.packing.prefix_tree import SHORTEST_PREFIX
 
 
 class Exchange(NamedTuple):
-    """Prompt for an opponent, and the reply in the data: token ids, the reply with its end token."""
+    """A prompt for the opponent and the reply in the data, as token ids; the reply includes its end token."""
 
     prompt: list[int]
     reply: list[int]
 
 
 def spin(config: MegarlConfig) -> None:
-    """Train `config.model` on the conversations of `config.preference`, the last reply of each.
+    """Train `config.model` on the last reply of each conversation of `config.preference`.
 
-    The result is a HuggingFace folder below `config.output_dir`.
+    Writes a HuggingFace folder below `config.output_dir`.
     """
     settings = config.preference
     if (setup := RunSetup.unfinished(config, "spin")) is None:
@@ -69,7 +70,8 @@ def spin(config: MegarlConfig) -> None:
         with phase("starting the engines"):
             refit = engine_start.finish()
         if setup.checkpoint is not None:
-            refit(setup.step)  # the first one is another than those after it, and so are its metrics
+            # The first refit of a process has other metrics than later ones, which an uninterrupted run would log next.
+            refit(setup.step)
         measurement = Measurement(
             lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
         )
@@ -79,7 +81,7 @@ def spin(config: MegarlConfig) -> None:
 
 
 def last_exchange(conversation: Conversation) -> Exchange:
-    """The last reply of a conversation, and all before it."""
+    """Split a conversation into its last reply and everything before it."""
     token_ids, mask = conversation
     end = len(mask) - mask[::-1].index(True)
     begin = end - mask[end - 1 :: -1].index(False)
@@ -87,7 +89,7 @@ def last_exchange(conversation: Conversation) -> Exchange:
 
 
 def pairs_against(exchanges: Sequence[Exchange], replies: Sequence[list[int]]) -> list[PreferencePair]:
-    """The reply in the data against the opponent's, where they differ: nothing else can be learned."""
+    """Pair each reply in the data with the opponent's; equal replies are skipped, since they teach nothing."""
     return [
         PreferencePair(_conversation(exchange.prompt, exchange.reply), _conversation(exchange.prompt, reply))
         for exchange, reply in zip(exchanges, replies, strict=True)
@@ -100,7 +102,7 @@ def _conversation(prompt: list[int], reply: list[int]) -> Conversation:
 
 
 def check_lengths(exchanges: Sequence[Exchange], config: MegarlConfig) -> None:
-    """Raise UserError if a reply with the longest answer of an opponent beside it has no place in a micro-batch."""
+    """Raise UserError if the longest pair, a reply in the data and an answer, may not fit into a micro-batch."""
     longest_answer, limit = config.rollout.max_response_tokens, config.loop.max_tokens_per_micro_batch
     longest = max(_tokens_before_answer(exchange, config) for exchange in exchanges) + longest_answer
     if longest > limit:
@@ -112,7 +114,7 @@ def check_lengths(exchanges: Sequence[Exchange], config: MegarlConfig) -> None:
 
 
 def _tokens_before_answer(exchange: Exchange, config: MegarlConfig) -> int:
-    """Count the tokens that are computed of both replies but for the opponent's own."""
+    """Count the tokens a pair costs, without the opponent's answer: a shared prompt is computed once, else twice."""
     is_once = config.loop.shared_prefixes and len(exchange.prompt) >= SHORTEST_PREFIX
     return (1 if is_once else 2) * len(exchange.prompt) + len(exchange.reply)
 
@@ -125,11 +127,14 @@ def draw_iteration(
     sampler: PromptSampler,
     step: int,
 ) -> Iterator[StepBatch]:
-    """The batches of pairs of the iteration that begins after `step`; none if the opponent's replies are the data's."""
+    """Yield the batches of the iteration that begins after `step`; none if all replies of the opponent are the data's.
+
+    The first batch carries the metrics of the iteration.
+    """
     config, clock = training.setup.config, training.clock
     settings = config.preference
     with clock.stage("refit"):
-        # The version `step` is what the engines of a run that continues there have got already.
+        # The engines of a resumed run already hold the weights as version `step`.
         metrics = refit(step + 1)
     with clock.stage("rollout"):
         draws = sampler.draw(settings.pairs_per_step * settings.steps_per_generation)
@@ -139,7 +144,7 @@ def draw_iteration(
         print(f"after step {step} all {len(drawn)} replies of the policy are those in the data: training ends")
         return
     metrics["spin/equal"] = 1 - len(pairs) / len(drawn)
-    # The policy still is the opponent, so its log-probs are the reference's, and no second model is held.
+    # The policy still is the opponent, so its own log-probs are the reference's: no second model is needed.
     with clock.stage("reference"):
         batches = [
             with_reference(batch, fetch_tensor(training.trainer.log_probs(Batch.of(batch), temperature=1.0)))
@@ -150,7 +155,7 @@ def draw_iteration(
 
 
 def _shares(pairs: Sequence[PreferencePair], count: int) -> list[Sequence[PreferencePair]]:
-    """The pairs in `count` shares of nearly the same size, or in fewer where there are fewer pairs."""
+    """Split the pairs into `count` shares of nearly equal size, or into one per pair if there are fewer pairs."""
     count = min(count, len(pairs))
     return [pairs[len(pairs) * i // count : len(pairs) * (i + 1) // count] for i in range(count)]
 
@@ -158,7 +163,7 @@ def _shares(pairs: Sequence[PreferencePair], count: int) -> list[Sequence[Prefer
 def _replies(
     training: Training, engines: EngineGroup, exchanges: Sequence[Exchange], ordinals: Sequence[int]
 ) -> list[list[int]]:
-    """Replies of the opponent, one to each prompt; `ordinals` are the numbers of their draws."""
+    """Sample one reply of the opponent to each prompt; `ordinals` are the numbers of their draws."""
     config, stop = training.setup.config, training.setup.model.stop_token_ids
     sampling = sampling_parameters(config, stop, ordinals)
     requests = [

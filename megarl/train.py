@@ -1,4 +1,4 @@
-"""The training program: prompts, trajectories, rewards, advantages, update, refit."""
+"""The RL training loop: rollout, rewards, advantages, policy update, refit."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -30,9 +30,9 @@ _LONG_S = 60.0
 
 
 def train(config: MegarlConfig) -> None:
-    """Run the main job to its last step.
+    """Train the policy of `config` to its last step, resuming from the newest checkpoint if there is one.
 
-    Everything it writes lies below `config.output_dir`: metrics, checkpoints, and the trained model in `huggingface`.
+    Writes everything below `config.output_dir`: metrics, checkpoints, and the trained model in `huggingface`.
     """
     if (setup := RunSetup.unfinished(config, "train")) is None:
         return
@@ -47,20 +47,21 @@ def train(config: MegarlConfig) -> None:
             run_steps(job, clock, take_step=partial(train_step, job, clock), save=job.save)
         with phase("writing the trained model"):
             job.export()
-        # Entered last and left after the job: how long the end of its processes takes.
+        # Closed after `open_job`, so that it times how long the processes take to end.
         at_end.enter_context(phase("ending the processes"))
 
 
 def _status_line(job: Job, clock: Clock) -> str:
-    """A line about a step that takes long; empty for one that does not."""
+    """Describe the running step, or return "" if it has taken less than `_LONG_S`."""
     present = clock.status_line(longer_than_s=_LONG_S)
     return present and f"step {job.state.step + 1}: {present}; {job.rollouts.status_line()}"
 
 
 def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
-    """Sample with version v of the weights, train on that, serve version v + 1. Returns the step's metrics.
+    """Train version v of the weights on one step of rollouts and refit the engines with version v + 1.
 
-    Rollout and reward run concurrently in threads of `job.rollouts` (`run/rollouts.py`), which gives finished batches.
+    Rollout and reward run concurrently in threads of `job.rollouts` (`run/rollouts.py`), which hands over scored
+    groups. Returns the metrics of the step.
     """
     config, algorithm, state = job.config, job.config.algorithm, job.state
     version = state.step
@@ -102,13 +103,13 @@ def train_step(job: Job, clock: Clock) -> dict[str, MetricValue]:
 
 
 def _end_step(job: Job, clock: Clock, tokens: int) -> dict[str, MetricValue]:
-    """Metrics of the processes and the time of a step of so many tokens, which ends here."""
+    """End the step and return the metrics of its processes and times; it trained on `tokens` tokens."""
     of_processes = job.gpus.end_step() | job.engines.end_step() | job.checkpoints.take_metrics()
     return {**of_processes, **job.throughput.end_step(clock.end_step(tokens=tokens))}
 
 
 def _update_auxiliary(job: Job, batches: Sequence[Batch]) -> dict[str, MetricValue]:
-    """The optimizer steps of the critic and of the implicit reward model, if there are any."""
+    """Run the optimizer steps of the critic and of the implicit reward model, if there are any."""
     metrics: dict[str, MetricValue] = {}
     if job.auxiliary.critic:
         metrics |= update_critic(job.auxiliary.critic, batches, job.config)
@@ -118,14 +119,14 @@ def _update_auxiliary(job: Job, batches: Sequence[Batch]) -> dict[str, MetricVal
 
 
 def _policy_learns(job: Job) -> bool:
-    """Whether the policy is trained in this step: not while the critic warms up alone."""
+    """Whether the policy is trained in this step: it is not while the critic warms up."""
     return not job.auxiliary.critic or job.state.step >= job.config.critic.warmup_steps
 
 
 def _update_policy(job: Job, batches: Sequence[Batch], responses: int, kl: Tensor | None) -> dict[str, MetricValue]:
-    """The optimizer steps of the policy, and what follows them: the coefficient of the KL, and a new reference.
+    """Run the optimizer steps of the policy, then adapt the KL coefficient and refresh the reference when due.
 
-    `kl` is the KL in the reward, if it goes there.
+    `kl` is the KL to the reference at each trained token if it is part of the reward, else None.
     """
     config, state = job.config, job.state
     objective = job.objective.with_kl_coefficient(state.kl.coefficient)
@@ -141,7 +142,7 @@ def _update_policy(job: Job, batches: Sequence[Batch], responses: int, kl: Tenso
 
 
 def _control_kl(job: Job, kl: float | None, responses: int) -> dict[str, MetricValue]:
-    """Adapt the coefficient of the KL to the step's mean, if there is one."""
+    """Adapt the KL coefficient to `kl`, the mean of the step, and return both; {} if the run has no KL."""
     if kl is None:
         return {}
     coefficient = job.state.kl.coefficient
