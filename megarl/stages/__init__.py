@@ -1,4 +1,4 @@
 """Stages of a training step: rollout, reward, filtering, batch, predictions, advantage, update; and evaluation.
 
-Groups of samples go from one to the next, then the batch that they make (`fields.py` has all that it may hold).
+Stages pass on groups of samples, and from `batch.py` on one batch made of them (`fields.py` lists all its fields).
 """

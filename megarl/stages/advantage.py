@@ -29,7 +29,7 @@ from megarl.stages.fields import with_fields
 
 
 def kl_in_reward(batch: Batch, objective: PolicyObjective) -> Tensor | None:
-    """The KL of the old policy to the reference at each trained token; None unless it is part of the reward."""
+    """Estimate KL(old policy || reference) at each trained token; None unless it is part of the reward."""
     if not objective.has_kl_in("reward"):
         return None
     old, reference = (at_trained(f"{name}_log_probs", batch) for name in ("old", "reference"))
@@ -37,7 +37,7 @@ def kl_in_reward(batch: Batch, objective: PolicyObjective) -> Tensor | None:
 
 
 def kl_to_teachers(batch: Batch) -> float | None:
-    """Mean over the trained tokens of the old policy's KL to its teachers; None without teachers."""
+    """Estimate the old policy's KL to its teachers, averaged over the trained tokens; None without teachers."""
     if "teacher_log_probs" not in batch.fields:
         return None
     return -float((at_trained("teacher_log_probs", batch) - at_trained("old_log_probs", batch)).mean())
@@ -51,12 +51,12 @@ def with_advantages(
     kl: Tensor | None,
     kl_coefficient: float,
 ) -> Batch:
-    """Add the field `advantages` to a batch that has the predictions of the models.
+    """Add the field `advantages` to a batch that holds the models' predictions.
 
-    Also `returns` where a critic learns, and `outcomes` where an implicit reward model does. `kl`, if there is one, is
-    that of `kl_in_reward`.
+    Also adds `returns` if a critic is trained, and `outcomes` if an implicit reward model is. `kl` is the result of
+    `kl_in_reward`.
 
-    Raises UserError for what is not a finite number, naming the response, and as `estimate_compact` does.
+    Raises UserError naming the response if a prediction is not finite, and as `estimate_compact` does.
     """
     algorithm = config.algorithm
     prompts = prompt_of_each(groups)
@@ -88,7 +88,7 @@ def _inputs(
     kl: Tensor | None,
     kl_coefficient: float,
 ) -> dict[str, Any]:
-    """Everything that an estimator may ask for by name (`INPUTS`): by response, and at trained tokens."""
+    """Everything that an estimator may ask for by name (`INPUTS`): values per response and per trained token."""
     algorithm = config.algorithm
     responses = trained_responses(batch)
     known = {name: at_trained(name, batch) for name in _fields_to_fetch(algorithm) & batch.fields.keys()}
@@ -113,11 +113,11 @@ _PREDICTIONS = {
     "reference_log_probs": "reference's log-prob",
     **{each.batch_field: each.word for each in INPUTS.values() if each.batch_field and each.word},
 }
-"""Words for a value of a field that a model made."""
+"""Field -> how an error names one of its values, for the fields that models predict."""
 
 
 def _fields_to_fetch(config: AlgorithmConfig) -> set[str]:
-    """The fields that advantages are made from, token by token; all others stay where they are."""
+    """Names of the per-token fields that the advantages are computed from; no others are fetched."""
     inputs = set(ADVANTAGES[config.advantage].needs)
     if config.distillation_coefficient:
         inputs |= {"old_log_probs", "teacher_log_probs"}
@@ -126,7 +126,7 @@ def _fields_to_fetch(config: AlgorithmConfig) -> set[str]:
 
 
 def _check_predictions(batch: Batch, describe: Callable[[int], str]) -> None:
-    """Raise UserError for a prediction that is not a number. Only what is known to hold one is opened."""
+    """Raise UserError for a prediction that is not finite. Fetches only the sequences known to hold one."""
     for field, what in _PREDICTIONS.items():
         if suspects := not_finite(batch.fields.get(field, ())):
             part = batch.select(suspects)
@@ -134,7 +134,7 @@ def _check_predictions(batch: Batch, describe: Callable[[int], str]) -> None:
 
 
 def _terms(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """The weighted, named rewards of all responses; one that a response does not have is 0 there."""
+    """Weighted reward terms by name, each [N] over the responses; 0 for a response without the term."""
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.scored.terms)
     return {name: torch.tensor([each.scored.terms.get(name, 0.0) for each in trajectories]) for name in names}
 
@@ -145,7 +145,7 @@ def _term_weights(config: MegarlConfig) -> dict[str, float]:
 
 
 def _importance_weights(known: Mapping[str, Tensor], responses: Ragged, config: AlgorithmConfig) -> Tensor | None:
-    """Correction factor of each token, for an advantage that takes it into account; None without corrections."""
+    """Correction factor of each trained token, for estimators that weight by it; None without corrections."""
     if not config.corrections or "old_log_probs" not in known:
         return None
     return correction_factor(config.corrections, known["old_log_probs"] - known["rollout_log_probs"], responses)

@@ -1,4 +1,4 @@
-"""Groups to the batches that the trainer's ranks compute with."""
+"""Turn groups into the batches that the trainer's ranks compute with."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,13 +20,13 @@ from megarl.stages.fields import with_fields
 
 
 def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
-    """The trajectories of all groups, group by group; their tokens and log-probs stay where they are.
+    """Build the batch of all trajectories, group by group, without copying their tokens or log-probs.
 
-    The mini-batches are of whole groups, in order.
+    Mini-batches consist of whole groups, in order.
 
-    Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 on what was not sampled;
-    `routed_experts`, where they are replayed. Names, for errors: `response` and `prompt`, the places of the trajectory
-    in the step and of its prompt in the data.
+    Fields: `trained`, True at the tokens that are trained on; `rollout_log_probs`, 0 at tokens that were not sampled;
+    `routed_experts`, if they are replayed. Names, for errors: `response`, the index of the trajectory in the step, and
+    `prompt`, the index of its prompt in the data.
     """
     trajectories = trajectories_of(groups)
     prompts = [prompt.index for prompt in prompt_of_each(groups)]
@@ -44,10 +44,9 @@ def to_batch(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> Batch:
 
 
 def mini_batches(batch: Batch, groups: Sequence[PromptGroup], config: MegarlConfig) -> list[Batch]:
-    """One batch per optimizer step, those of `Batch.sequences_by_mini_batch`, with the field `weights`.
+    """Split into one batch per optimizer step (`Batch.sequences_by_mini_batch`) and add the field `weights`.
 
-    One in which nothing is trained on, since all its responses were truncated, would be no optimizer step: it is left
-    out.
+    A mini-batch without a trained token, because all its responses were truncated, is left out.
     """
     lengths = trained_responses(batch).lengths
     group, options = group_of_each(groups), _aggregation_options(config)
@@ -64,10 +63,9 @@ def weighted(
     groups: Tensor | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Batch:
-    """Add the field `weights` to the batch of one optimizer step: 0 at tokens that are not trained on.
+    """Add the field `weights` to the batch of one optimizer step; 0 at tokens that are not trained on.
 
-    `groups` long[N] says which responses are to the same prompt, where the aggregation asks for it; `options` are the
-    aggregation's.
+    `groups` long[N] is the group of each response, needed by some aggregations; `options` are the aggregation's.
     """
     weights = AGGREGATIONS[aggregation].of_responses(trained_responses(batch).lengths, groups, options)
     return with_fields(batch, weights=at_responses(weights, batch))
@@ -79,7 +77,7 @@ def group_of_each(groups: Sequence[PromptGroup]) -> Tensor:
 
 
 def trained_responses(batch: Batch) -> Ragged:
-    """The tokens of `batch` that are trained on."""
+    """Lengths of the responses in trained tokens."""
     runs = [*_runs(batch), RunLengthArray(np.empty(0, dtype=bool), np.empty(0, dtype=np.int32))]
     counts = np.concatenate([each.lengths for each in runs]) * np.concatenate([each.values for each in runs])
     sums = np.concatenate([[0], counts.cumsum(dtype=np.int64)])
@@ -88,12 +86,15 @@ def trained_responses(batch: Batch) -> Ragged:
 
 
 def at_responses(values: Tensor, batch: Batch) -> list[Values]:
-    """One value for all trained tokens of each sequence [N], 0 at all others: float32."""
+    """Spread one value per sequence [N] over its trained tokens: float32, 0 at all other tokens."""
     return _at_runs(values.float().numpy(), list(_runs(batch)))
 
 
 def at_trained_tokens(values: Tensor, batch: Batch) -> list[Values]:
-    """Values of the trained tokens at their places in the batch, 0 at all others: float32."""
+    """Scatter values of the trained tokens to their places in the batch: float32, 0 at all other tokens.
+
+    A response whose values are all equal is stored as runs.
+    """
     lengths, runs, own = trained_responses(batch).lengths.numpy(), list(_runs(batch)), values.float().numpy()
     starts = lengths.cumsum() - lengths
     firsts = np.zeros(len(lengths), dtype=np.float32)
@@ -107,14 +108,14 @@ def at_trained_tokens(values: Tensor, batch: Batch) -> list[Values]:
 
 
 def at_trained(name: str, batch: Batch) -> Tensor:
-    """A field at the trained tokens of all sequences, in this process: what is stored is fetched."""
+    """Fetch a field into this process and gather it at the trained tokens of all sequences."""
     return batch.values(name)[batch.values("trained")]
 
 
 def advantage_stretches(batch: Batch) -> AdvantageStretches:
-    """The advantages of the trained tokens in numbers, response by response.
+    """Statistics of the trained tokens' advantages, response by response.
 
-    Where a response has several, its tokens are looked at alone: arrays over those of all would take gigabytes.
+    Responses whose tokens differ are fetched one at a time: arrays over the tokens of all would take gigabytes.
     """
     equal: list[tuple[Array, Array, Array]] = []
     different: list[tuple[int, Stretch, RunLengthArray]] = []
@@ -134,19 +135,19 @@ def advantage_stretches(batch: Batch) -> AdvantageStretches:
 
 
 def whole(trajectories: Sequence[Trajectory]) -> Batch:
-    """Whole conversations."""
+    """A batch of whole conversations, prompts included, without any field."""
     return Batch(np.array([each.length for each in trajectories]), [each.token_ids for each in trajectories])
 
 
 def _aggregation_options(config: MegarlConfig) -> Mapping[str, Any]:
-    """Options of the aggregation; a constant length is that of the longest response unless it is given."""
+    """Options of the aggregation; its `length` defaults to `rollout.max_response_tokens`."""
     options = config.algorithm.aggregation_options
     takes_length = "length" in AGGREGATIONS[config.algorithm.aggregation].options
     return {"length": config.rollout.max_response_tokens, **options} if takes_length else options
 
 
 def is_trained_on(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
-    """Whether the policy learns from what it sampled there."""
+    """Whether the policy is trained on the sampled tokens of `trajectory`."""
     return config.train_on_truncated_responses or not trajectory.is_truncated
 
 
@@ -162,7 +163,7 @@ def _routed_experts(trajectory: Trajectory) -> Values:
 
 
 def _runs(batch: Batch) -> Iterator[RunLengthArray]:
-    """The field `trained` of each sequence, which is made as runs."""
+    """The field `trained` of each sequence, which `to_batch` makes as runs."""
     for (runs,) in batch.fields["trained"]:
         assert isinstance(runs, RunLengthArray)
         yield runs
@@ -170,20 +171,20 @@ def _runs(batch: Batch) -> Iterator[RunLengthArray]:
 
 def _are_equal(values: Array, starts: Array, lengths: Array) -> Array:
     """bool[N]: whether all `values` [T] of a sequence are the same, to the bit."""
-    # As bytes, of millions of tokens.
+    # bool, not the int of numpy's diff: there may be millions of tokens.
     bits, changes = values.view(np.int32), np.zeros(len(values), dtype=bool)
     changes[:-1] = bits[1:] != bits[:-1]
     several = lengths > 1
     are_equal = ~several
     if several.any():
-        # From the first value of each to the last, and from there to the next one, which is left out.
+        # reduceat over [first, last) of each sequence and [last, next first); [::2] keeps the former.
         bounds = np.stack([starts, starts + lengths - 1], axis=1)[several].ravel()
         are_equal[several] = ~np.logical_or.reduceat(changes, bounds)[::2]
     return are_equal
 
 
 def _at_runs(values: Array, runs: Sequence[RunLengthArray]) -> list[Values]:
-    """One value [N] for all trained tokens of each sequence, 0 at all others; `runs` are the field `trained`."""
+    """Spread one value per sequence [N] over its trained tokens, 0 at all others; `runs` is the field `trained`."""
     counts = np.array([len(each.values) for each in runs], dtype=np.int64)
     is_trained = np.concatenate([np.empty(0, dtype=bool), *[each.values for each in runs]])
     placed = np.where(is_trained, np.repeat(values, counts), np.float32(0))
@@ -192,7 +193,7 @@ def _at_runs(values: Array, runs: Sequence[RunLengthArray]) -> list[Values]:
 
 
 def _placed(values: Array, trained: RunLengthArray) -> Array:
-    """Values of the trained tokens of a sequence at their places, 0 at all others."""
+    """Scatter the values of a sequence's trained tokens to their places, 0 at all others."""
     placed = np.zeros(int(trained.lengths.sum()), dtype=np.float32)
     placed[np.repeat(trained.values, trained.lengths)] = values
     return placed

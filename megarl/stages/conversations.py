@@ -1,4 +1,4 @@
-"""Conversations as batches to train on, and how well a model knows them."""
+"""Training batches of conversations, and the share of them that a model reproduces."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from megatron_ext.packing.packing import RaggedBatch
 
 
 def conversation_batch(conversations: Sequence[Conversation], aggregation: str, unit: int = 1) -> RaggedBatch:
-    """Conversations end to end; the field `weights` comes from `aggregation` over the assistant's tokens."""
+    """Pack conversations end to end; the field `weights` is `aggregation` over the assistant's tokens, 0 elsewhere."""
     mask = torch.tensor([said for conversation in conversations for said in conversation.mask])
     lengths = torch.tensor([sum(conversation.mask) for conversation in conversations])
     return RaggedBatch(
@@ -24,7 +24,7 @@ def conversation_batch(conversations: Sequence[Conversation], aggregation: str, 
 
 
 def exact_match_share(trainer: TrainerGroup, conversations: Sequence[Conversation]) -> float:
-    """The share of conversations whose assistant tokens greedy decoding would give, one after the other."""
+    """The share of conversations whose assistant tokens are all the greedy prediction, given the tokens before."""
     batch = conversation_batch(conversations, "token_mean")
     greedy = fetch_tensor(trainer.predictions(Batch.of(batch), ["greedy"], temperature=1.0)["greedy"])
     return float(exact_matches(greedy, batch.fields["weights"] > 0, batch.lengths).float().mean())

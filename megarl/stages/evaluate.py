@@ -1,4 +1,4 @@
-"""How good the policy is: greedy responses to held-out prompts, or sampled ones."""
+"""Evaluate the policy by greedy or sampled responses to held-out prompts."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,9 +16,9 @@ from megarl.schema import LoopConfig, MegarlConfig
 from megarl.stages.reward import begin_scoring, check_any_scored, text_of, with_outcomes
 from megarl.stages.rollout import requests_for, with_answers
 
-# Keeps the seeds of an evaluation apart from others that are made of loop.seed and a number.
+# Keeps the seeds of an evaluation apart from others derived from loop.seed and a number.
 _EVALUATION = 0xE7A1
-# Keeps its keys and values apart from those of training.
+# Keeps the KV cache of an evaluation apart from that of training.
 _SALT = "evaluation"
 
 
@@ -26,8 +26,9 @@ _SALT = "evaluation"
 class EvalSettings:
     """How held-out prompts are answered.
 
-    The `samples` of each are sampled from the whole distribution at `temperature`; without one, a single sample is
-    greedy, and several have 1. Every evaluation with the same `seed` samples with the same random streams.
+    The `samples` of each prompt are drawn from the whole distribution (no top-p or top-k) at `temperature`. If that is
+    None, a single sample is greedy and several are drawn at 1. Every evaluation with the same `seed` uses the same
+    random streams.
     """
 
     max_tokens: int
@@ -50,13 +51,13 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     settings: EvalSettings,
 ) -> dict[str, float]:
-    """Accuracy, which is the mean reward, and what several responses to a prompt give; see `evaluation_metrics`.
+    """Answer and score the prompts; returns the accuracy (mean reward) and the rest of `evaluation_metrics`.
 
-    No weights come meanwhile, so that all responses are of one version. Responses of training that are in
-    flight go on behind these, and share no keys and values with them.
+    No refit happens meanwhile, so all responses come from one version of the weights. Training requests in flight
+    continue at lower priority and share no KV cache with these.
     """
     sampling = _sampling(len(prompts), settings)
-    # Negative ordinals: these prompts share no conversation with those of training, and are served first.
+    # Negative ordinals share no conversation with training prompts, and are served before them.
     drawn = [PromptGroup(prompt, place - len(prompts)) for place, prompt in enumerate(prompts)]
     groups = score_all(sample_all(engines, drawn, sampling), scorer, tokenizer)
     sampled = trajectories_of(groups)
@@ -69,25 +70,25 @@ def evaluate(
 
 
 def evaluates_after(step: int, loop: LoopConfig) -> bool:
-    """Whether to evaluate after `step`: every `eval_every` steps and after the last, or never if that is 0."""
+    """Whether to evaluate after `step`: every `eval_every` steps and after the last step; never if that is 0."""
     return loop.eval_every > 0 and (step == loop.steps or step % loop.eval_every == 0)
 
 
 def sample_all(
     engines: Engines, groups: Sequence[PromptGroup], sampling: Sequence[SamplingParameters]
 ) -> Iterator[PromptGroup]:
-    """Sample every group, with the parameters in its place; each comes as soon as it is finished, in any order."""
-    # Later samples must not depend on whether an evaluation came before.
+    """Sample each group with the parameters at its index; yields groups as they finish, in any order."""
+    # The salt, so that later training samples do not depend on whether an evaluation came before.
     requests = [replace(each, cache_salt=_SALT) for each in requests_for(groups, sampling, with_baselines=False)]
     for place, turns in engines.generate_each(requests):
         yield with_answers(groups[place], [turns])
 
 
 def score_all(sampled: Iterable[PromptGroup], scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> list[PromptGroup]:
-    """Score groups while others are still being sampled; returns them in the order of their ordinals.
+    """Score groups while others are still being sampled; returns them ordered by ordinal.
 
-    Raises RewardFailed with the sample if the configuration says to stop for it, and UserError if nothing is scored or
-    no reward is for a data_source.
+    Raises RewardFailed with the sample if the configuration says to stop for it, and UserError if no response could be
+    scored or a data_source has no reward.
     """
     pending, groups = scorer.begin(), []
     try:
@@ -107,16 +108,16 @@ def score_all(sampled: Iterable[PromptGroup], scorer: Scorer, tokenizer: PreTrai
 def evaluation_metrics(
     groups: Sequence[PromptGroup], tokenizer: PreTrainedTokenizerBase, samples: int
 ) -> dict[str, float]:
-    """Accuracy of all prompts and, if there are several data sources, of each; with several samples also the @k.
+    """Accuracy over all prompts and, if there are several data sources, of each; with several samples also the @k.
 
-    The accuracy is the mean over the prompts of the mean reward of their responses. There is at least one; a prompt
-    without any is left out.
+    Accuracy is the mean over the prompts of the mean reward of their responses. Prompts without a response are left
+    out; at least one prompt must have one.
     """
     scored = [group for group in groups if group.trajectories]
     if samples > 1:
         found = by_source([_answers(group, tokenizer) for group in scored], samples)
     else:
-        # Nothing is voted on, so that texts are not needed.
+        # With one sample there is no majority vote, so no answer has to be decoded.
         found = accuracy_by_source([Answers(group.prompt.data_source, (), group.rewards) for group in scored])
     return {f"eval/{name}": value for name, value in found.items()}
 

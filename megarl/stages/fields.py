@@ -1,4 +1,4 @@
-"""The fields of a batch: what each value per token is, who makes it and who reads it."""
+"""The fields of a batch, one value per token each: meaning, producer and consumers."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -9,11 +9,11 @@ from megarl.cluster.trainer.batch import Batch
 from megarl.data.stretches import Values
 
 LearnedModel = Literal["policy", "critic", "implicit_reward_model"]
-"""Models that the ranks update in a step, each by a loss of its own."""
+"""Models that are trained in a step, each by its own loss."""
 
 
 class Field(NamedTuple):
-    """One field of a `Batch`: a value for each of its T tokens. The ranks of `models` are sent it for the loss.
+    """One field of a `Batch`: a value for each of its T tokens. The losses of `models` read it.
 
     Example: Field("returns", np.float32, "what a critic learns", "with_advantages", "value loss", models=("critic",))
     """
@@ -115,15 +115,15 @@ FIELDS = (
         ("policy",),
     ),
 )
-"""In the order in which a step makes them. Each is [T] and lies where its token does."""
+"""Every field, in the order in which a step makes them. Each is [T], aligned with the tokens it is about."""
 
 _BY_NAME = {field.name: field for field in FIELDS}
 
 
 def with_fields(batch: Batch, **fields: Sequence[Values]) -> Batch:
-    """`batch` with more (or replaced) fields.
+    """Add or replace fields of `batch`.
 
-    Raises ValueError for one that is not in `FIELDS` or has another dtype.
+    Raises ValueError for a field that is not in `FIELDS` or has another dtype than there.
     """
     for name, sequences in fields.items():
         if name not in _BY_NAME:
@@ -136,7 +136,7 @@ def with_fields(batch: Batch, **fields: Sequence[Values]) -> Batch:
 
 
 def for_loss(batch: Batch, model: LearnedModel) -> Batch:
-    """`batch` with only the fields that the loss of the model reads, as all its fields go to every rank."""
+    """Keep only the fields that the loss of `model` reads: all fields of a batch are sent to every rank."""
     return batch.only([field.name for field in FIELDS if model in field.models])
 
 

@@ -1,4 +1,4 @@
-"""Which groups are trained on: what dynamic sampling replaces, and what the group filter leaves out."""
+"""Choose the groups to train on: dynamic sampling replaces groups, the group filter leaves them out."""
 
 from collections.abc import Collection, Sequence
 
@@ -10,17 +10,17 @@ from megarl.schema import AlgorithmConfig, MegarlConfig
 from megarl.stages.batch import is_trained_on
 
 _SHAPING = (OVERLONG, REWARD_MODEL)
-"""Terms that differ between nearly any two responses, right or wrong alike."""
+"""Reward terms that differ between nearly any two responses, even if both are right or both wrong."""
 
 
 def groups_to_train_on(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[PromptGroup]:
-    """The groups of trajectories with a score, as far as they are to be trained on.
+    """Drop trajectories without a score, then groups that are not to be trained on.
 
-    With `dynamic_sampling` (DAPO, arXiv:2503.14476, section 3.2) they are those that teach something, which may be
-    none. With `filter_groups` too (ScaleRL's zero-variance filter, arXiv:2510.13786), unless no group would be left:
-    then all stay.
+    With `dynamic_sampling` (DAPO, arXiv:2503.14476, section 3.2) only groups that teach something stay, possibly none.
+    The same holds with `filter_groups` (ScaleRL's zero-variance filter, arXiv:2510.13786), except that all groups stay
+    if none teaches.
 
-    Raises UserError for a `filter_on` that no response's reward has.
+    Raises UserError if no response's reward has the number `filter_on`.
     """
     scored = [group for group in (each.only_scored() for each in groups) if group.trajectories]
     if not config.dynamic_sampling and not config.filter_groups:
@@ -30,11 +30,12 @@ def groups_to_train_on(groups: Sequence[PromptGroup], config: AlgorithmConfig) -
 
 
 def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig) -> list[PromptGroup]:
-    """The groups of scored trajectories that are large enough for a comparison, without what is not compared.
+    """Drop trajectories that do not enter the statistics, then groups too small for the advantage estimator.
 
-    A group shrinks by dropped rewards, and by truncated responses where `truncated_responses_in_statistics` is off.
+    A group is small because rewards failed, or because responses were truncated and
+    `truncated_responses_in_statistics` is off.
 
-    Raises UserError if none is left.
+    Raises UserError if no group is left.
     """
     smallest = ADVANTAGES[config.advantage].smallest_group
     kept = [group for each in groups if len((group := _compared(each, config)).trajectories) >= smallest]
@@ -50,13 +51,14 @@ def without_small_groups(groups: Sequence[PromptGroup], config: AlgorithmConfig)
 
 
 def teaches(group: PromptGroup, config: AlgorithmConfig) -> bool:
-    """Whether the responses differ in `filter_on`, and their mean of it is from `filter_low` to `filter_high`.
+    """Whether the responses differ in `filter_on` and its mean lies in [`filter_low`, `filter_high`].
 
-    Responses that are not compared do not count; a group without one that is trained on teaches nothing.
+    Only responses that enter the statistics count. A group without a response to train on teaches nothing.
 
-    DAPO filters by accuracy (arXiv:2503.14476, equation 11; its runs' filter_groups.metric=acc): a group of right
-    answers that differ by their length penalty alone would otherwise be kept, and GRPO would blow the penalty up to
-    advantages of the usual size. The band is PRIME's (arXiv:2502.01456, online prompt filtering).
+    DAPO filters by accuracy (arXiv:2503.14476, equation 11; its runs set filter_groups.metric=acc). A filter on the
+    whole reward would keep a group of right answers that differ only in their length penalty, and GRPO's normalization
+    would scale that penalty up to advantages of the usual size. The band is PRIME's (arXiv:2502.01456, online prompt
+    filtering).
     """
     compared = _compared(group, config)
     if not any(is_trained_on(each, config) for each in compared.trajectories):
@@ -68,12 +70,12 @@ def teaches(group: PromptGroup, config: AlgorithmConfig) -> bool:
 
 
 def left_out(sampled: Sequence[PromptGroup], trained: Sequence[PromptGroup]) -> float:
-    """Share of the groups with a score that are not trained on: they teach nothing, or have too few responses."""
+    """Share of the scored groups that are not trained on: they teach nothing, or have too few responses."""
     return 1 - len(trained) / sum(bool(group.only_scored().trajectories) for group in sampled)
 
 
 def check_refills(kept: Collection[PromptGroup], dropped: Sequence[PromptGroup], config: MegarlConfig) -> None:
-    """Raise UserError if more prompts had to be replaced than `algorithm.max_refills` times those of a step."""
+    """Raise UserError if more than `algorithm.max_refills` x `loop.prompts_per_step` prompts were dropped."""
     algorithm, wanted = config.algorithm, config.loop.prompts_per_step
     if len(dropped) <= algorithm.max_refills * wanted:
         return
@@ -90,14 +92,14 @@ def check_refills(kept: Collection[PromptGroup], dropped: Sequence[PromptGroup],
 
 
 def _compared(group: PromptGroup, config: AlgorithmConfig) -> PromptGroup:
-    """The group of the trajectories that are in its statistics."""
+    """The group without trajectories that do not enter its statistics."""
     if config.truncated_responses_in_statistics:
         return group
     return group.with_members([each for each in group.trajectories if is_trained_on(each, config)])
 
 
 def _measured(group: PromptGroup, name: str) -> list[float]:
-    """The number of each response; 0 for one that took too long or could not be decided, and so has no such part."""
+    """The number `name` of each response's reward; 0 for responses that timed out or could not be decided."""
     decided = [_numbers(each) for each in group.trajectories if _is_decided(each)]
     if decided and all(name not in each for each in decided):
         raise UserError(

@@ -21,7 +21,7 @@ from megarl.tracking import MetricValue
 def step_metrics(
     sampled: Sequence[PromptGroup], trained: Sequence[PromptGroup], batch: Batch, version: int, config: MegarlConfig
 ) -> dict[str, MetricValue]:
-    """Metrics of all that was `sampled`, and of the advantages of what is `trained` on, the `batch`.
+    """Metrics of the `sampled` groups, and of the advantages in `batch`, which is made of the `trained` groups.
 
     `version` is the version of the weights at the beginning of the step.
     """

@@ -1,4 +1,4 @@
-"""Predictions of the models for the tokens of a batch, as far as the algorithm asks."""
+"""Predictions of the models for the tokens of a batch: only those that the algorithm needs."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ from megarl.stages.fields import with_fields
 def policy_predictions(objective: PolicyObjective, *, has_teachers: bool) -> list[str]:
     """Names of the predictions that a step asks the policy for before its first update.
 
-    Its own log-probs are computed only where something besides the loss of a single update asks for them: there, the
-    policy is still the one that sampled, and its present log-probs are the old ones. A loss whose ratio is to the
-    rollout's log-probs never asks for them.
+    The policy's own log-probs are computed only if more than the loss of a single update needs them. In a single update
+    the policy has not changed yet, so the log-probs of its forward pass already are the old ones. A loss whose ratio is
+    to the rollout's log-probs never needs them.
     """
     algorithm = objective.algorithm
     estimator = ADVANTAGES[algorithm.advantage]
@@ -29,7 +29,7 @@ def policy_predictions(objective: PolicyObjective, *, has_teachers: bool) -> lis
 
 
 def policy_passes(objective: PolicyObjective, *, has_teachers: bool) -> int:
-    """Forward passes over a batch in which the policy makes its predictions: one for each model, whatever its names."""
+    """Count the forward passes for `policy_predictions`: at most one of the policy and one of the reference."""
     return len({name.startswith(REFERENCE) for name in policy_predictions(objective, has_teachers=has_teachers)})
 
 
@@ -41,9 +41,9 @@ def with_model_outputs(
     objective: PolicyObjective,
     config: MegarlConfig,
 ) -> Batch:
-    """`batch` with a field for each prediction that the advantage, the rewards or the loss is made from.
+    """Add a field for each prediction that the advantages, the rewards or the loss need.
 
-    They stay where the ranks made them.
+    Predictions stay in the store of the ranks that made them.
     """
     temperature = config.rollout.temperature
     fields: dict[str, Sequence[Values]] = {}
@@ -68,7 +68,7 @@ def with_model_outputs(
 def _teacher_log_probs(
     batch: Batch, groups: Sequence[PromptGroup], auxiliary: AuxiliaryModels, temperature: float
 ) -> list[Values]:
-    """Each sequence's log-probs under the teacher of its data source."""
+    """Log-probs of each sequence under the teacher of its data source."""
     prompts = prompt_of_each(groups)
     found: dict[int, Values] = {}
     for teacher in auxiliary.teachers.values():

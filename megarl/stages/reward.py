@@ -1,4 +1,4 @@
-"""Sampled groups to scored groups: the reward function, the penalty of long responses, the reward model."""
+"""Score sampled groups: the reward function, the penalty of long responses, the reward model."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ from megarl.stages.batch import whole
 
 
 def begin_scoring(pending: PendingScores, group: PromptGroup, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Begin to score all members of a group by their text, which leaves special tokens out."""
+    """Begin scoring all members of a group by their text without special tokens."""
     pending.add(
         {
             (group.ordinal, number): _arguments(group.prompt, trajectory, tokenizer)
@@ -37,9 +37,9 @@ def begin_scoring(pending: PendingScores, group: PromptGroup, tokenizer: PreTrai
 def with_outcomes(
     group: PromptGroup, outcomes: Mapping[Hashable, Outcome], config: RewardConfig, max_response_tokens: int | None
 ) -> PromptGroup:
-    """The group with what scoring its members gave.
+    """Enter the score, or the failure, of every member into the group.
 
-    With `max_response_tokens`, responses bear the soft penalty of `reward.overlong_buffer_tokens`; without, none does.
+    With `max_response_tokens`, the soft penalty of `reward.overlong_buffer_tokens` is added; with None it is not.
     """
     members = [
         _with_outcome(trajectory, outcomes[group.ordinal, number], config, max_response_tokens)
@@ -50,9 +50,9 @@ def with_outcomes(
 
 
 def with_model_scores(groups: Sequence[PromptGroup], model: TrainerGroup, weight: float) -> list[PromptGroup]:
-    """The groups with the score of a reward model, times `weight`, added to the rewards that there are.
+    """Add `weight` times the reward model's score to the reward of every response that has one.
 
-    Raises UserError for a score that is not a finite number, naming the response.
+    Raises UserError naming the response if its score is not finite.
     """
     sampled = [each for each in trajectories_of(groups) if each.score is not None]
     greedy = [group.baseline for group in groups if group.baseline is not None and group.baseline.score is not None]
@@ -72,7 +72,7 @@ def with_model_scores(groups: Sequence[PromptGroup], model: TrainerGroup, weight
 
 
 def overlong_penalty(tokens: int, max_tokens: int, buffer_tokens: int, factor: float) -> float:
-    """DAPO's soft penalty of long responses (arXiv 2503.14476, equation 13), at most 0.
+    """DAPO's soft penalty for long responses (arXiv:2503.14476, equation 13), at most 0.
 
     min(-(tokens - (max_tokens - buffer_tokens)) / buffer_tokens * factor, 0)
     """
@@ -81,11 +81,11 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer_tokens: int, factor: f
 
 
 def text_of(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> str:
-    """All but the first prompt, without special tokens."""
+    """Text of everything after the first prompt, without special tokens."""
     first, *others = trajectory.turns
     if first.text is not None and not others:
         return first.text
-    # Not batch_decode: of no responses it makes one text.
+    # Not batch_decode: for an empty list it returns one text.
     return tokenizer.decode(trajectory.response_ids, skip_special_tokens=True)
 
 
@@ -102,7 +102,7 @@ def _arguments(prompt: Prompt, trajectory: Trajectory, tokenizer: PreTrainedToke
 def _with_outcome(
     trajectory: Trajectory, outcome: Outcome, config: RewardConfig, max_response_tokens: int | None
 ) -> Trajectory:
-    """The trajectory with what scoring it gave: a score, or the reason for which there is none."""
+    """Enter the score, or the reason why there is none, into the trajectory."""
     if isinstance(outcome, Score):
         scored = replace(trajectory, score=outcome)
     elif not isinstance(outcome, RewardTimedOut):
@@ -118,7 +118,7 @@ def _with_outcome(
 
 
 def _plus(trajectory: Trajectory, name: str, value: float) -> Trajectory:
-    """The trajectory with one more term in its score."""
+    """Add a term to the trajectory's score."""
     score, added = trajectory.scored, {name: value}
     return replace(trajectory, score=Score(score.value + value, score.parts | added, score.terms | added))
 

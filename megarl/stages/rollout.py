@@ -1,4 +1,4 @@
-"""Drawn prompts to requests to the engines, and their answers to groups."""
+"""Turn drawn prompts into requests to the engines, and the answers into groups."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,17 +9,17 @@ from megarl.data import PromptGroup, Trajectory, Turn
 from megarl.rollout.protocol import Request, SamplingParameters
 from megarl.schema import MegarlConfig
 
-# Keeps these seeds apart from others that are made of loop.seed and a number.
+# Keeps the seeds of rollouts apart from others derived from loop.seed and a number.
 _ROLLOUT = 0x5A3B
 
 
 def sampling_parameters(
     config: MegarlConfig, stop_token_ids: tuple[int, ...], ordinals: Sequence[int]
 ) -> list[SamplingParameters]:
-    """Parameters for the prompts that were drawn with these `ordinals`.
+    """Sampling parameters for the prompts drawn with these `ordinals`.
 
-    Each has a seed of its own, which follows from the run's seed and the ordinal, and from it follows the random stream
-    of each sample: no token depends on the step or the engine that samples a prompt, on how the prompts are spread over
+    Each prompt's seed is derived from the run's seed and its ordinal alone, and the random stream of each sample from
+    that seed. So no token depends on the step or the engine that samples a prompt, on how prompts are spread over
     engines, or on whether the run was interrupted.
     """
     rollout, samples = config.rollout, config.loop.samples_per_prompt
@@ -40,7 +40,7 @@ def sampling_parameters(
 def requests_for(
     groups: Sequence[PromptGroup], sampling: Sequence[SamplingParameters], *, with_baselines: bool
 ) -> list[Request]:
-    """One request for each group; `with_baselines` then one more for each, of a greedy response."""
+    """One request per group; `with_baselines`, followed by one per group for a greedy response."""
     requests = [
         Request(list(group.prompt.token_ids), parameters, priority=group.ordinal, conversation=group.ordinal)
         for group, parameters in zip(groups, sampling, strict=True)
@@ -50,7 +50,7 @@ def requests_for(
 
 
 def with_answers(group: PromptGroup, answers: Sequence[Sequence[Turn]]) -> PromptGroup:
-    """The group with the samples of its request, and of that for its greedy response if there was one."""
+    """Fill the group with its samples: `answers` to its request and, if it has one, to its greedy request."""
     trajectories, *greedy = ([Trajectory((turn,), turn.finish_reason) for turn in turns] for turns in answers)
     return group.with_members(trajectories, greedy[0][0] if greedy else None)
 
@@ -61,5 +61,5 @@ def _seed(seed: int, ordinal: int) -> int:
 
 
 def _greedy(sampling: SamplingParameters) -> SamplingParameters:
-    """One response to the same prompt, the likeliest token by token."""
+    """Parameters for one greedy response to the same prompt."""
     return replace(sampling, samples=1, temperature=0.0, top_p=1.0, top_k=-1, seed=None)

@@ -1,4 +1,4 @@
-"""How far engine and trainer are apart where the engine's routing is replayed, and how far they would be without."""
+"""The log-prob gap between engine and trainer with the engine's routing replayed, and without."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,18 +11,18 @@ from megarl.data.stretches import fetch_concatenated
 from megarl.stages.staleness import has_tokens_of, is_of_version
 
 _RESPONSES = 32
-"""Responses of a step that are looked at: each costs two more forward passes."""
+"""At most this many responses of a step are measured: each costs two more forward passes."""
 _PASSES: Mapping[str, bool] = {"experts/gap_replayed": True, "experts/gap_own_routing": False}
-"""Metric -> whether the trainer's tokens go to the engine's experts."""
+"""Metric -> whether the engine's routing is replayed."""
 
 
 def replay_gaps(
     batch: Batch, groups: Sequence[PromptGroup], policy: TrainerGroup, *, version: int, temperature: float
 ) -> dict[str, float]:
-    """Mean |engine - trainer| log-prob of trained tokens by either routing; nothing where none is replayed.
+    """Mean |engine - trainer| log-prob of trained tokens under either routing; {} unless routing is replayed.
 
-    The policy has the weights of `version`, and tokens that older ones sampled are left out: how far the policy has
-    moved is none of the gap. Some responses speak for all, from all over the batch.
+    The policy has the weights of `version`. Tokens sampled by older weights are left out, since there the difference
+    includes how far the policy has moved. Measures at most `_RESPONSES` responses, spread evenly over the batch.
     """
     if "routed_experts" not in batch.fields:
         return {}

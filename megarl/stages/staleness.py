@@ -1,4 +1,4 @@
-"""How old the weights are that sampled each token, for the losses and metrics that ask."""
+"""Age of the weights that sampled each token, for the losses and metrics that need it."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,10 +13,11 @@ from megarl.stages.fields import with_fields
 
 
 def with_staleness(batch: Batch, groups: Sequence[PromptGroup], version: int, config: MegarlConfig) -> Batch:
-    """`batch`, that of `to_batch`, with what the configuration asks for; the trainer has the weights of `version`.
+    """Add the fields about staleness that the configuration needs; the trainer has the weights of `version`.
 
-    Fields: `staleness` where `ratio_to` interpolates by it; `on_kept_kv` where engines keep keys and values, at tokens
-    of `version` in turns that older weights began: engine and trainer differ there by what was kept.
+    `staleness`: with `ratio_to=interpolated`. `on_kept_kv`: if engines keep their KV cache over a refit. It is True at
+    tokens of `version` in turns that older weights began: the engine attended to their keys and values there, and the
+    trainer does not.
     """
 
     def staleness(versions: Array) -> Array:
@@ -35,17 +36,17 @@ def with_staleness(batch: Batch, groups: Sequence[PromptGroup], version: int, co
 
 
 def has_tokens_of(version: int, turns: Sequence[Turn]) -> bool:
-    """Whether the weights of `version` sampled a token of the turns."""
+    """Whether the weights of `version` sampled any token of the turns."""
     return any(bool((distinct(each.versions) == version).any()) for each in turns)
 
 
 def is_of_version(version: int, turns: Sequence[Turn]) -> Values:
-    """Whether the weights of `version` sampled each token of the turns."""
+    """For each token of the turns, whether the weights of `version` sampled it."""
     return _of_turns(turns, lambda versions: versions == version, np.bool_)
 
 
 def _of_turns(turns: Sequence[Turn], of_versions: Callable[[Array], Array], dtype: npt.DTypeLike) -> Values:
-    """Values that are made of the versions of a turn's sampled tokens; 0 at what was not sampled."""
+    """Apply `of_versions` to the versions of each turn's sampled tokens; 0 at prompt tokens."""
     return tuple(part for turn in turns for part in (_zeros(turn.prompt_ids, dtype), _sampled(turn, of_versions)))
 
 

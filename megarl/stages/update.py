@@ -1,4 +1,4 @@
-"""Training batches to new weights, and the metrics of the step."""
+"""Optimizer steps of the policy, the critic and the implicit reward model, and their metrics."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -15,13 +15,13 @@ from megarl.tracking import MetricValue
 from megatron_ext.objective import StepResult
 
 _POLICY: LearnedModel = "policy"
-"""The model whose experts' load is reported."""
+"""The only model whose experts, router losses and prediction layers are reported."""
 _METRIC_PREFIXES: Mapping[LearnedModel, str] = {
     "policy": "policy",
     "critic": "value",
     "implicit_reward_model": "prime",
 }
-"""Beginnings of the names of a model's metrics."""
+"""Model -> prefix of its metrics."""
 
 
 def update_policy(
@@ -32,10 +32,10 @@ def update_policy(
     temperature: float,
     seed: Sequence[int],
 ) -> tuple[dict[str, MetricValue], float | None]:
-    """One optimizer step per batch: metrics, and the KL to the reference where it is known, the mean over the batches.
+    """Take one optimizer step per batch; returns metrics, and the mean KL to the reference or None if not computed.
 
-    Where the loss chooses tokens by what the policy says of all of them, that is asked for first. Such a choice is
-    random with `seed`.
+    A loss that selects tokens (clip_cov, kl_cov) needs the policy's log-probs of the whole mini-batch: they are
+    computed before its optimizer step. A random selection is seeded with `seed`.
     """
     chosen = _selected(trainer, batches, objective, temperature, seed) if objective.needs_selection else batches
     steps = _optimizer_steps(trainer, chosen, objective, temperature, _POLICY)
@@ -51,18 +51,18 @@ def _selected(
     temperature: float,
     seed: Sequence[int],
 ) -> Iterator[Batch]:
-    # A generator, so that each choice is made with the weights that the optimizer step before it left.
+    # A generator, so that each selection sees the weights after the previous optimizer step.
     for number, batch in enumerate(batches):
         present = fetch_tensor(trainer.log_probs(batch, temperature=temperature, replay=True))
         read = for_loss(batch, _POLICY)
-        # Long, and the ranks' alone.
+        # Routed experts are large, and only the ranks read them.
         read = read.only(read.fields.keys() - {"routed_experts"})
         chosen = objective.select(read.load(), present, seed=(*seed, number))
         yield with_fields(batch, chosen=sequences_of(chosen, batch.lengths))
 
 
 def update_critic(critic: TrainerGroup, batches: Sequence[Batch], config: MegarlConfig) -> dict[str, MetricValue]:
-    """One optimizer step of a value model per batch: towards the field `returns`, not far from `old_values`."""
+    """Take one optimizer step of a value model per batch: regress to `returns`, clipped around `old_values`."""
     own = [weighted(batch, "token_mean") for batch in batches]
     return update(critic, own, ValueObjective(config.critic.value_clip), temperature=1.0, model="critic")
 
@@ -70,7 +70,7 @@ def update_critic(critic: TrainerGroup, batches: Sequence[Batch], config: Megarl
 def update_implicit_reward_model(
     trainer: TrainerGroup, batches: Sequence[Batch], config: MegarlConfig
 ) -> dict[str, MetricValue]:
-    """One optimizer step of an implicit reward model per batch: towards the field `outcomes`."""
+    """Take one optimizer step of an implicit reward model per batch: fit the field `outcomes`."""
     own = [
         weighted(
             with_fields(batch, reference_log_probs=batch.fields["implicit_reference_log_probs"]),
@@ -90,9 +90,9 @@ def update(
     temperature: float,
     model: LearnedModel = _POLICY,
 ) -> dict[str, MetricValue]:
-    """One optimizer step per batch; metrics are means over the batches, maxima over all.
+    """Take one optimizer step per batch; metrics are means over the batches, and maxima over all.
 
-    `model` names what is trained, for the fields that its loss reads, its gradient norm and its learning rate.
+    `model` selects the fields that the loss reads and the prefix of the gradient norm and learning rate.
     """
     return _metrics(_optimizer_steps(trainer, batches, objective, temperature, model), model)
 
@@ -108,7 +108,7 @@ def _optimizer_steps(
 
 
 def _merged(steps: Sequence[StepResult[Metrics]]) -> list[Metrics]:
-    """The metrics of each optimizer step."""
+    """For each optimizer step, merge the metrics of its micro-batches."""
     return [Metrics.merge(step.metrics) for step in steps]
 
 
