@@ -1,6 +1,6 @@
-"""Algorithms as parts that compose: advantages, policy losses, KL, aggregations, corrections. All are pure functions.
+"""Algorithms as composable parts: advantages, policy losses, KL, aggregations, corrections. All are pure functions.
 
-An objective makes one loss of the chosen parts. Each kind of part has a registry, by the names that a recipe uses.
+An objective combines the chosen parts into one loss. Each kind of part has a registry, keyed by the names of recipes.
 """
 
 from megarl.algorithms.adaptive_kl import AdaptiveKl

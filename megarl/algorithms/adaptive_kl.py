@@ -15,9 +15,9 @@ class AdaptiveKl:
     """Keeps the KL near `target`, in nats per token; without a target the coefficient is fixed.
 
     After every step coefficient *= 1 + clip(kl / target - 1, -0.2, 0.2) * min(1, responses / horizon)
-    (arXiv:1909.08593, section 2.2, where 0.1 stands for the last factor). Without the minimum, as in verl, a step of
-    five horizons of responses would take the coefficient to 0, and one of more below. The coefficient of a step goes
-    into the objective by `PolicyObjective.with_kl_coefficient`.
+    (arXiv:1909.08593, section 2.2, with 0.1 as the last factor). Without the minimum, as in verl, a step of 5 x horizon
+    responses could take the coefficient to 0, and a larger one below 0. `PolicyObjective.with_kl_coefficient` puts the
+    coefficient of a step into the objective.
     """
 
     coefficient: float
@@ -26,13 +26,13 @@ class AdaptiveKl:
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> "AdaptiveKl":
-        """With the values of `config` that begin with kl_."""
+        """Build from `kl_coefficient`, `kl_target` and `kl_horizon`."""
         return cls(config.kl_coefficient, config.kl_target, config.kl_horizon)
 
     def update(self, kl: float, responses: int) -> None:
-        """Take account of a step of `responses` responses whose mean KL per token was `kl`.
+        """Adapt the coefficient to a step of `responses` responses with mean KL per token `kl`.
 
-        Raises UserError for a KL that is not a finite number.
+        Raises UserError for a KL that is not a finite number, unless the coefficient is fixed.
         """
         if self.target is None:
             return
@@ -49,6 +49,6 @@ class AdaptiveKl:
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from `state`; a fixed coefficient stays the configured one."""
+        """Restore the coefficient; a fixed one keeps its configured value."""
         if self.target is not None:
             self.coefficient = float(state["coefficient"])

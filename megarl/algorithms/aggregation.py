@@ -1,9 +1,9 @@
 """Aggregations: the weight of every trained token in the loss of the global batch.
 
 The loss of an optimizer step is the sum of weight x loss over all tokens of all micro-batches on all ranks. The weights
-carry the denominators of the whole step, so no cut of the work can change the loss. A response of which no token is
-trained on counts nowhere. (verl leaves such responses out of its own denominators too, but counts them where the
-caller gives the size of the global batch.)
+contain the denominators of the whole step, so the loss does not depend on how the work is split. A response without a
+trained token does not count in any denominator. (verl leaves such responses out of its own denominators too, but counts
+them if the caller gives the size of the global batch.)
 """
 
 from collections.abc import Callable, Mapping
@@ -22,22 +22,22 @@ from megarl.algorithms.ragged import Ragged
 
 @dataclass(frozen=True)
 class Aggregation:
-    """The numbers of trained tokens [N] of the responses of one optimizer step to the weights of these tokens.
+    """Maps the lengths in trained tokens [N] of an optimizer step's responses to the weights of these tokens.
 
     All tokens of a response have the same weight.
     """
 
     function: Callable[..., Tensor]
-    """(lengths[N], *, options) to weights float64[N], or one for all; with `by_prompt` of (lengths, groups[N], ...).
+    """(lengths[N], *, options) to weights float64[N], or a scalar for all; with `by_prompt` (lengths, groups[N], ...).
 
-    The weight of a response without a trained token is of no account.
+    The weight of a response without a trained token is ignored.
     """
     by_prompt: bool = False
 
     def __call__(
         self, lengths: Tensor, groups: Tensor | None = None, options: Mapping[str, Any] | None = None
     ) -> Tensor:
-        """float32[sum(lengths)], the weight of each token, in the order of the responses. See `of_responses`."""
+        """float32[sum(lengths)]: the weight of each token, response by response. See `of_responses`."""
         return Ragged(lengths).spread(self.of_responses(lengths, groups, options))
 
     def of_responses(
@@ -45,8 +45,8 @@ class Aggregation:
     ) -> Tensor:
         """float32[N]: the weight of each token of a response, 0 for a response without tokens.
 
-        `groups` long[N] are any integers that responses to the same prompt share. Raises UserError if there is no token
-        at all.
+        `groups` long[N] holds any integers that are equal for responses to the same prompt. Raises UserError if no
+        response has a token.
         """
         if not bool(lengths.any()):
             raise UserError(
@@ -61,14 +61,14 @@ class Aggregation:
 
     @cached_property
     def options(self) -> Mapping[str, Option]:
-        """Its options, by name."""
+        """Options of the function, by name."""
         return options_of(self.function)
 
 
 def token_mean(lengths: Tensor) -> Tensor:
-    """Every token of the batch counts the same, 1 / sum(lengths): the form of DAPO's code. They sum to 1.
+    """1 / sum(lengths): the mean over all tokens, as in DAPO's code. The weights sum to 1.
 
-    The paper's equation 8 is this within each prompt, and the mean over prompts: `prompt_mean`.
+    Equation 8 of DAPO's paper takes this mean within each prompt, and averages over prompts: `prompt_mean`.
     """
     return 1 / lengths.sum().double()
 
@@ -84,19 +84,18 @@ def seq_mean_token_sum(lengths: Tensor) -> Tensor:
 
 
 def seq_mean_token_mean(lengths: Tensor) -> Tensor:
-    """1 / (N length_i): the mean over the responses of the mean over their tokens.
+    """1 / (N length_i): the mean over the responses of the mean over their tokens. The weights sum to 1.
 
-    GRPO (arXiv:2402.03300, equation 3); what losses of whole responses (gspo, gmpo, sppo) are defined with. They sum
-    to 1.
+    GRPO (arXiv:2402.03300, equation 3). Losses with one ratio per response (gspo, gmpo, sppo) are defined with it.
     """
     return 1 / (_responses(lengths) * lengths.double())
 
 
 def prompt_mean(lengths: Tensor, groups: Tensor) -> Tensor:
-    """1 / (P L_p): the mean over the P prompts of the mean over the L_p tokens of all responses to each.
+    """1 / (P L_p): the mean over the P prompts of the mean over the L_p tokens of all their responses.
 
     DAPO (arXiv:2503.14476, equation 8), ScaleRL's prompt average (arXiv:2510.13786): a prompt with long responses
-    counts as much as one with short ones. A prompt of which no token is trained on counts nowhere. They sum to 1.
+    counts as much as one with short ones. A prompt without a trained token is not counted in P. The weights sum to 1.
     """
     of_prompt = Groups.of(groups)
     tokens = of_prompt.sum(lengths.double())
@@ -105,9 +104,10 @@ def prompt_mean(lengths: Tensor, groups: Tensor) -> Tensor:
 
 
 def seq_mean_token_sum_norm(lengths: Tensor, *, length: AtLeastOne | None = None) -> Tensor:
-    """1 / (N length): the sum over tokens divided by a constant, which favours no length.
+    """1 / (N length): the mean over the responses of the sum over tokens, divided by a constant length.
 
-    Dr. GRPO (arXiv:2503.20783, section 3.2). Raises UserError without `length`, or if it is below 1.
+    Dr. GRPO (arXiv:2503.20783, section 3.2): a constant favors no length. Raises UserError without `length`, or if it
+    is below 1.
     """
     if length is None or length < 1:
         raise UserError(

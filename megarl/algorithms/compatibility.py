@@ -1,4 +1,4 @@
-"""Which values and parts of an algorithm make sense, alone and together."""
+"""Checks that the values and parts of an algorithm are valid, alone and in combination."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -26,7 +26,7 @@ _COVARIANCES = option_defaults(select_clip_cov)
 
 
 class PartWithOptions(Protocol):
-    """An entry of a registry whose options the configuration gives."""
+    """An entry of a registry that takes options from the configuration."""
 
     @property
     def options(self) -> Mapping[str, Option]:
@@ -39,7 +39,7 @@ _PARTS_WITH_OPTIONS: Mapping[str, Mapping[str, PartWithOptions]] = {
     "policy_loss": POLICY_LOSSES,
     "aggregation": AGGREGATIONS,
 }
-"""Key of `algorithm` -> its registry; the options are beside it, in KEY_options."""
+"""Key of `algorithm` -> its registry. The options of the part are in `KEY_options`."""
 
 
 _VALUES: dict[str, Range] = {
@@ -50,21 +50,18 @@ _VALUES: dict[str, Range] = {
     "kl_horizon": ABOVE_ZERO,
     "entropy_coefficient": Range(lambda value: abs(value) < float("inf"), "a finite number"),
 }
-"""Ranges of keys of `algorithm`; an option of a part has its range in the part's own function."""
+"""Ranges of keys of `algorithm`. Options of parts have theirs in the annotations of the part's function."""
 
 
 def check_algorithm(config: AlgorithmConfig) -> None:
-    """Raise UserError for a name that is not known, a number out of range, and parts that do not go together.
-
-    A number that is not a number is out of range.
-    """
+    """Raise UserError for an unknown name, a number out of range (NaN always is), and parts that cannot be combined."""
     check_each_part(config)
     for check in _CHECKS:
         check(config)
 
 
 def check_each_part(config: AlgorithmConfig) -> None:
-    """Raise UserError for a name that is not known, or a number out of range."""
+    """Raise UserError for an unknown name or a number out of range."""
     for kind, registry in _PARTS_WITH_OPTIONS.items():
         _check_part(kind, registry, config)
     lookup(KL_ESTIMATORS, "algorithm.kl_estimator", config.kl_estimator)
@@ -75,7 +72,7 @@ def check_each_part(config: AlgorithmConfig) -> None:
 
 
 def option_keys() -> list[str]:
-    """Keys of the options of all parts."""
+    """Configuration keys of the options of all parts, sorted."""
     return sorted(
         {
             f"algorithm.{kind}_options.{option}"

@@ -1,11 +1,11 @@
-"""Corrections for the difference between the engine's log-probs and the trainer's: one factor on any policy loss.
+"""Corrections for the mismatch between the log-probs of engine and trainer: a per-token factor on any policy loss.
 
-A correction is a statistic of r = pi_old / pi_rollout, per token or per response, and a rule that makes a factor of
-it. Several are multiplied; the product is a constant [T], without gradient. Masks (0 or 1) and weights chain: a weight
-`token_importance` with a mask `sequence_kl` is what papers call TIS with rejection.
+A correction is a statistic of r = pi_old / pi_rollout, per token or per response, and a rule that turns it into a
+factor. Several corrections are multiplied; the product [T] has no gradient. Masks (0 or 1) and importance weights
+combine: the weight `token_importance` with the mask `sequence_kl` is what papers call TIS with rejection.
 
-A masked token counts in the loss's denominators as before (verl takes it out of them): else they would depend on the
-present policy, and on the whole batch. Weights are not normalised to a mean of 1 over the batch, for the same reason.
+A masked token still counts in the denominators of the loss (verl removes it from them): otherwise they would depend on
+the current policy and on the whole batch. For the same reason, weights are not normalized to mean 1 over the batch.
 """
 
 import math
@@ -23,9 +23,9 @@ from megarl.algorithms.ragged import Ragged
 from megarl.schema import CorrectionConfig
 
 Statistic = Callable[[Tensor, Ragged], Tensor]
-"""Log-ratios [T], of responses, to what the bounds speak of, at every token [T]."""
+"""(log-ratios [T], responses) to the quantity that the bounds apply to, at every token [T]."""
 Rule = Callable[[Tensor, float, float], Tensor]
-"""A statistic [T] and its lower and upper bound to a factor [T]."""
+"""(statistic [T], lower bound, upper bound) to the factor [T]."""
 
 
 def token_ratio(log_ratio: Tensor, ragged: Ragged) -> Tensor:  # noqa: ARG001
@@ -46,7 +46,7 @@ def sequence_mean_ratio(log_ratio: Tensor, ragged: Ragged) -> Tensor:
 def divergence(
     estimator: Callable[[Tensor, Tensor], Tensor], reduce: Callable[[Ragged, Tensor], Tensor] | None
 ) -> Statistic:
-    """An estimate of KL(rollout || old) from the engine's tokens: of each, or over the response."""
+    """Build a statistic that estimates KL(rollout || old): per token, or with `reduce` over the response."""
 
     def statistic(log_ratio: Tensor, ragged: Ragged) -> Tensor:
         values = estimator(torch.zeros_like(log_ratio), log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
@@ -56,18 +56,18 @@ def divergence(
 
 
 def largest_of_response(ragged: Ragged, values: Tensor) -> Tensor:
-    """Largest of values [T] that are never negative, of each response: [N], 0 for one without tokens."""
+    """Maximum over each response of values [T] >= 0: [N], 0 for a response without tokens."""
     responses = ragged.spread(torch.arange(len(ragged), device=values.device))
     return values.new_zeros(len(ragged)).scatter_reduce(0, responses, values, "amax")
 
 
 def truncate(statistic: Tensor, low: float, high: float) -> Tensor:
-    """The statistic itself, at least `low` and at most `high`: truncated importance sampling."""
+    """Clamp the statistic to [low, high]: truncated importance sampling."""
     return statistic.clamp(low, high)
 
 
 def inside(statistic: Tensor, low: float, high: float) -> Tensor:
-    """1 where low <= statistic <= high, else 0; what is not a number stays so, to be seen in the loss."""
+    """1 where low <= statistic <= high, else 0; NaN stays NaN, so that it shows in the loss."""
     kept = ((statistic >= low) & (statistic <= high)).to(statistic.dtype)
     return torch.where(statistic.isnan(), statistic, kept)
 
@@ -79,14 +79,14 @@ def weight_inside(statistic: Tensor, low: float, high: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Correction:
-    """A statistic, a rule, and which bounds the rule needs."""
+    """A statistic, a rule, and the bounds that the rule takes."""
 
     statistic: Statistic
     rule: Rule
     of_token: bool = False
-    """Tokens of one response may get different factors."""
+    """Whether tokens of one response may get different factors."""
     weighs: bool = False
-    """The factor is an importance weight; else it is 0 or 1."""
+    """Whether the factor is an importance weight; if not, it is a mask of 0 and 1."""
     needs_low: bool = False
     takes_low: bool = True
 
@@ -104,12 +104,12 @@ def _at_most(statistic: Statistic, of_token: bool = False) -> Correction:
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """exp of log-ratios, between exp(-20) and exp(20)."""
+    """exp(log_ratio), clamped to [exp(-20), exp(20)]."""
     return log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
 
 
 def check_correction(config: CorrectionConfig) -> None:
-    """Raise UserError for an unknown kind, and for bounds that are missing, not taken, or no interval above 0."""
+    """Raise UserError for an unknown kind, a missing or superfluous bound, and bounds without 0 <= low <= high."""
     correction = lookup(CORRECTIONS, "algorithm.corrections: kind", config.kind)
     where = f"algorithm.corrections: kind={config.kind}"
     if config.high is None:
@@ -123,11 +123,11 @@ def check_correction(config: CorrectionConfig) -> None:
 
 
 def correction_factor(configs: Sequence[CorrectionConfig], log_ratio: Tensor, ragged: Ragged) -> Tensor:
-    """The product of the factors that `configs` describe: [T], without gradient; 1 without any.
+    """Multiply the factors of all `configs`: [T], without gradient; 1 if there are none.
 
-    `log_ratio` [T] is log(pi_old / pi_rollout) of the trained tokens of the responses.
+    `log_ratio` [T] is log(pi_old / pi_rollout) of the responses' trained tokens.
     """
-    # Products over thousands of tokens keep their digits in float64.
+    # float64 keeps the precision of sums of log-ratios over thousands of tokens.
     exact = log_ratio.detach().double()
     factor = torch.ones_like(exact)
     for config in configs:
@@ -139,12 +139,12 @@ def correction_factor(configs: Sequence[CorrectionConfig], log_ratio: Tensor, ra
 
 
 def off_policy_sequence_mask(log_ratio: Tensor, advantages: Tensor, ragged: Ragged, limit: float) -> Tensor:
-    """1 at the tokens that stay, else 0: [T], without gradient. DeepSeek-V3.2's off-policy sequence mask.
+    """DeepSeek-V3.2's off-policy sequence mask: 1 at the tokens that are kept, else 0; [T], without gradient.
 
-    A token goes where its advantage is negative and the mean over its response of log(pi_rollout / pi) is above `limit`
-    (arXiv:2512.02556, section 3.1): mistakes that the present policy would hardly make teach it little, and their
-    gradient has no bound. `log_ratio` [T] is log(pi / pi_rollout) of the trained tokens, pi the present policy, so
-    that both staleness and the engine's own arithmetic count.
+    A token is masked if its advantage is negative and the mean of log(pi_rollout / pi) over its response is above
+    `limit` (arXiv:2512.02556, section 3.1): mistakes that the current policy would hardly make teach it little, and
+    their gradient is unbounded. `log_ratio` [T] is log(pi / pi_rollout) of the trained tokens with the current policy
+    pi, so it includes both staleness and the numerical mismatch between engine and trainer.
     """
     distance = ragged.spread(-ragged.mean(log_ratio.detach().double()))
     gone = (advantages < 0) & (distance > limit)
@@ -152,10 +152,10 @@ def off_policy_sequence_mask(log_ratio: Tensor, advantages: Tensor, ragged: Ragg
 
 
 def correction_metrics(factor: Tensor, ragged: Ragged) -> Metrics:
-    """Metrics of a correction factor [T] on the tokens of the responses.
+    """Metrics of a correction factor [T].
 
-    Shares of the tokens masked and of the responses of which nothing is left; mean factor; effective sample size, as
-    a share of the tokens: (sum w)^2 / (T sum w^2).
+    The mean factor, the share of tokens that are masked, the share of responses that are masked entirely, and the
+    effective sample size as a share of the tokens, (sum w)^2 / (T sum w^2).
     """
     left = ragged.sum((factor != 0).float())[ragged.lengths > 0]
     return Metrics(
@@ -169,7 +169,7 @@ def correction_metrics(factor: Tensor, ragged: Ragged) -> Metrics:
 
 
 def effective_sample_size(weights: Tensor) -> Mean:
-    """(sum w)^2 / (n sum w^2) of weights [n], a share of n; 0 where all weights are."""
+    """(sum w)^2 / (n sum w^2) of weights [n], as a share of n; 0 if all weights are 0."""
     return Mean.of(weights, weights.double().square(), formula=_effective_share)
 
 
@@ -194,7 +194,7 @@ CORRECTIONS: Mapping[str, Correction] = {
     "sequence_sum_square": _at_most(divergence(k2, Ragged.sum)),
     "sequence_max_square": _at_most(divergence(k2, largest_of_response)),
 }
-"""By name, with their bounds:
+"""Corrections by name, with their bounds:
 
 - token_importance, sequence_importance, sequence_mean_importance: r, or its product or its geometric mean over the
   response, at most `high` and, if given, at least `low` (truncated importance sampling, TIS);
@@ -203,5 +203,5 @@ CORRECTIONS: Mapping[str, Correction] = {
   [low, high], else 0;
 - token_kl, sequence_kl, sequence_sum_kl, sequence_max_kl: 1 where the k3 estimate of KL(rollout || old) of the token,
   or its mean, sum or maximum over the response, is at most `high`, else 0;
-- token_square, sequence_square, sequence_sum_square, sequence_max_square: the same of (log r)^2 / 2.
+- token_square, sequence_square, sequence_sum_square, sequence_max_square: the same with (log r)^2 / 2.
 """

@@ -1,4 +1,4 @@
-"""Values that are not numbers stop the step, by name."""
+"""Stop a step at the first value that is NaN or infinite, and name it."""
 
 from collections.abc import Callable
 
@@ -9,12 +9,12 @@ from megarl.algorithms.ragged import Ragged
 
 
 def check_finite(what: str, values: Tensor, name: Callable[[int], str], responses: Ragged | None = None) -> None:
-    """All `values` are numbers: one per response [N], or with `responses` one per token [T].
+    """Check that all `values` are finite: one per response [N], or with `responses` one per token [T].
 
-    Raises UserError with the first value that is NaN or infinite: `what` it is, the response as `name` calls the i-th
-    one, and the position of the token in the response.
+    Raises UserError for the first one that is NaN or infinite. The message calls the value `what` and the i-th response
+    `name(i)`, and gives the position of the token in its response.
     """
-    # A sum is finite only if its terms are, and needs no memory; that of large numbers may overflow by itself.
+    # The sum is finite only if all terms are, and needs no memory. It may overflow, so an infinite sum decides nothing.
     if not len(values) or bool(values.sum().isfinite()):
         return
     bad = (~values.isfinite()).nonzero()

@@ -1,4 +1,4 @@
-"""Implicit rewards: a language model as a reward model of every token, trained on outcomes alone (PRIME)."""
+"""Implicit rewards: a language model as a per-token reward model that is trained on outcomes alone (PRIME)."""
 
 from dataclasses import dataclass
 
@@ -15,17 +15,17 @@ from megatron_ext.packing.packing import MicroBatch
 def implicit_process_rewards(log_probs: Tensor, reference_log_probs: Tensor, beta: float) -> Tensor:
     """beta (log p(token) - log p_ref(token)), the reward of every token [T] (PRIME, arXiv:2502.01456).
 
-    Both log-probs [T] are of the same tokens: p is the implicit reward model, p_ref what it began as.
+    Both log-probs [T] are of the same tokens: p is the implicit reward model, p_ref its initial state.
     """
     return beta * (log_probs - reference_log_probs)
 
 
 @dataclass(frozen=True)
 class ImplicitRewardObjective:
-    """The cross entropy of outcomes under implicit rewards (PRIME, arXiv:2502.01456).
+    """Binary cross-entropy of outcomes, with implicit rewards as logits (PRIME, arXiv:2502.01456).
 
     For each response, with r = beta sum_t (log p(y_t) - log p_ref(y_t)) and its outcome o, the loss is
-    -o log sigmoid(r) - (1 - o) log(1 - sigmoid(r)); that of a batch is the mean over its responses.
+    -o log sigmoid(r) - (1 - o) log(1 - sigmoid(r)). The loss of a batch is the mean over its responses.
     """
 
     beta: float = 0.05
@@ -37,9 +37,9 @@ class ImplicitRewardObjective:
     def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
         """Loss (a differentiable scalar) and metrics of one micro-batch.
 
-        Fields [T']: `weights`, those of `seq_mean_token_sum`; `reference_log_probs`; `outcomes`, which is the outcome
-        in [0, 1] of the response at each of its tokens. Metrics are means over the responses: the loss, and the share
-        whose reward is on the side of 0 that the outcome is of 1/2 (a reward of 0 counts half).
+        Fields [T']: `weights` of `seq_mean_token_sum`; `reference_log_probs`; `outcomes`, the outcome of the response
+        in [0, 1] at each of its tokens. Metrics are means over the responses: the loss, and the accuracy, which is the
+        share with reward > 0 if outcome > 1/2 and reward < 0 if outcome < 1/2 (ties count half).
         """
         sequences = Sequences(micro_batch)
         outcomes = sequences.constant("outcomes")

@@ -24,11 +24,11 @@ def itself(mean: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Mean:
-    """A metric that follows from the means of one or more quantities over the whole batch.
+    """A metric computed from the means of one or more quantities over the whole batch.
 
-    It is kept as `totals` float64[k], the sums of the k quantities over `count` (a scalar) tokens or responses, so
-    that the pieces of a batch add up; its value is `formula` of the k means. `formula` is a function of a module, so
-    that it travels between processes.
+    Keeps `totals` float64[k], the sums of the k quantities, and `count`, a scalar number of tokens or responses, so
+    that pieces of a batch can be added. The value is `formula` of the k means. `formula` is a module-level function,
+    so that it can be pickled.
     """
 
     totals: Tensor
@@ -37,12 +37,12 @@ class Mean:
 
     @staticmethod
     def of(*quantities: Tensor, formula: Callable[..., Tensor] = itself) -> "Mean":
-        """Over the elements of `quantities`, each [n] and without any gradient."""
+        """Sum over the elements of `quantities`, each [n]; they are detached."""
         totals = torch.stack([quantity.detach().double().sum() for quantity in quantities])
         return Mean(totals, totals.new_tensor(len(quantities[0])), formula)
 
     def cpu(self) -> "Mean":
-        """The same in memory of the host."""
+        """Copy to the CPU."""
         return Mean(self.totals.cpu(), self.count.cpu(), self.formula)
 
     def __add__(self, other: "Mean") -> "Mean":
@@ -50,19 +50,19 @@ class Mean:
 
     @property
     def value(self) -> float:
-        """Not a number if there was nothing to average."""
+        """NaN if there was nothing to average."""
         return float(self.formula(*(self.totals / self.count)))
 
 
 @dataclass(frozen=True)
 class BinCounts:
-    """A histogram that the pieces of a batch add up to: `counts` float64[bins] of values between the `edges`."""
+    """A histogram that is summed over the pieces of a batch: `counts` float64[bins] of values between the `edges`."""
 
     edges: tuple[float, ...]
     counts: Tensor
 
     def cpu(self) -> "BinCounts":
-        """The same in memory of the host."""
+        """Copy to the CPU."""
         return BinCounts(self.edges, self.counts.cpu())
 
     def __add__(self, other: "BinCounts") -> "BinCounts":
@@ -70,17 +70,16 @@ class BinCounts:
 
     @property
     def value(self) -> Histogram:
-        """The histogram of the pieces that were added up."""
+        """The histogram with integer counts."""
         return Histogram(self.edges, tuple(int(count) for count in self.counts.tolist()))
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """Contribution of one piece of a global batch, by name; tensors are detached scalars.
+    """Contributions of one piece of a global batch to its metrics, by name; tensors are detached scalars.
 
-    The value of the global batch is the sum of the `sums`, the largest of the `maxima` and the mean over all elements
-    of the `means` of its pieces; `histograms` count the values of all pieces.
-    `kl_to_reference`, a mean, is not a metric alone: the coefficient of the KL may follow it.
+    Over the pieces, `sums` and `histograms` are added, `maxima` take the largest, and `means` average over all
+    elements. `kl_to_reference` is a mean that also drives an adaptive KL coefficient.
     """
 
     sums: Mapping[str, Tensor] = field(default_factory=dict)
@@ -90,7 +89,7 @@ class Metrics:
     kl_to_reference: Mean | None = None
 
     def __or__(self, other: "Metrics") -> "Metrics":
-        """Merge the metrics of both, of the same piece."""
+        """Join different metrics of the same piece."""
         return Metrics(
             {**self.sums, **other.sums},
             {**self.maxima, **other.maxima},
@@ -100,7 +99,7 @@ class Metrics:
         )
 
     def cpu(self) -> "Metrics":
-        """The same in memory of the host: a process that has no GPU can read no tensor of one."""
+        """Copy to the CPU, for processes without a GPU."""
         return Metrics(
             {name: each.cpu() for name, each in self.sums.items()},
             {name: each.cpu() for name, each in self.maxima.items()},
@@ -111,7 +110,7 @@ class Metrics:
 
     @staticmethod
     def merge(pieces: Sequence["Metrics"]) -> "Metrics":
-        """The metrics of all `pieces` (at least one) together; all must have the same names."""
+        """Combine the metrics of all `pieces` (at least one), which must have the same names."""
         return Metrics(
             _merge([piece.sums for piece in pieces], torch.add),
             _merge([piece.maxima for piece in pieces], torch.maximum),
@@ -121,7 +120,7 @@ class Metrics:
         )
 
     def values(self) -> dict[str, float]:
-        """One number for each name."""
+        """The number of each metric; histograms are left out."""
         return {
             **{name: float(value) for name, value in self.sums.items()},
             **{name: float(value) for name, value in self.maxima.items()},
@@ -133,10 +132,10 @@ class Metrics:
 
     @staticmethod
     def summary(steps: Iterable["Metrics"]) -> dict[str, MetricValue]:
-        """One value for each name over the optimizer `steps` (at least one) of one rollout.
+        """Reduce each metric over the optimizer `steps` (at least one) of one rollout.
 
-        Sums and means are averaged over the steps, means over those that have elements; of the maxima it is the
-        largest. Counts are added up.
+        Sums and means are averaged over the steps, means only over steps with elements; maxima take the largest;
+        histograms are added.
         """
         steps = list(steps)
         rows = [step.values() for step in steps]
@@ -156,7 +155,7 @@ class Metrics:
 
 
 AnyObjective: TypeAlias = Objective[Any, Metrics]
-"""One for any model, whose head says what is predicted: log-probs of labels, or values."""
+"""Objective of any model; the head decides whether its predictions are log-probs of labels or values."""
 
 
 def _merge(pieces: Sequence[Mapping[str, Value]], combine: Callable[[Value, Value], Value]) -> dict[str, Value]:

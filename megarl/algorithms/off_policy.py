@@ -1,4 +1,4 @@
-"""How far the trained policy is from the policy that sampled (staleness, engine against trainer)."""
+"""Distance of the trained policy from the policy that sampled: staleness, and mismatch of engine and trainer."""
 
 from torch import Tensor
 
@@ -9,12 +9,12 @@ from megarl.algorithms.ragged import Ragged
 
 
 def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, ragged: Ragged) -> Metrics:
-    """Metrics of the trained tokens [T] of N responses; `log_probs` under the trainer's policy, without gradient.
+    """Metrics over the trained tokens [T] of N responses; `log_probs` are the trainer's, without gradient.
 
     With r = pi / pi_rollout, over tokens: the k1 and k3 estimates of KL(rollout || policy), chi-squared E[r^2] - 1,
-    and the effective sample size of the weights r as a share. Over responses that have trained tokens: the mean
-    perplexity under both, the mean ratio of the two, chi-squared of the response's product of r, and the largest
-    |difference of the mean log-probs|.
+    and the effective sample size of the weights r as a share. Over responses with trained tokens: the mean perplexity
+    under either policy, the mean ratio of the two perplexities, chi-squared of the response's product of r, and the
+    largest |difference of the mean log-probs|.
     """
     log_probs, rollout_log_probs = log_probs.double(), rollout_log_probs.double()
     log_ratio = log_probs - rollout_log_probs
@@ -39,20 +39,20 @@ def off_policy_metrics(log_probs: Tensor, rollout_log_probs: Tensor, ragged: Rag
 
 
 def interpolated(rollout_log_probs: Tensor, log_probs: Tensor, staleness: Tensor) -> Tensor:
-    """Log-probs [T] of the proximal policy without a forward pass of its own; `log_probs` have no gradient.
+    """Estimate the log-probs [T] of the proximal policy without a forward pass; `log_probs` have no gradient.
 
-    It lies between the policy that sampled, `staleness` [T] versions ago, and the present one, on its way to the next
-    version: d / (d + 1) of the way, in log-probs. Source: A-3PO (arXiv:2512.06547); AReaL's "loglinear" takes the
-    present policy for the version before the step, and so (d - 1) / d.
+    Interpolates in log-probs between the policy that sampled, d = `staleness` [T] versions ago, and the current one,
+    which is on its way to the next version: d / (d + 1) of the way (A-3PO, arXiv:2512.06547). AReaL's "loglinear" takes
+    the current policy to be the version before the step, and so goes (d - 1) / d of the way.
     """
     return rollout_log_probs + staleness / (staleness + 1) * (log_probs - rollout_log_probs)
 
 
 def less_one(mean: Tensor) -> Tensor:
-    """The formula of chi-squared, from E[r^2]."""
+    """The formula of chi-squared from E[r^2]."""
     return mean - 1
 
 
 def largest(values: Tensor) -> Tensor:
-    """Largest of values [n] that are never negative; 0 of none."""
+    """Maximum of values [n] >= 0; 0 for an empty tensor."""
     return values.amax() if len(values) else values.new_zeros(())

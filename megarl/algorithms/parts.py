@@ -1,6 +1,6 @@
-"""Parts of an algorithm: looked up by name, and called with what their functions name.
+"""Parts of an algorithm: looked up by name, and called with the inputs that their parameters name.
 
-The keyword-only parameters of a part are its options; the others are its inputs, which those without a default need.
+Keyword-only parameters of a part are its options; all others are its inputs, required if they have no default.
 """
 
 import inspect
@@ -15,9 +15,9 @@ Part = TypeVar("Part")
 
 
 def lookup(registry: Mapping[str, Part], key: str, name: str) -> Part:
-    """The part `name`, which the configuration gave as `key`.
+    """Return the part `name`, which the configuration gave as `key`.
 
-    Raises UserError with the nearest name for one that is not in the registry.
+    Raises UserError, suggesting the nearest name, if it is not in the registry.
     """
     if name in registry:
         return registry[name]
@@ -28,9 +28,9 @@ def lookup(registry: Mapping[str, Part], key: str, name: str) -> Part:
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a value may be, and what a message calls them; not a number is none of them.
+    """The numbers that an option accepts (never NaN), and the words for them in messages.
 
-    Example: `clip_low: Share = 0.2` among the keyword-only parameters of a function: it is above 0 and at most 1.
+    Example: the keyword-only parameter `clip_low: Share = 0.2` must be above 0 and at most 1.
     """
 
     holds: Callable[[float], bool]
@@ -50,7 +50,7 @@ ZeroToOne: TypeAlias = Annotated[float, Range(lambda value: 0 <= value <= 1, "at
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a part: its type, and its range where it has one."""
+    """Type and optional range of an option of a part."""
 
     type: FieldType
     range: Range | None = None
@@ -69,9 +69,9 @@ def option_defaults(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def inputs_of(*functions: Callable[..., object]) -> dict[str, bool]:
-    """The inputs of `functions` by name, and whether one of them cannot do without.
+    """Name -> whether any of `functions` requires it, for all their inputs.
 
-    Example: {"rewards": True, "token_rewards": False} of `def f(rewards, token_rewards=None, *, gamma=1.0)`
+    Example: `def f(rewards, token_rewards=None, *, gamma=1.0)` has {"rewards": True, "token_rewards": False}.
     """
     found: dict[str, bool] = {}
     for function in functions:
@@ -82,7 +82,7 @@ def inputs_of(*functions: Callable[..., object]) -> dict[str, bool]:
 
 
 def check_inputs(function: Callable[..., object], known: Collection[str]) -> None:
-    """Raise TypeError for an input of `function` that is not among those `known`: nobody would give it."""
+    """Raise TypeError for an input of `function` that is not in `known`, since no caller would pass it."""
     for name in inputs_of(function):
         if name not in known:
             raise TypeError(
@@ -92,9 +92,9 @@ def check_inputs(function: Callable[..., object], known: Collection[str]) -> Non
 
 
 def call(function: Callable[..., Part], inputs: Mapping[str, Any], /, **options: Any) -> Part:
-    """Call `function` with those of the `inputs` that it names, and with its `options`.
+    """Call `function` with the `inputs` that its parameters name, and with its `options`.
 
-    Raises KeyError for an input without a default that is not among them.
+    Raises KeyError if a required input is missing.
     """
     named = {name: inputs[name] for name, is_needed in inputs_of(function).items() if is_needed or name in inputs}
     return function(**named, **options)
@@ -111,7 +111,7 @@ def _option(annotation: Any) -> Option:
 
 
 def check_options(options: Mapping[str, Any], known: Mapping[str, Option], key: str, part: str) -> None:
-    """Raise UserError for one of the `options`, given as `key`, that `part` has not, or a value that it cannot have.
+    """Raise UserError for an unknown option of `part`, or a value of the wrong type or out of range.
 
     Example: check_options({"clip_hi": 0.3}, options_of(clipped), "algorithm.policy_loss_options", "policy_loss=clip")
     """

@@ -29,17 +29,17 @@ class _Tokens:
     responses: Ragged
     fields: Mapping[str, Tensor]
     log_probs: Tensor
-    """Under the present policy, differentiable."""
+    """Under the current policy, differentiable."""
     entropy: Tensor
-    """The present policy's, differentiable."""
+    """Entropy of the current policy, differentiable."""
     old: Tensor
-    """Log-probs under the policy that ratios are to."""
+    """Log-probs under the policy in the denominator of the ratios."""
     engine_log_ratio: Tensor
-    """log(pi / pi_rollout); pi is the policy that corrections lead to from the engine."""
+    """log(pi / pi_rollout), which corrections read. pi is the policy of `old`, or with ratio_to=rollout the current."""
 
     @property
     def present(self) -> Tensor:
-        """Log-probs under the present policy, without gradient."""
+        """Log-probs under the current policy, without gradient."""
         return self.log_probs.detach()
 
     @property
@@ -53,8 +53,9 @@ class _Tokens:
 class PolicyObjective:
     """loss = sum_t weight_t (factor_t policy_loss_t + kl_coefficient kl_t - entropy_coefficient entropy_t).
 
-    The factor is that of the corrections, and of the off-policy mask. With kl_in=reward the loss has no KL: whoever
-    makes the rewards subtracts it. Parts are kept by their names, so that the objective travels between processes.
+    `factor` combines the corrections and the off-policy mask; the latter masks the policy loss only. With
+    kl_in=reward the loss has no KL term: `with_advantages` subtracts the KL from the rewards. Parts are kept by name,
+    so that the objective can be pickled.
 
     Raises UserError as `check_algorithm` does.
     """
@@ -65,11 +66,11 @@ class PolicyObjective:
         check_algorithm(self.algorithm)
 
     def with_kl_coefficient(self, coefficient: float) -> "PolicyObjective":
-        """The same with another coefficient of the KL, one that adapts."""
+        """Copy with another KL coefficient, for an adaptive one."""
         return PolicyObjective(replace(self.algorithm, kl_coefficient=coefficient))
 
     def has_kl_in(self, place: str) -> bool:
-        """Whether there is a KL to the reference, and it goes there: into the loss, or into the reward."""
+        """Whether there is a KL to the reference and it belongs to `place`, "loss" or "reward"."""
         return self.algorithm.kl_coefficient > 0 and self.algorithm.kl_in == place
 
     @property
@@ -83,11 +84,11 @@ class PolicyObjective:
         return self._policy_loss.selection is not None
 
     def select(self, batch: RaggedBatch, log_probs: Tensor, *, seed: Sequence[int]) -> Tensor:
-        """The tokens that the loss treats apart, bool[T], for the field `chosen` of `batch`.
+        """Select the tokens that the loss treats differently: bool[T], the field `chosen` of `batch`.
 
-        `batch` covers a whole optimizer step, with the fields `weights`, `advantages` and the log-probs that ratios are
-        taken to; `log_probs` [T] come from the policy before this step. A random choice follows from `seed`. The choice
-        needs statistics of all trained tokens, so it cannot be made by a micro-batch.
+        `batch` covers a whole optimizer step, since the selection needs statistics of all trained tokens. It has the
+        fields `weights`, `advantages` and the log-probs in the denominator of the ratios. `log_probs` [T] are the
+        policy's before this optimizer step. `seed` determines a random selection.
         """
         trained = batch.fields["weights"] != 0
         log_probs = log_probs[trained].detach()
@@ -103,17 +104,23 @@ class PolicyObjective:
         return torch.zeros_like(trained).masked_scatter(trained, chosen)
 
     def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        """Loss (a differentiable scalar) and metrics of one micro-batch of T' places.
+        """Loss (a differentiable scalar) and metrics of one micro-batch of T' positions.
 
-        Fields [T']: `advantages`; `weights`, 0 outside the trained tokens, of an aggregation over the global batch;
-        `rollout_log_probs` of the engine; `staleness` where ratios are interpolated; `on_kept_kv` where engines keep
-        keys and values; `old_log_probs` of the policy before the step's first update, which without this field is the
-        present one; `reference_log_probs` where the loss needs them (the KL is reported wherever they are); `chosen`
-        where `needs_selection`. A value outside the trained tokens, even one that is not a number, changes nothing.
-        Raises UserError for a log-prob inside that is not a finite number.
+        Fields [T']:
 
-        Corrections lead from the engine to the policy that ratios are to. Where that is the engine itself, they are of
-        the present policy to it.
+        - `advantages`;
+        - `weights`: those of an aggregation over the global batch, 0 at tokens that are not trained on;
+        - `rollout_log_probs`: the engine's;
+        - `old_log_probs`: of the policy before the step's first update; without the field, that is the current policy;
+        - `reference_log_probs`: if the loss needs them; the KL is reported whenever the field is there;
+        - `staleness` with interpolated ratios, `on_kept_kv` if engines keep their KV cache over a refit, and `chosen`
+          if `needs_selection`.
+
+        Values at tokens that are not trained on, even NaN, have no effect. Raises UserError for a log-prob of a trained
+        token that is not finite.
+
+        Corrections use the ratio of the policy in that denominator to the engine's; with ratio_to=rollout, which makes
+        these the same, that of the current policy to the engine's.
         """
         algorithm, tokens = self.algorithm, self._tokens(predictions, micro_batch)
         policy = self._policy_loss(tokens.inputs, algorithm.policy_loss_options)
@@ -139,7 +146,7 @@ class PolicyObjective:
         return _Tokens(responses, fields, log_probs, entropy, old, corrected - fields["rollout_log_probs"])
 
     def _off_policy_mask(self, tokens: _Tokens) -> Tensor:
-        """0 at the tokens that the off-policy mask takes out of the policy loss, else 1."""
+        """0 at tokens that the off-policy mask removes from the policy loss, else 1: [T]."""
         bound = self.algorithm.off_policy_mask
         if bound is None:
             return torch.ones_like(tokens.present)
@@ -148,7 +155,7 @@ class PolicyObjective:
         )
 
     def _kl(self, tokens: _Tokens) -> Tensor | None:
-        """The estimate of the KL to the reference, differentiable; None where there is no reference."""
+        """Estimate of the KL to the reference [T], differentiable; None without a reference."""
         if not self.has_kl_in("loss") and "reference_log_probs" not in tokens.fields:
             return None
         estimator = KL_ESTIMATORS[self.algorithm.kl_estimator]
@@ -176,11 +183,14 @@ class PolicyObjective:
 
     @property
     def _knows_the_old_policy(self) -> bool:
-        """Whether what is compared with the engine has not moved since it sampled: they differ by arithmetic alone."""
+        """Whether `engine_log_ratio` compares the engine with a policy from before the step's first update.
+
+        Their difference then contains no update of this step.
+        """
         return self.algorithm.ratio_to == "old" or self.algorithm.updates_per_step == 1
 
     def _anchor(self, present: Tensor, fields: Mapping[str, Tensor]) -> Tensor:
-        """Log-probs [T] of the policy that ratios are to; those `present` have no gradient."""
+        """Log-probs [T] of the policy in the denominator of the ratios; `present`: the current policy's, detached."""
         if self.algorithm.ratio_to == "interpolated":
             return interpolated(fields["rollout_log_probs"], present, fields["staleness"])
         return fields.get(f"{self.algorithm.ratio_to}_log_probs", present)
@@ -192,7 +202,7 @@ def _ratio_metrics(tokens: _Tokens) -> Metrics:
         maxima={"policy/ratio_max": largest(ratio)},
         means={
             "policy/entropy": Mean.of(tokens.entropy),
-            # The tokens are that policy's, so the estimate is of KL(old || present).
+            # The old policy sampled the tokens, so this estimates KL(old || current).
             "policy/kl_to_old": Mean.of(k3(tokens.old, tokens.present)),
             "policy/ratio_mean": Mean.of(ratio),
         },

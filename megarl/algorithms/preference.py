@@ -1,7 +1,7 @@
-"""Objectives on pairs of a preferred and a rejected reply: DPO (and SPIN), and the reward model's.
+"""Objectives on pairs of a chosen and a rejected reply: DPO (and SPIN), and that of a reward model.
 
-Batches have `unit` 2: sequence 2i is the chosen reply of pair i, sequence 2i + 1 the rejected one, each with the prompt
-before it. The field `weights` is that of `seq_mean_token_sum`, so that a pair of P pairs weighs 1 / P.
+Batches have `unit` 2: sequence 2i is the chosen reply of pair i, sequence 2i + 1 the rejected one, each after its
+prompt. The field `weights` is that of `seq_mean_token_sum`, so each of P pairs has the weight 1 / P.
 """
 
 from collections.abc import Mapping
@@ -19,15 +19,14 @@ from megatron_ext.packing.packing import MicroBatch
 
 @dataclass(frozen=True)
 class PreferenceObjective:
-    """Direct preference optimisation (arXiv:2305.18290, equation 7), with label smoothing e.
+    """Direct preference optimization (arXiv:2305.18290, equation 7), with label smoothing e.
 
     For each pair, with the margin m = log(p(chosen) / p_ref(chosen)) - log(p(rejected) / p_ref(rejected)) of summed
-    log-probabilities, the loss is -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m); e is the share of pairs whose
-    preference is assumed to be the wrong way round (conservative DPO; 0 is the paper's). The loss of a batch is the
-    mean over its pairs.
+    log-probs, the loss is -(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m). e is the assumed share of flipped
+    preferences (conservative DPO; the paper has 0). The loss of a batch is the mean over its pairs.
 
-    With the replies of people as chosen ones, and replies of the policy of an earlier time, which is the reference, as
-    rejected ones, this is SPIN (arXiv:2401.01335, equation 4.7 with the logistic loss and lambda = beta).
+    With human replies as chosen, and as rejected the replies of an earlier policy, which also is the reference, this is
+    SPIN (arXiv:2401.01335, equation 4.7 with the logistic loss and lambda = beta).
     """
 
     beta: float = 0.1
@@ -45,9 +44,9 @@ class PreferenceObjective:
     def __call__(self, predictions: LogProbs, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
         """Loss (a differentiable scalar) and metrics of one micro-batch of whole pairs.
 
-        Fields [T']: `weights` and `reference_log_probs`. Metrics are means over the pairs: the loss, the share with a
-        positive margin (ties count half, so that a policy that is its reference has 0.5), beta times the margin, and
-        the two log-ratios in nats.
+        Fields [T']: `weights` and `reference_log_probs`. Metrics are means over the pairs: the loss, the accuracy (the
+        share with a positive margin; ties count half, so a policy equal to its reference has 0.5), beta times the
+        margin, and the two log-ratios in nats.
         """
         sequences = Sequences(micro_batch)
         chosen, rejected = _of_pairs(sequences.log_ratio(predictions.log_probs))
@@ -74,10 +73,10 @@ class RewardModelObjective:
     """
 
     def __call__(self, predictions: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        """Loss (a differentiable scalar) and metrics of one micro-batch of whole pairs, of its values float32[T'].
+        """Loss (a differentiable scalar) and metrics of one micro-batch of whole pairs; predictions are values [T'].
 
-        Field [T']: `weights`. Metrics are means over the pairs: the loss, the share of pairs in the right order (ties
-        count half), the margin and its two scores.
+        Field [T']: `weights`. Metrics are means over the pairs: the loss, the accuracy (the share of pairs in the right
+        order; ties count half), the margin and the two scores.
         """
         sequences = Sequences(micro_batch)
         chosen, rejected = _of_pairs(sequences.at_last_token(predictions))

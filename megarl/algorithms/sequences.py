@@ -1,4 +1,4 @@
-"""The sequences of a micro-batch, for objectives whose losses are of whole sequences."""
+"""The sequences of a micro-batch, for objectives whose losses are per sequence."""
 
 import torch
 from torch import Tensor
@@ -8,18 +8,18 @@ from megatron_ext.packing.packing import MicroBatch, last_tokens
 
 
 class Sequences:
-    """Sequences of a micro-batch as an objective reads them: N sequences, T' indices.
+    """Per-sequence quantities of a micro-batch with N sequences and T' positions.
 
-    Its field `weights` [T'] is that of `seq_mean_token_sum`: 0 outside the trained tokens, and at every trained token
-    of a sequence the weight that the whole sequence has in the loss. Sums are in float64, so that thousands of tokens
-    lose no digits. Values outside the trained tokens, even those that are not numbers, change nothing.
+    The field `weights` [T'] must be that of `seq_mean_token_sum`: the weight of the whole sequence in the loss at each
+    of its trained tokens, 0 at all others. Sums are in float64, to keep precision over thousands of tokens. Values at
+    tokens that are not trained on, even NaN, have no effect.
     """
 
     def __init__(self, micro_batch: MicroBatch) -> None:
         self._fields = micro_batch.fields
         self._others = micro_batch.fields["weights"] == 0
         self._count = len(micro_batch.lengths)
-        # Padding is the last of these, so there is one even where no sequence is.
+        # The last one is the padding, so there is one even without sequences.
         self._all = Ragged(micro_batch.cu_seqlens.diff().long())
         self._last = last_tokens(micro_batch)
 
@@ -29,7 +29,7 @@ class Sequences:
         return self.constant("weights")
 
     def constant(self, name: str) -> Tensor:
-        """float64[N] of a field that is the same, and not negative, at all trained tokens of a sequence."""
+        """float64[N] of a field that is constant and >= 0 over the trained tokens of a sequence."""
         values = self._fields[name].double().masked_fill(self._others, 0)
         return torch.segment_reduce(values, "max", lengths=self._all.lengths, initial=0)[: self._count]
 
@@ -42,10 +42,10 @@ class Sequences:
         return self._all.sum(log_probs.double().masked_fill(self._others, 0) - reference)[: self._count]
 
     def at_last_token(self, values: Tensor) -> Tensor:
-        """float64[N]: of values [T'], the one at the last token of each sequence; differentiable."""
+        """Values [T'] at the last token of each sequence: float64[N], differentiable."""
         return values.double()[self._last]
 
 
 def halves(difference: Tensor) -> Tensor:
-    """How right a comparison is, by the sign of `difference` (any shape): 1 above 0, 1/2 for a tie, 0 below."""
+    """1 where `difference` (any shape) is above 0, 1/2 for a tie, 0 below: the accuracy of a comparison."""
     return (difference.sign() + 1) / 2

@@ -17,7 +17,7 @@ class SftObjective:
         """Loss (a differentiable scalar) and metrics of one micro-batch of T tokens.
 
         Fields [T]: `weights`, 0 outside the responses and summing to 1 over the global batch. Metrics: the loss, and
-        the share of response tokens that greedy decoding gives when all before them are right.
+        the share of response tokens that are the most likely ones after the tokens before them.
         """
         weights = micro_batch.fields["weights"]
         loss = (weights * -predictions.log_probs.masked_fill(weights == 0, 0)).sum()
@@ -26,11 +26,11 @@ class SftObjective:
 
 
 def exact_matches(greedy: Tensor, responses: Tensor, lengths: Tensor) -> Tensor:
-    """Which of N ragged sequences greedy decoding would reproduce: bool[N].
+    """Whether greedy decoding would reproduce the response of each of N sequences: bool[N].
 
-    `greedy` bool[T] says of every token whether it is the most likely one after those before it, `responses` bool[T]
-    which tokens count, `lengths` long[N] are those of the sequences, end to end. Greedy decoding reproduces a response
-    exactly if every one of its tokens is greedy; a sequence without response tokens counts as reproduced.
+    `greedy` bool[T]: whether a token is the most likely one after the tokens before it. `responses` bool[T]: which
+    tokens count. `lengths` long[N]: lengths of the sequences, end to end. Greedy decoding reproduces a response exactly
+    if all of its tokens are greedy; a sequence without response tokens counts as reproduced.
     """
     wrong = (responses & ~greedy).long()
     sequence = lengths.new_tensor(range(len(lengths))).repeat_interleave(lengths)

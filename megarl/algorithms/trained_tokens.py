@@ -10,15 +10,15 @@ from megatron_ext.packing.packing import MicroBatch
 
 
 def trained_tokens(micro_batch: MicroBatch) -> tuple[Tensor, Ragged, dict[str, Tensor]]:
-    """The T tokens at which the field `weights` is not 0 (NaN is not 0), of N sequences; a sequence may have none.
+    """Gather the T trained tokens of a micro-batch: those whose field `weights` is not 0 (NaN is not 0).
 
-    Where they are among the T' places of the micro-batch, long[T]; how many each sequence has, padding's included; and
-    the fields at these places, [T] each. Values elsewhere, of prompts, padding and masked tokens, are left out, so that
-    nothing there, not even NaN, can reach a loss.
+    Returns their positions among the T' of the micro-batch, long[T]; the number of trained tokens of each sequence,
+    with the padding as the last sequence; and every field at these positions, [T]. Prompts, padding and masked tokens
+    are left out, so no value there, not even NaN, can reach a loss.
     """
     trained = micro_batch.fields["weights"] != 0
-    # Trained tokens up to the end of each sequence; the difference is each sequence's own. The last entry is the
-    # padding, so there is one even without sequences.
+    # Cumulative counts at the end of each sequence; their differences are the counts. The last sequence is the padding,
+    # so there is one even without sequences.
     ends = trained.cumsum(0)[micro_batch.cu_seqlens[1:].long() - 1]
     lengths = ends.diff(prepend=ends.new_zeros(1))
     places = trained.nonzero().squeeze(1)
@@ -26,9 +26,9 @@ def trained_tokens(micro_batch: MicroBatch) -> tuple[Tensor, Ragged, dict[str, T
 
 
 def check_tokens_finite(what: str, values: Tensor, responses: Ragged, names: Mapping[str, Tensor]) -> None:
-    """Raise UserError with the first of `values` [T] that is NaN or infinite: `what` it is, and of which response.
+    """Raise UserError for the first of `values` [T] that is NaN or infinite, naming `what` it is and its response.
 
-    `names` long[N] say which, where there are any: those of the micro-batch.
+    `names` are those of the micro-batch, each long[N]: they identify a response, if there are any.
     """
     finite = values.isfinite()
     if bool(finite.all()):

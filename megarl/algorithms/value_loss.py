@@ -14,19 +14,18 @@ from megatron_ext.packing.packing import MicroBatch
 class ValueObjective:
     """loss = sum_t weight_t max((v_t - R_t)^2, (clamp(v_t, o_t - value_clip, o_t + value_clip) - R_t)^2) / 2.
 
-    v is the value that the critic gives now, o the one it gave before the step's first update, R the return (the
-    clipping of PPO's implementations, arXiv:2005.12729). Without `value_clip` it is the squared error
-    alone.
+    v is the critic's current value, o its value before the step's first update, R the return (the value clipping of PPO
+    implementations, arXiv:2005.12729). Without `value_clip` the loss is half the squared error.
     """
 
     value_clip: float | None = 0.5
 
     def __call__(self, predictions: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Metrics]:
-        """Loss (a differentiable scalar) and metrics of one micro-batch, of its values [T'].
+        """Loss (a differentiable scalar) and metrics of one micro-batch; `predictions` are values [T'].
 
-        Fields [T']: `returns`; `weights`, 0 outside the trained tokens, of an aggregation over the global batch;
-        `old_values`, only with a `value_clip`. A value outside the trained tokens, even one that is not a number,
-        changes nothing. Raises UserError for one inside that is not a finite number.
+        Fields [T']: `returns`; `weights`, those of an aggregation over the global batch, 0 at tokens that are not
+        trained on; `old_values`, only with a `value_clip`. Values at tokens that are not trained on, even NaN, have no
+        effect. Raises UserError for the value of a trained token that is not finite.
         """
         places, responses, fields = trained_tokens(micro_batch)
         values, returns = predictions[places], fields["returns"]
@@ -54,9 +53,9 @@ class ValueObjective:
 
 
 def explained_variance(error: Tensor, error_square: Tensor, returns: Tensor, returns_square: Tensor) -> Tensor:
-    """1 - Var(R - v) / Var(R), from four means; 1 is a perfect critic, 0 one that knows the mean at best.
+    """1 - Var(R - v) / Var(R) from four means: 1 for a perfect critic, 0 for one that predicts a constant.
 
-    Returns that are all the same leave nothing to explain: that gives 0.
+    0 if all returns are equal, since there is no variance to explain.
     """
     variance = returns_square - returns.square()
     ratio = (error_square - error.square()) / variance

@@ -1,4 +1,4 @@
-"""An advantage estimator: what it may read, where a run has that from, and what it asks for."""
+"""An advantage estimator: its possible inputs, where a run gets them from, and its requirements."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from megarl.algorithms.parts import Option, check_inputs, inputs_of, options_of
 
 
 class Source(Enum):
-    """Where a run has an input from: something that it may not have."""
+    """Where a run gets an input from, for inputs that not every run has."""
 
     CRITIC = "the values of a critic"
     GREEDY_RESPONSES = "the rewards of greedy responses"
@@ -22,29 +22,29 @@ class Source(Enum):
 
 
 class Rewards(Enum):
-    """The rewards that an estimator can do with, as messages call them."""
+    """The rewards that an estimator accepts, in the words of messages."""
 
     ANY = "any rewards"
     NOT_NEGATIVE = "rewards of at least 0"
-    """Also after what is subtracted token by token, such as a KL."""
+    """Still at least 0 after per-token terms, such as a KL, are subtracted."""
     OUTCOMES = "outcomes from 0 to 1"
 
 
 class Input(NamedTuple):
-    """Something that estimators may read of N responses with T trained tokens, under one name in `INPUTS`.
+    """An input of estimators, about N responses with T trained tokens; `INPUTS` names it.
 
     Example: Input("float[T]: of the critic", "value", per_token=True, source=Source.CRITIC, batch_field="old_values")
     """
 
     what: str
-    """Its type, and what it is."""
+    """Type and meaning."""
     word: str | None = None
-    """Name of a value in the message about a value that is not finite; None: values are not checked."""
+    """How the message about a value that is not finite calls it; None: values are not checked."""
     per_token: bool = False
     source: Source | None = None
-    """None: every run has it, or no estimator needs it."""
+    """None: every run has the input, or no estimator requires it."""
     batch_field: str | None = None
-    """The field of the step's batch that it is, at the trained tokens."""
+    """The field of the step's batch that it is read from, at the trained tokens."""
 
 
 INPUTS: Mapping[str, Input] = {
@@ -105,47 +105,47 @@ INPUTS: Mapping[str, Input] = {
         batch_field="teacher_log_probs",
     ),
 }
-"""Possible inputs of an estimator, which reads an input by naming it as a parameter; checked in this order."""
+"""Possible inputs. An estimator reads one by naming it as a parameter; their values are checked in this order."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """A way to estimate advantages.
+    """An advantage estimator and its requirements.
 
     Raises TypeError for a function with an input that is not in `INPUTS`.
     """
 
     function: Callable[..., Tensor]
-    """Advantages float[T], new, or float[N], from `INPUTS`; its options are keyword-only, with defaults."""
+    """From `INPUTS` to advantages: a new float[T], or float[N]. Options are keyword-only, with defaults."""
     smallest_group: int = 1
-    """Responses to each prompt at least: 2 where they are compared with each other."""
+    """Fewest responses to a prompt: 2 if they are compared with each other."""
     of_response: bool = False
-    """Whether it gives each response one advantage for all of its tokens, float[N]."""
+    """Whether the function returns one advantage per response, float[N], for all of its tokens."""
     whitened: bool = False
-    """Whether its advantages of tokens are brought to mean 0 and variance 1 over the tokens of the batch afterwards."""
+    """Whether the advantages are then whitened: mean 0 and variance 1 over the tokens of the batch."""
     rewards: Rewards = Rewards.ANY
-    """With any other reward the run ends; configurations that make such rewards are refused at the start."""
+    """The rewards it accepts. Any other ends the run; configurations that can yield one are refused at the start."""
 
     def __post_init__(self) -> None:
         check_inputs(self.function, INPUTS)
 
     @property
     def needs(self) -> frozenset[str]:
-        """The inputs that a run may not have, and that it cannot do without."""
+        """The inputs that the estimator requires and that not every run has."""
         inputs = inputs_of(self.function).items()
         return frozenset(name for name, is_needed in inputs if is_needed and INPUTS[name].source)
 
     @property
     def sources(self) -> frozenset[Source]:
-        """Everything that a run must have for it."""
+        """The sources that a run must have for the estimator."""
         return frozenset(source for name in self.needs if (source := INPUTS[name].source))
 
     @property
     def reads_token_rewards(self) -> bool:
-        """Whether rewards of single tokens, as a KL in the reward is, change the advantages."""
+        """Whether per-token rewards, such as a KL in the reward, change the advantages."""
         return bool({"scores", "token_rewards"} & inputs_of(self.function).keys())
 
     @property
     def options(self) -> Mapping[str, Option]:
-        """Its options, by name."""
+        """Options of the function, by name."""
         return options_of(self.function)

@@ -1,4 +1,4 @@
-"""Advantages from the order of the responses to one prompt."""
+"""Advantages from the ranking of the responses to one prompt."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from megarl.algorithms.advantages.groups import Groups
 
 
 def grpo_pass_k(scores: Tensor, prompts: Groups, *, normalize_by_std: bool = True) -> Tensor:
-    """The best response of a group, relative to the second best; all others 0. Raises the chance that one is right.
+    """Lead of the best response of a group over the second best, 0 for all others: optimizes pass@k.
 
-    A_best = (r_best - r_second) / (std_g + 1e-6), std_g unbiased; without `normalize_by_std` not divided
-    (arXiv:2503.19595, verl's form). If several are best, all advantages of the group are 0.
+    A_best = (r_best - r_second) / (std_g + 1e-6) with the unbiased std_g; without `normalize_by_std`
+    A_best = r_best - r_second (arXiv:2503.19595, verl's form). A tie for the best makes all advantages of the group 0.
     """
     order = prompts.ranked(scores)
     best = prompts.sizes.cumsum(0) - 1
@@ -22,11 +22,11 @@ def grpo_pass_k(scores: Tensor, prompts: Groups, *, normalize_by_std: bool = Tru
 
 
 def win_rate(scores: Tensor, prompts: Groups) -> Tensor:
-    """How often a response beats one of its group, less 1/2: from -1/2 to 1/2.
+    """Win rate of a response against its group, minus 1/2: from -1/2 to 1/2.
 
-    A_i = sum_j P(y_i beats y_j) / n - 1/2 over the n responses of the group, i itself among them; the greater score
-    beats the smaller one, and equal ones each half (SPPO, arXiv:2405.00675, section 4: the win rate against the policy
-    is estimated from its n samples).
+    A_i = sum_j P(y_i beats y_j) / n - 1/2 over the n responses of the group, including i itself. The greater score
+    wins; equal scores count 1/2 (SPPO, arXiv:2405.00675, section 4: the win rate against the policy, estimated from its
+    n samples).
     """
     order = prompts.ranked(scores)
     ranked, of_group = scores[order], prompts.index[order]

@@ -12,40 +12,40 @@ STD_EPSILON = 1e-6
 
 
 def standardised(values: Tensor, groups: Groups, *, normalize_by_std: bool) -> Tensor:
-    """Values [N] less the mean of their group, if so wished divided by its standard deviation + 1e-6."""
+    """Subtract the mean of the group from values [N]; with `normalize_by_std` also divide by its std + 1e-6."""
     centred = groups.centred(values)
     return centred / (groups.spread(groups.std(values)) + STD_EPSILON) if normalize_by_std else centred
 
 
 def grpo(scores: Tensor, prompts: Groups, *, normalize_by_std: bool = True) -> Tensor:
-    """Scores relative to those of the other responses to the same prompt.
+    """Scores normalized within their group.
 
     A_i = (r_i - mean_g) / (std_g + 1e-6), mean and unbiased standard deviation (n - 1) over the group g of response
     i (DeepSeekMath, arXiv:2402.03300, section 4.1.2). Without `normalize_by_std` A_i = r_i - mean_g, as in Dr. GRPO
-    (arXiv:2503.20783). verl gives the only response of a group its bare score; here such a group is refused.
+    (arXiv:2503.20783). In a group of one, verl uses the bare score; here such a group is refused.
     """
     return standardised(scores, prompts, normalize_by_std=normalize_by_std)
 
 
 def rloo(scores: Tensor, prompts: Groups) -> Tensor:
-    """Scores less the mean of those of the other responses to the same prompt, leaving the own one out.
+    """Scores minus the mean score of the other responses to the same prompt.
 
     A_i = r_i - sum_(j != i) r_j / (n - 1) (REINFORCE leave-one-out, arXiv:2402.14740, section 2.3), which is
-    n / (n - 1) times r_i - mean_g. verl has two forms, which differ for a group of one; here it is refused.
+    n / (n - 1) times r_i - mean_g. verl has two forms, which differ in a group of one; here such a group is refused.
     """
     return leave_one_out(scores, prompts)
 
 
 def leave_one_out(values: Tensor, groups: Groups) -> Tensor:
-    """Values [N] less the mean of the others of their group."""
+    """Subtract from each of values [N] the mean of the others in its group."""
     return groups.centred(values) * groups.spread(groups.sizes / (groups.sizes - 1))
 
 
 def opo(scores: Tensor, prompts: Groups, responses: Ragged) -> Tensor:
-    """Scores less the baseline of least variance if the gradient of a response grows with its length.
+    """Scores minus the variance-minimizing baseline, if the squared gradient of a response grows with its length.
 
     A_i = r_i - sum_j l_j r_j / sum_j l_j over the group, l the lengths in trained tokens (OPO, arXiv:2505.23585).
-    A response without trained tokens has no weight in it.
+    A response without trained tokens does not enter the baseline.
     """
     lengths = responses.lengths.double()
     baselines = prompts.sum(lengths * scores) / prompts.sum(lengths).clamp(min=1)
@@ -53,12 +53,12 @@ def opo(scores: Tensor, prompts: Groups, responses: Ragged) -> Tensor:
 
 
 def gpg(scores: Tensor, prompts: Groups) -> Tensor:
-    """Scores less their group's mean, scaled up for the groups that teach nothing.
+    """Scores minus their group's mean, scaled up to make up for groups without a gradient.
 
-    A_i = alpha (r_i - mean_g) with alpha = N / (N - M), M the number of responses in groups of equal scores, whose
-    gradient is zero but who count in the batch (GPG, arXiv:2504.02546, with F_norm = 1). verl counts as M the
-    responses of score 0 instead, which have a gradient like any other: the paper is followed. If all scores are equal,
-    so are the advantages, 0.
+    A_i = alpha (r_i - mean_g) with alpha = N / (N - M). M counts the responses in groups of equal scores, which have no
+    gradient but do count in the batch (GPG, arXiv:2504.02546, with F_norm = 1). This follows the paper; verl's M counts
+    the responses with score 0, which have a gradient like any other. If the scores are equal in every group, all
+    advantages are 0.
     """
     centred = prompts.centred(scores)
     teaching = prompts.sum(centred.abs()) > 0
@@ -67,12 +67,12 @@ def gpg(scores: Tensor, prompts: Groups) -> Tensor:
 
 
 def max_rl(scores: Tensor, prompts: Groups) -> Tensor:
-    """Scores relative to their group's mean: maximises the log of the expected score, not the score.
+    """Scores relative to their group's mean: maximizes the log of the expected score instead of the score.
 
-    A_i = (r_i - mean_g) / mean_g (MaxRL, arXiv:2602.02710): with rewards 0 and 1, prompts of pass rate p weigh 1 / p.
-    A group whose mean is 0 has no success to learn from: its advantages are 0.
+    A_i = (r_i - mean_g) / mean_g (MaxRL, arXiv:2602.02710). With rewards 0 and 1, a prompt with pass rate p is weighted
+    by 1 / p. A group whose mean is 0 has no success to learn from: its advantages are 0.
 
-    Raises UserError for a negative score: the log of its expectation need not exist.
+    Raises UserError for a negative score, since the log of its expectation need not exist.
     """
     if bool((scores < 0).any()):
         raise UserError(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """N responses in G groups. Statistics are for values [N] in float64, in which equal rewards differ by exactly 0."""
+    """N responses in G groups. Pass values [N] in float64: equal rewards then differ from their mean by exactly 0."""
 
     index: Tensor
     """long[N]: the group of each response, 0 to G - 1."""
@@ -16,7 +16,7 @@ class Groups:
 
     @classmethod
     def of(cls, groups: Tensor) -> "Groups":
-        """From any integers [N], in any order, that equal each other within a group."""
+        """Build from integers [N], equal within a group and different between groups, in any order."""
         _, index, sizes = groups.unique(return_inverse=True, return_counts=True)
         return cls(index, sizes)
 
@@ -34,18 +34,18 @@ class Groups:
         return self.sum(values) / self.sizes
 
     def spread(self, values: Tensor) -> Tensor:
-        """Repeat the value of a group [G] for each of its responses: [N]."""
+        """Repeat the value of each group [G] for its responses: [N]."""
         return values[self.index]
 
     def centred(self, values: Tensor) -> Tensor:
-        """Less the mean of the group: [N]."""
+        """Subtract the mean of the group: [N] to [N]."""
         return values - self.spread(self.mean(values))
 
     def std(self, values: Tensor) -> Tensor:
-        """Unbiased (n - 1) standard deviation of each group: [N] to [G]. A group of one has none: NaN."""
+        """Unbiased (n - 1) standard deviation of each group: [N] to [G]; NaN for a group of one."""
         return (self.sum(self.centred(values).square()) / (self.sizes - 1)).sqrt()
 
     def ranked(self, values: Tensor) -> Tensor:
-        """long[N]: the responses group by group, and within a group by rising value [N]."""
+        """long[N]: indices of the responses, sorted by group and within a group by ascending value [N]."""
         rising = values.argsort(stable=True)
         return rising[self.index[rising].argsort(stable=True)]

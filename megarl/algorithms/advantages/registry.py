@@ -1,4 +1,4 @@
-"""The advantage estimators by name, and how one is asked."""
+"""The advantage estimators by name, and the checked call of one."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -44,10 +44,7 @@ def estimate(
     options: Mapping[str, Any] = MappingProxyType({}),
     describe: Callable[[int], str] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The advantages float[T] of the estimator `name` with `options` of its own, and what a critic learns from them.
-
-    See `estimate_compact`.
-    """
+    """Run the estimator `name`; returns advantages float[T] and the critic's targets. See `estimate_compact`."""
     advantages, targets = estimate_compact(name, inputs, options, describe)
     return inputs["responses"].spread(advantages) if ADVANTAGES[name].of_response else advantages, targets
 
@@ -55,17 +52,18 @@ def estimate(
 def estimate_compact(
     name: str, inputs: Mapping[str, Any], options: Mapping[str, Any], describe: Callable[[int], str] | None
 ) -> tuple[Tensor, Tensor | None]:
-    """As `estimate`, but with one advantage for each response, float[N], where the estimator is `of_response`.
+    """Run the estimator `name`; returns its advantages, and the targets of the critic or None.
 
-    `inputs` are those of `INPUTS` that are known, `responses`, `groups` and `rewards` among them, without what is made
-    of others; None stands for what is not known.
+    `inputs` holds the available `INPUTS`, always `responses`, `groups` and `rewards`; an absent or None entry is not
+    available. `prompts` and `scores` are derived here. `options` are the estimator's own.
 
-    A critic learns the return at each token, R_t = A_t + V_t of the advantages before whitening, float[T], as in PPO
-    for language models (arXiv:2203.02155) and verl. Without a critic there is none.
+    Advantages are float[N], one per response, if the estimator is `of_response`, else float[T]. Targets float[T] are
+    the returns R_t = A_t + V_t, with advantages before whitening, as in PPO for language models (arXiv:2203.02155) and
+    verl; None without a critic.
 
-    `describe` is what messages call the i-th response. Raises UserError for a name that is not known, an input that the
-    estimator needs and the run does not have, no trained token at all, a group smaller than the estimator can do
-    with, and a value that is not a finite number.
+    `describe(i)` names the i-th response in messages. Raises UserError for an unknown name, a required input that the
+    run does not have, a step without any trained token, a group that is too small for the estimator, and a value that
+    is not finite.
     """
     estimator = lookup(ADVANTAGES, "algorithm.advantage", name)
     prompts = Groups.of(inputs["groups"])

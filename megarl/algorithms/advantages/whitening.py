@@ -1,4 +1,4 @@
-"""Advantages of a whole batch brought to mean 0 and variance 1 over its tokens, and the estimators defined by that."""
+"""Whitening: mean 0 and variance 1 over the tokens of a batch; and the estimators that are defined by it."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,16 +12,16 @@ from megarl.algorithms.ragged import Ragged
 
 # Added to the variance; verl's value.
 _VARIANCE_EPSILON = 1e-8
-# Tokens that are brought to float64 at a time: few enough to stay in the cache.
+# Tokens converted to float64 at a time: few enough to stay in the cache.
 _PIECE = 1 << 16
 
 
 def whiten_(values: Tensor) -> Tensor:
     """(x - mean) / sqrt(variance + 1e-8) over all tokens [T], unbiased variance (n - 1), in place.
 
-    A single token has no variance; it becomes 0.
+    A single token becomes 0.
     """
-    # First less one of them: what is equal is then exactly 0, whatever the rounding of its mean.
+    # Subtract one of the values first: values that are all equal become exactly 0, however their mean would round.
     values.sub_(values[0].clone())
     total, squares = 0.0, 0.0
     for piece in values.split(_PIECE):
@@ -34,7 +34,7 @@ def whiten_(values: Tensor) -> Tensor:
 
 
 def whitened_by_token(values: Tensor, responses: Ragged) -> Tensor:
-    """`whiten_` of what is the same at every token of a response, from one value per response: float64[N] to [N]."""
+    """Whiten over the tokens, given one value per response for all of its tokens: float64[N] to [N]."""
     lengths = responses.lengths.double()
     centred = values - lengths.dot(values) / responses.tokens
     variance = lengths.dot(centred.square()) / max(responses.tokens - 1, 1)
@@ -42,7 +42,7 @@ def whitened_by_token(values: Tensor, responses: Ragged) -> Tensor:
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, prompts: Groups, responses: Ragged) -> Tensor:
-    """Scores less their group's mean, whitened over the tokens of the batch.
+    """Scores minus their group's mean, whitened over the tokens of the batch.
 
     A_i = (r_i - mean_g - m) / sqrt(v + 1e-8), m and v mean and variance of r_i - mean_g over all trained tokens
     (REINFORCE++ with baseline, arXiv:2501.03262, section 3.2).
@@ -59,15 +59,16 @@ def gdpo(
     *,
     normalize_by_std: bool = True,
 ) -> Tensor:
-    """Several rewards, each normalised within its group by itself, so that none drowns the others.
+    """Several named rewards, each normalized within its group separately, so that none drowns the others.
 
     A_i = whiten(sum_k w_k (r_ik - mean_gk) / (std_gk + 1e-6) + q_i - mean_gq) over the named rewards k with the weights
-    w, whitened over the tokens of the batch; without `normalize_by_std` not divided (GDPO, arXiv:2601.05242). The
-    normalisation would divide a weight out, so it is taken out of the part before and put in after. A penalty q of long
-    responses is no reward of its own: divided by its deviation it would count the same whatever its factor, and in full
-    for one token too many; it is centred alone. Rewards of single tokens belong to no part and change nothing.
+    w, whitened over the tokens of the batch; without `normalize_by_std` not divided by std (GDPO, arXiv:2601.05242).
 
-    The whitening over tokens is verl's; the paper's is over responses, where long ones weigh no more than short ones.
+    `parts` are already weighted, and normalization would cancel a weight: it is divided out before and multiplied in
+    after. The penalty q of long responses is only centered. Divided by its standard deviation, its factor would cancel
+    too, and a single token too many would count in full. Per-token rewards belong to no part and do not enter.
+
+    verl whitens over tokens, too; the paper whitens over responses, where a long one weighs no more than a short one.
     """
     total = torch.zeros_like(prompts.index, dtype=torch.float64)
     for name, part in parts.items():

@@ -1,7 +1,7 @@
-"""Selections by covariance: which tokens' updates would cost the most entropy (arXiv:2505.22617).
+"""Selection by covariance of the tokens whose updates would reduce entropy the most (arXiv:2505.22617).
 
-They look at all trained tokens of an optimizer step, so they are made once, before the batch is cut into
-micro-batches and ranks; verl makes them per micro-batch, and draws without a seed.
+A selection looks at all trained tokens of an optimizer step, so it is made once, before the batch is split into
+micro-batches and ranks. verl selects per micro-batch, and draws without a seed.
 """
 
 import torch
@@ -12,7 +12,7 @@ from megarl.algorithms.policy_losses.ratios import bounded_exp
 
 
 def covariances(log_probs: Tensor, advantages: Tensor) -> Tensor:
-    """(log pi - mean log pi) (A - mean A) of every token, float64[T]: what each adds to their covariance (eq. 10)."""
+    """(log pi - mean log pi) (A - mean A) of every token, float64[T]: its term of their covariance (equation 10)."""
     log_probs, advantages = log_probs.detach().double(), advantages.double()
     return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
 
@@ -29,10 +29,10 @@ def select_clip_cov(
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
 ) -> Tensor:
-    """A random covariance_fraction of the tokens, of those with covariance_low < covariance < covariance_high.
+    """Select at random among tokens with covariance_low < covariance < covariance_high: Clip-Cov's bool[T].
 
-    Clip-Cov (arXiv:2505.22617, equation 11): bool[T], at least one token if any qualifies. A token that the clip of
-    the ratio already cuts off does not qualify.
+    Selects covariance_fraction of all T tokens (arXiv:2505.22617, equation 11), at least one, as far as that many
+    qualify. Tokens whose ratio is already clipped do not qualify.
     """
     values = covariances(log_probs, advantages)
     ratio = bounded_exp(log_probs - old_log_probs)
@@ -43,9 +43,9 @@ def select_clip_cov(
 
 
 def select_kl_cov(log_probs: Tensor, advantages: Tensor, *, covariance_fraction: Share = 2e-4) -> Tensor:
-    """The covariance_fraction of the tokens with the largest covariance: bool[T], at least one.
+    """Select the covariance_fraction of the tokens with the largest covariance: bool[T], at least one.
 
-    KL-Cov (arXiv:2505.22617, equation 13). Ties go to the first tokens; nothing is drawn.
+    KL-Cov (arXiv:2505.22617, equation 13). Ties go to the first tokens; nothing is random.
     """
     values = covariances(log_probs, advantages)
     order = values.argsort(descending=True, stable=True)

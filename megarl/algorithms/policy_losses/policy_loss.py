@@ -17,7 +17,7 @@ INPUTS: Mapping[str, str] = {
     "advantages": "float[T]",
     "responses": "Ragged: how the T trained tokens are those of N responses, end to end",
 }
-"""Inputs of a ratio, a surrogate and a selection; each names those that it reads as its parameters."""
+"""Possible inputs of a ratio, a surrogate or a selection, which reads one by naming it as a parameter."""
 
 _OF_SELECTION = {**INPUTS, "generator": "torch.Generator: seeded by the step"}
 _OF_SURROGATE = {**INPUTS, "log_ratio": "float[T]: of the ratio", "chosen": "bool[T]: by the selection, where one is"}
@@ -25,7 +25,7 @@ _OF_SURROGATE = {**INPUTS, "log_ratio": "float[T]: of the ratio", "chosen": "boo
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss of every token [T], differentiable, and its metrics of every token [T], by name."""
+    """Loss per token [T], differentiable, and metrics per token [T] by name."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
@@ -33,25 +33,25 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A ratio and a surrogate; the aggregation follows, as weights on the tokens.
+    """A ratio and a surrogate. The aggregation is applied later, as weights on the tokens.
 
     Raises TypeError for a function with an unknown input.
     """
 
     ratio: Callable[..., Tensor]
-    """The log-ratio of every token [T], from `INPUTS`."""
+    """From `INPUTS` to the log-ratio of every token [T]."""
     surrogate: Callable[..., TokenLoss]
-    """The loss of every token, from `INPUTS`, `log_ratio` and `chosen`; its options are keyword-only, with defaults."""
+    """From `INPUTS`, `log_ratio` and `chosen` to the loss of every token. Options are keyword-only, with defaults."""
     of_response: bool = False
-    """There is one ratio for all tokens of a response: the loss is defined for the mean over responses of the mean
+    """Whether all tokens of a response share one ratio: the loss is then defined as the mean over responses of the mean
     over their tokens."""
     acts_on_policy: bool = False
-    """It differs from the policy gradient where the policy is still the one that ratios are to."""
+    """Whether the gradient differs from the policy gradient even while all ratios are 1."""
     clips_upward: bool = False
-    """A token has no gradient where its ratio, with an advantage above 0, is beyond the option `clip_high`."""
+    """Whether a token with a positive advantage has no gradient once its ratio exceeds the option `clip_high`."""
     selection: Callable[..., Tensor] | None = None
-    """bool[T], from `INPUTS` and `generator`: which of all the trained tokens of an optimizer step the loss treats
-    apart; the surrogate then reads `chosen`. It sees the whole batch, and is made once, before the batch is cut."""
+    """From `INPUTS` and `generator` to bool[T]: the tokens that the loss treats differently, which the surrogate reads
+    as `chosen`. It is called once with all trained tokens of an optimizer step, before the batch is split."""
 
     def __post_init__(self) -> None:
         check_inputs(self.ratio, INPUTS)
@@ -60,28 +60,28 @@ class PolicyLoss:
             check_inputs(self.selection, _OF_SELECTION)
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> TokenLoss:
-        """The loss of every token; the two functions get the `inputs` and `options` that their parameters name."""
+        """Compute the loss of every token; ratio and surrogate get the `inputs` and `options` that they name."""
         log_ratio = call(self.ratio, inputs)
         return call(self.surrogate, {**inputs, "log_ratio": log_ratio}, **_of(self.surrogate, options))
 
     def select(self, inputs: Mapping[str, Any], generator: torch.Generator, options: Mapping[str, Any]) -> Tensor:
-        """Tokens that `selection` chooses; it gets the `inputs` and `options` that its parameters name."""
+        """Run the selection, which gets the `inputs` and `options` that it names: bool[T]."""
         assert self.selection is not None, "a loss without a selection"
         return call(self.selection, {**inputs, "generator": generator}, **_of(self.selection, options))
 
     @property
     def has_ratio(self) -> bool:
-        """Whether it compares the policy with another one, not taking every token for one of its own."""
+        """Whether the loss compares the policy with another one, instead of assuming it sampled the tokens."""
         return bool({"old_log_probs", "reference_log_probs"} & inputs_of(self.ratio, self.surrogate).keys())
 
     @property
     def has_ratio_to_sampler(self) -> bool:
-        """Whether its ratio is to the engine's policy with `ratio_to=rollout`, and so corrects for its age."""
+        """Whether `ratio_to=rollout` makes its ratio one to the engine's policy, and so corrects for staleness."""
         return "old_log_probs" in inputs_of(self.ratio, self.surrogate)
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it reads the reference's log-probs."""
+        """Whether the loss reads the reference's log-probs."""
         return "reference_log_probs" in inputs_of(self.ratio, self.surrogate)
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Surrogates: per token, what to minimise so that the advantage A grows. r is the ratio, exp of the log-ratio given.
+"""Surrogates: the loss of each token, given its log-ratio and advantage A. r = exp(log-ratio), sg = stop gradient.
 
-A loss whose value is -A sg[w] log pi (a weighted log-likelihood) has the gradient of the policy gradient, but a value
-that means little.
+For losses of the form -A sg[w] log pi (weighted log-likelihood) only the gradient, a weighted policy gradient, has a
+meaning; the value has none.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,9 +25,9 @@ def clipped(
 ) -> TokenLoss:
     """max(-A r, -A clamp(r, 1 - clip_low, 1 + clip_high)); with `dual_clip` c, where A < 0, at most -A c.
 
-    PPO (arXiv:1707.06347, equation 7); separate bounds as in DAPO (arXiv:2503.14476, equation 8); the dual clip is
-    that of arXiv:1912.09729, off unless it is set, since it is in neither paper. Metrics: the tokens whose
-    gradient a bound cuts off, as 0 or 1.
+    PPO (arXiv:1707.06347, equation 7) with separate bounds as in DAPO (arXiv:2503.14476, equation 8). The dual clip
+    (arXiv:1912.09729) is off by default, since it is in neither paper. Metrics: 1 for tokens whose gradient a bound
+    cuts off, else 0.
     """
     ratio = bounded_exp(log_ratio)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
@@ -43,10 +43,10 @@ def geometric_mean(
 ) -> TokenLoss:
     """-A exp(mean_t l_t), l_t = s min(s log r_t, s clamp(log r_t, -clip_low, clip_high)), s the sign of A.
 
-    GMPO (arXiv:2507.20673): the geometric mean over the response of ratios that are clipped token by
-    token. verl averages it over all rows of a micro-batch, empty ones included, so that it depends on how the batch
-    was cut; here it is at each token of the response, and the aggregation seq_mean_token_mean makes it the paper's
-    mean over responses.
+    GMPO (arXiv:2507.20673): the geometric mean over the response of ratios that are clipped token by token. Here it is
+    the loss of each token of the response, and the aggregation seq_mean_token_mean makes that the paper's mean over
+    responses. verl averages over all rows of a micro-batch, including empty ones, so its loss depends on how the batch
+    was split.
     """
     sign = advantages.sign()
     bounded = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-clip_low, clip_high))
@@ -56,7 +56,7 @@ def geometric_mean(
 
 
 def likelihood(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor) -> TokenLoss:
-    """-A sg[r] log pi: the policy gradient (Williams 1992), off-policy if there is a ratio."""
+    """-A sg[r] log pi: the policy gradient (Williams 1992), importance-weighted if the ratio is not 1."""
     return _weighted_likelihood(bounded_exp(log_ratio), log_probs, advantages, {})
 
 
@@ -65,7 +65,7 @@ def clipped_likelihood(
 ) -> TokenLoss:
     """-A sg[clamp(r, 1 - clip_low, 1 + clip_high)] log pi: CISPO (arXiv:2506.13585, equation 4).
 
-    Tokens beyond the bounds keep a gradient, with a bounded weight. Metrics: the tokens whose weight was bounded.
+    Tokens beyond the bounds keep a gradient with a clamped weight. Metrics: 1 for tokens whose weight is clamped.
     """
     ratio = bounded_exp(log_ratio)
     metrics = _clip_metrics(ratio > 1 + clip_high, ratio < 1 - clip_low, None)
@@ -79,10 +79,10 @@ def gated(
     temperature_positive: Positive = 1.0,
     temperature_negative: Positive = 1.05,
 ) -> TokenLoss:
-    """-A (4 / tau) sigmoid(tau (r - 1)), tau one of two by the sign of A: SAPO (arXiv:2511.20347).
+    """-A (4 / tau) sigmoid(tau (r - 1)), with tau by the sign of A: SAPO (arXiv:2511.20347).
 
-    The gate closes smoothly in place of a clip. verl always aggregates it as seq_mean_token_mean; here that is the
-    configuration's to say.
+    A smooth gate instead of a clip. verl always aggregates this loss with seq_mean_token_mean; here the configuration
+    chooses the aggregation.
     """
     temperature = torch.full_like(advantages, temperature_negative)
     temperature = temperature.masked_fill(advantages > 0, temperature_positive)
@@ -93,11 +93,11 @@ def gated(
 def within_divergence(divergence: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., TokenLoss]:
     """-A sg[min(r, ratio_cap)] log pi at the tokens within a trust region: DPPO (arXiv:2602.04879).
 
-    A token leaves it when its update goes on in the direction in which its probability has already moved by more than
-    `clip_high` (up, A > 0) or `clip_low` (down, A <= 0) of the `divergence` between the old and the present policy,
-    each taken as the choice between this token and all others. The paper's region is around the policy that sampled
-    (ratio_to=rollout), and it wants the cap large, as a small one biases the gradient (section 5.4). Metrics: the
-    tokens left out, as 0 or 1, and those whose ratio was capped.
+    `divergence` compares the old and the current policy, each reduced to a binary choice between the token and all
+    others. A token is outside the region, and has no loss, if the divergence exceeds `clip_high` with A > 0 and a
+    probability that has risen, or `clip_low` with A <= 0 and one that has fallen. The paper centers the region on the
+    policy that sampled (ratio_to=rollout), and recommends a large cap, since a small one biases the gradient (section
+    5.4). Metrics: 1 for tokens outside the region, and for tokens whose ratio was capped.
     """
 
     def surrogate(
@@ -124,13 +124,13 @@ def within_divergence(divergence: Callable[[Tensor, Tensor], Tensor]) -> Callabl
 
 
 def total_variation(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """|p - p_old| [T], of the choice between a token of probability p and all others."""
+    """|p - p_old| [T]: total variation of the binary choice between a token with probability p and all others."""
     return (log_probs.exp() - old_log_probs.exp()).abs()
 
 
 def binary_kl(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """KL(old || present) [T] of the choice between a token and all others, in nats."""
-    # Keeps a probability of 1 finite; verl's value.
+    """KL(old || current) [T] of the binary choice between a token and all others, in nats."""
+    # 1e-8 keeps the result finite at probability 1; verl's value.
     other, old_other = (-values.expm1() + 1e-8 for values in (log_probs, old_log_probs))
     old = old_log_probs.exp()
     return old * (old_log_probs - log_probs) + (1 - old) * (old_other / other).log()
@@ -145,7 +145,7 @@ def clip_cov_loss(
     clip_high: Positive = 0.2,
     dual_clip: AboveOne | None = None,
 ) -> TokenLoss:
-    """`clipped`, and no loss at the chosen tokens: Clip-Cov (arXiv:2505.22617, equation 12)."""
+    """`clipped`, with no loss at the chosen tokens: Clip-Cov (arXiv:2505.22617, equation 12)."""
     result = clipped(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
     metrics = {**result.metrics, "policy/chosen_fraction": chosen.float()}
     return TokenLoss(result.loss.masked_fill(chosen, 0), metrics)
@@ -154,16 +154,16 @@ def clip_cov_loss(
 def kl_cov_loss(
     log_ratio: Tensor, advantages: Tensor, chosen: Tensor, *, covariance_kl_coefficient: NotNegative = 1.0
 ) -> TokenLoss:
-    """-A r, and at the chosen tokens + covariance_kl_coefficient |log r|: KL-Cov (arXiv:2505.22617, equation 14)."""
+    """-A r, plus covariance_kl_coefficient |log r| at the chosen tokens: KL-Cov (arXiv:2505.22617, equation 14)."""
     held = covariance_kl_coefficient * log_ratio.abs() * chosen
     return TokenLoss(-advantages * bounded_exp(log_ratio) + held, {"policy/chosen_fraction": chosen.float()})
 
 
 def squared_to_advantage(log_ratio: Tensor, advantages: Tensor, *, eta: Positive = 1.0) -> TokenLoss:
-    """(log ratio - eta A)^2, one per response: SPPO (arXiv:2405.00675, section 4).
+    """(log r - eta A)^2 with one ratio per response: SPPO (arXiv:2405.00675, section 4).
 
-    The ratio is that of the whole response to the earlier self that sampled it, A its rate of wins over the other
-    responses of that self minus 1/2. The gradient vanishes where log pi(response) has moved by eta A.
+    r is the ratio of the whole response to the earlier policy that sampled it; A is its win rate against that policy's
+    responses minus 1/2. The gradient vanishes once log pi(response) has moved by eta A.
     """
     return TokenLoss((log_ratio - eta * advantages).square(), {})
 
@@ -182,7 +182,7 @@ def _weighted_likelihood(
 
 
 def _clip_metrics(above: Tensor, below: Tensor, advantages: Tensor | None) -> dict[str, Tensor]:
-    """Tokens that a bound touches; with advantages, only those whose advantage pulls further out."""
+    """1 for tokens beyond a bound; given advantages, only if the advantage pushes the token further out."""
     if advantages is not None:
         above, below = above & (advantages > 0), below & (advantages < 0)
     return {
