@@ -1,4 +1,4 @@
-"""The configuration as typed values: every key, its default and its meaning."""
+"""The configuration as dataclasses: every key with its type, default and meaning."""
 
 from megarl.schema.algorithm import (
     AlgorithmConfig,

@@ -1,4 +1,4 @@
-"""The configuration: every key, its default and its meaning. The reference in docs/ is made from it."""
+"""The configuration: every key, its default and its meaning. The reference in docs/ is generated from it."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,20 +23,20 @@ class ModelConfig:
     path: str = MISSING
     """HuggingFace folder with config.json, safetensors and tokenizer."""
     name: str | None = None
-    """Model whose sizes the recipe is for, a file of configs/models/: one of other sizes is refused, as its memory and
-    its parallel sizes are others. null takes any."""
+    """Model that the recipe is for, a file of configs/models/. A model of other sizes is refused, since its memory and
+    parallel sizes differ; null accepts any."""
     megatron_checkpoint: str | None = None
-    """Checkpoint in Megatron's torch_dist format whose weights are trained, of any layout (`megarl convert` makes one);
-    `path` then needs no safetensors on one machine; between several, it needs the same weights."""
+    """Checkpoint with the initial weights in Megatron's torch_dist format, of any layout (`megarl convert` writes one).
+    On one machine `path` then needs no safetensors; on several it needs the same weights."""
     dtype: str = "bf16"
     """Type of the trained weights: bf16 (fp32 main parameters in the optimizer) or fp32."""
     fp32_logits: bool = False
-    """Logits are not rounded to bf16, in the trainer and in the engines: their log-probabilities then differ less."""
+    """Keep logits in fp32 in the trainer and in the engines, so that their log-probs differ less."""
     mtp_training: str = "detached"
-    """Training of layers for multi-token prediction, where the policy has them: detached, only these layers learn from
-    their loss; joint, the model under them too; none, they stay as they were loaded."""
+    """Training of multi-token-prediction layers, if the policy has them: detached, their loss trains only these layers;
+    joint, it trains the model under them, too; none leaves them as loaded."""
     freeze_moe_router: bool = False
-    """The routers of all models of the run stay as they were loaded: no gradient, no weight decay."""
+    """Freeze the routers of all models of the run: no gradient, no weight decay."""
 
 
 @dataclass
@@ -44,17 +44,17 @@ class LoraConfig:
     """A low-rank adapter (LoRA, arXiv 2106.09685) that is trained instead of the policy's weights."""
 
     rank: int = 0
-    """Rank of A and B beside every adapted matrix; 0 trains the weights themselves."""
+    """Rank of the factors A and B of every adapted matrix; 0 trains the weights themselves."""
     alpha: float = 32.0
-    """A matrix W counts as W + alpha / rank * B A."""
+    """An adapted matrix W acts as W + alpha / rank * B A."""
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    """Matrices that are adapted, by the ends of their HuggingFace names, as in PEFT: q_proj, experts' gate_proj, ...;
-    all-linear is all of the layers but routers."""
+    """Adapted matrices, by the ends of their HuggingFace names, as in PEFT: q_proj, experts' gate_proj, ...; all-linear
+    is every matrix of the layers except routers."""
     path: str | None = None
-    """PEFT folder of an adapter to begin with, which says the rank, alpha and targets; null begins with B = 0."""
+    """PEFT folder of the initial adapter, which sets rank, alpha and target_modules; null starts with B = 0."""
     merge: bool = True
-    """Engines get whole weights with B A added; false: they load the weights of model.path once, and each refit moves A
-    and B alone, into a LoRA slot of theirs."""
+    """true sends the engines whole weights with B A added. false has them load the weights of model.path once, and each
+    refit moves only A and B, into a LoRA slot of the engine."""
 
 
 @dataclass
@@ -64,72 +64,73 @@ class RolloutConfig:
     engine: str = "vllm"
     """Inference engine; a name of `megarl.rollout.ENGINES`."""
     replicas: int = 1
-    """How many engines serve side by side."""
+    """Number of engines, each a replica of the policy."""
     weights: str = "as_trained"
-    """Form in which the engines hold the weights: as_trained, or a number format, in which the matrices of the layers
-    are codes with scales: fp8_block (e4m3, a scale for every 128 x 128), fp8_block_ue8m0 (the same with scales that are
-    powers of two, for DeepGEMM), int8_channel (whole numbers, a scale for every row), mxfp8 (e4m3, a power of two for
-    every 32 of a row) or nvfp4 (e2m1, a scale for every 16 of a row). Every refit quantises them on their way."""
+    """Form of the weights in the engines: as_trained, or a format in which the matrices of the layers are quantized
+    codes with scales: fp8_block (e4m3, a scale per 128 x 128), fp8_block_ue8m0 (the same with power-of-two scales, for
+    DeepGEMM), int8_channel (int8, a scale per row), mxfp8 (e4m3, a power-of-two scale per 32 of a row) or nvfp4 (e2m1,
+    a scale per 16 of a row). Every refit quantizes the weights on their way."""
     kv_scales: str = "unit"
-    """Scales of keys and values where engine_args.kv_cache_dtype has them in FP8: unit, which are 1, so that what lies
-    beyond 448 becomes 448; bound, for each layer the power of two with which by its weights none lies beyond, computed
-    anew with every refit."""
+    """Scales of keys and values if engine_args.kv_cache_dtype is FP8: unit, always 1, which saturates values beyond
+    448; bound, for each layer a power of two for which, by its weights, no value can saturate, recomputed with every
+    refit."""
     temperature: float = 1.0
     """Sampling temperature of training rollouts; for evaluations see loop.eval_temperature."""
     top_p: float = 1.0
-    """Share of the probability that is sampled from; 1 is all of it, which evaluations always sample from."""
+    """Nucleus sampling: sample from the likeliest tokens with this share of the probability; evaluations always use 1,
+    all of it."""
     top_k: int = -1
-    """How many of the likeliest tokens are sampled from; -1 is every token, as always in evaluations."""
+    """Sample from this many of the likeliest tokens; -1 is all tokens, which evaluations always use."""
     max_response_tokens: int = 512
-    """Longest response, its end token included."""
+    """Length limit of a response, including its end token."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Ends a response, beside the model's own end-of-sequence tokens."""
+    """Token ids that end a response, in addition to the model's own end-of-sequence tokens."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the engine by the engine's own names (vLLM: `EngineArgs`; SGLang: `ServerArgs`; transformers:
+    """Arguments of the engine by its own names (vLLM: `EngineArgs`; SGLang: `ServerArgs`; transformers:
     `TransformersArguments`)."""
 
 
 @dataclass
 class RefitConfig:
-    """Moving new weights into the engines."""
+    """Moving new weights from the trainer into the engines."""
 
     path: str = "auto"
-    """How weights get into an engine: direct sends each shard straight to where the engine keeps it, loader gives
-    whole tensors to the engine's own loader. auto is direct where the engine can say where it keeps every tensor,
-    else loader. On one machine the first refit of an engine goes through the loader, between machines none does."""
+    """How weights get into an engine: direct writes each shard to where the engine keeps it; loader gives whole tensors
+    to the engine's own loader; auto is direct if the engine can tell where it keeps every tensor, else loader. On one
+    machine the first refit of an engine goes through the loader; between machines no refit does."""
     transport: str = "auto"
     """Transport of direct refits: shared_memory and cuda_ipc, memory of one machine that both sides have mapped; rdma,
-    one-sided reads by NIXL over InfiniBand, or what else UCX finds; tcp, sends by gloo. auto is mapped memory on one
-    machine, and between machines rdma, or tcp where NIXL is not installed or a process has no port of InfiniBand, RoCE
-    or EFA; with several machines, what stays on one goes through mapped memory by any."""
+    one-sided reads by NIXL over InfiniBand or any other network that UCX finds; tcp, sends by gloo. auto is mapped
+    memory on one machine; between machines it is rdma, or tcp if NIXL is not installed or a process has no port of
+    InfiniBand, RoCE or EFA. With several machines, every transport uses mapped memory for data that stays on one."""
     bucket_bytes: int = 512 * 1024**2
-    """Size of a bucket, 4 GiB at most; each rank has two at most, or four of half the size where workers of a node
-    relay to each other what they all need. None is larger than what a rank sends at once."""
+    """Size of a transfer buffer, at most 4 GiB. Each rank has at most two, or four of half the size if the workers of a
+    node relay to each other what all of them need; a buffer is never larger than what a rank sends at once."""
     verify: str = "checksum"
-    """How direct refits are checked: checksum compares those of each bucket before and after its way, logprobs lets
-    the trainer score a few greedy tokens of the engines after every refit, off does neither."""
+    """Check of direct refits: checksum compares checksums of each bucket before and after the transfer; logprobs has
+    the trainer score a few greedy tokens of the engines after every refit; off checks nothing."""
     delta: bool = False
-    """Whether direct refits move the changes of the weights since the refit before, where these are fewer bytes, and
-    always check the sums of whole messages. It pays over slow networks, with weights in bf16 or a number format. Each
-    rank keeps what it sent last in the host's memory. An engine that is new, or was cut off, gets everything."""
+    """Whether direct refits send only the changes since the last refit, if these take fewer bytes, and always verify
+    checksums of whole messages. Pays over slow networks, with weights in bf16 or a number format. Each rank keeps its
+    last sent weights in host memory. A new engine, or one that was cut off, gets all weights."""
     log_prob_tolerance: float = 0.05
     """With verify=logprobs, the largest mean difference between engine and trainer, in nats per token."""
     timeout_s: float = 600.0
-    """How long ranks wait for any sign of each other, and for an engine in what it does by itself, such as to load."""
+    """Seconds that ranks wait for any sign of each other, and for what an engine does by itself, such as loading."""
 
 
 @dataclass
 class RewardTermConfig:
-    """One of several named rewards."""
+    """One term of a reward that is a weighted sum."""
 
     function: str = MISSING
     """A name of `megarl.rewards.REWARDS` or path/to/file.py:name of your own function."""
     weight: float = 1.0
-    """The reward of a response is the sum of its terms by their weights."""
+    """Weight of the term; the reward of a response is the weighted sum of its terms."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the function, by its own names."""
+    """Keyword arguments of the function."""
     data_sources: list[str] = field(default_factory=list)
-    """The values of the column data_source that this term is for, `aime*` all that begin so; empty is all."""
+    """Values of the column data_source that this term is for; `aime*` is all that begin with aime; empty is all."""
 
 
 @dataclass
@@ -141,26 +142,25 @@ class RewardConfig:
     functions: dict[str, RewardTermConfig] = field(default_factory=dict)
     """Several named rewards instead of `function`."""
     answer_after: str = ""
-    """Built-in rewards that look for an answer read what stands behind the last of these, such as `</think>`, and score
-    a response without it 0; empty is the whole response."""
+    """Built-in rewards that look for an answer search the text after the last occurrence of this, such as `</think>`,
+    and score a response without it 0; empty searches the whole response."""
     on_error: str = "stop"
-    """When the function raises: stop the step, or drop the sample and count it."""
+    """If the function raises: stop the step, or drop the sample and count it."""
     on_timeout: str = "zero"
-    """When a sample takes longer than `timeout_s`: score it zero, drop it, or stop the step. It is counted.
-    Responses that are slow to score are mostly long: dropped, they would be missing from their group's mean and from
-    the evaluation."""
+    """If a sample takes longer than `timeout_s`: score it zero, drop it, or stop the step. It is counted. Responses
+    that are slow to score are mostly long; dropping them would bias the mean of their group and the evaluation."""
     timeout_s: float = 60.0
-    """How long the scoring of one sample may take, in seconds."""
+    """Time limit for scoring one sample, in seconds."""
     workers: int = 8
-    """Processes that score with plain functions, each a sample at a time."""
+    """Processes that run plain functions, each one sample at a time."""
     async_samples: int = 256
-    """Samples that async functions score at the same time: as many requests as a judge behind a server is to get."""
+    """Samples that async functions score concurrently: limits the requests in flight to a judge behind a server."""
     overlong_buffer_tokens: int = 0
-    """Soft penalty of long responses (DAPO): it grows linearly over the last so many of max_response_tokens; 0 is
-    none."""
+    """Soft penalty for long responses (DAPO): grows linearly over this many last tokens before max_response_tokens;
+    0 is none."""
     overlong_penalty: float = 1.0
-    """The penalty of a response of full length, subtracted from its reward. Groups see only its share of the difference
-    between right and wrong answers: DAPO's 1, where they are worth 1 and -1, is 0.5 where they are worth 1 and 0."""
+    """Penalty of a response of full length, subtracted from its reward. In a group, only its ratio to the difference
+    between right and wrong answers matters: DAPO's 1, for rewards of 1 and -1, is 0.5 for rewards of 1 and 0."""
 
 
 @dataclass
@@ -174,36 +174,36 @@ class DataConfig:
     prompt_column: str = "prompt"
     """Column of the prompts, each a chat list of roles and contents."""
     max_prompt_tokens: int = 1024
-    """Longest prompt, in the chat template."""
+    """Length limit of a prompt, with its chat template."""
     overlong_prompts: str = "refuse"
-    """A prompt longer than max_prompt_tokens: refuse stops before training, drop leaves it out and counts it."""
+    """For a prompt longer than max_prompt_tokens: refuse stops before training, drop leaves it out and counts it."""
     shuffle: bool = True
     """Draw the data in a new random order every epoch."""
 
 
 @dataclass
 class LoopConfig:
-    """How long, how much, how often."""
+    """Steps, batch sizes and evaluation of a run."""
 
     steps: int = 100
-    """Steps of the whole run: rollout, reward, log-probs, advantage, update, refit."""
+    """Steps of the whole run, each of rollout, reward, log-probs, advantage, update and refit."""
     prompts_per_step: int = 64
-    """Prompts of one rollout."""
+    """Prompts per step."""
     samples_per_prompt: int = 8
-    """Responses to each prompt; for GRPO the size of a group."""
+    """Responses to each prompt; for GRPO the group size."""
     max_tokens_per_micro_batch: int = 16384
-    """Tokens of one packed micro-batch on one data-parallel rank; context-parallel ranks have a part of them each."""
+    """Most tokens of a packed micro-batch on one data-parallel rank; context-parallel ranks share them."""
     shared_prefixes: bool = False
-    """The trainer computes a prompt once for all responses to it that are in a micro-batch, and so other beginnings
-    that sequences share; results differ by rounding alone."""
+    """Compute a prompt once for all responses to it in a micro-batch, and likewise any other prefix that sequences
+    share; results differ only by rounding."""
     eval_every: int = 10
-    """Evaluation on eval_files every so many steps; 0 never."""
+    """Evaluate on eval_files every so many steps and after the last; 0 never."""
     eval_at_start: bool = True
     """Evaluate before the first step, too."""
     eval_samples: int = 1
-    """Responses to each held-out prompt; several give pass@k, mean@k, majority@k, best@k."""
+    """Responses to each held-out prompt; more than one give pass@k, mean@k, majority@k and best@k."""
     eval_temperature: float | None = None
-    """Temperature of these responses; without one, a single response is greedy and several have 1."""
+    """Temperature of these responses; null decodes a single response greedily, and samples several at 1."""
     seed: int = 0
     """Seed of the data order and of sampling."""
 
@@ -213,20 +213,20 @@ class ScheduleConfig:
     """When prompts are sampled and trained on (`megarl train`)."""
 
     max_staleness: int = 0
-    """Maximum age, in weight versions, of the policy that sampled a trained token: the engines sample the prompts of so
-    many steps ahead while the trainer learns. 0 samples and learns in turn."""
+    """How many versions older than the trainer's the weights that sampled a trained token may be: engines sample the
+    prompts of this many steps ahead while the trainer learns. 0 alternates between sampling and learning."""
     window: int = 1
-    """A batch may pass over groups that are still being sampled, but fewer than this many later groups may be trained
-    before any of them. 1: strictly in the order of the draws. Adds up to ceil((window - 1) / prompts_per_step) versions
-    of staleness."""
+    """How far a batch may reorder: it may skip groups that are still being sampled, as long as fewer than this many
+    later groups are trained before any of them. 1 trains strictly in the order of the draws. Adds up to
+    ceil((window - 1) / prompts_per_step) versions of staleness."""
     in_flight: str = "wait"
-    """Responses that are being sampled when new weights come: wait lets them end first; recompute lets them go on with
-    the new weights, under which the engine computes their keys and values anew; keep lets them go on with the keys and
-    values that they have, of older weights: nothing is computed twice, and no policy is exactly that which sampled.
-    Engines that share GPUs with the trainer are cut off from them while it learns, and cannot keep anything."""
+    """Responses in flight when new weights arrive: wait finishes them first; recompute continues them with the new
+    weights, with which the engine recomputes their KV cache; keep continues them on the KV cache of the older weights,
+    so nothing is computed twice, but no single policy is exactly the one that sampled. Engines that share GPUs with the
+    trainer lose their KV cache while it learns, so they cannot keep it."""
     corrected: bool = True
-    """With max_staleness above 0 and nothing else that weighs for it, adds truncated importance weights up to 2 to
-    algorithm.corrections, beside the masks there: token_importance, or sequence_mean_importance for losses with one
+    """With max_staleness above 0 and nothing else that weights for it, add importance weights truncated at 2 to
+    algorithm.corrections, beside any masks there: token_importance, or sequence_mean_importance for losses with one
     ratio per response."""
 
 
@@ -241,13 +241,13 @@ class SftConfig:
     messages_column: str = "messages"
     """Column of the conversations."""
     steps: int = 100
-    """Optimizer steps at most."""
+    """Most optimizer steps."""
     sequences_per_step: int = 128
-    """Conversations of one optimizer step."""
+    """Conversations per optimizer step."""
     eval_every: int = 25
-    """Steps between measurements on eval_files."""
+    """Steps between evaluations on eval_files."""
     stop_at_exact_match: float | None = None
-    """End as soon as greedy decoding would reproduce this share of the eval responses exactly."""
+    """Stop once greedy decoding would reproduce this share of the held-out responses exactly."""
 
 
 @dataclass
@@ -257,18 +257,18 @@ class CheckpointConfig:
     every: int = 0
     """Steps between checkpoints; 0 saves only the last step."""
     keep_last: int = 2
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints are kept."""
     keep_every: int = 0
-    """Checkpoints of steps that this number divides stay for good; 0 is none."""
+    """Also keep, for good, checkpoints of steps that are multiples of this; 0 keeps none."""
     async_save: bool = False
-    """Checkpoints are written while the run goes on. Each rank then keeps a copy of what it saves in host memory, made
-    beside the next rollout."""
+    """Write checkpoints while the run goes on. Each rank then holds a copy of what it saves in host memory, made during
+    the next rollout."""
     resume: str = "auto"
-    """`auto` goes on from the newest checkpoint in output_dir, and starts where there is none. `never` starts, and is
-    refused in a folder that has checkpoints."""
+    """`auto` resumes from the newest checkpoint in output_dir, or starts a new run if there is none. `never` starts a
+    new run, and refuses a folder that has checkpoints."""
     on_signal: bool = False
-    """On, SIGTERM and SIGHUP let the present step end and be saved before the run ends, and in a Slurm job the run
-    saves and ends by itself when its time is too short for another step. Off, these signals end it at once."""
+    """true: on SIGTERM or SIGHUP the run finishes and saves the current step before it ends, and in a Slurm job it
+    saves and ends by itself when the time left is too short for another step. false: these signals end it at once."""
 
 
 @dataclass
@@ -282,9 +282,9 @@ class TrackingConfig:
     run_name: str = "run"
     """Name of the run in wandb and mlflow."""
     warn_after_steps: int = 3
-    """Steps in a row that a metric has to be bad before a warning, and good before it ends."""
+    """Steps in a row that a metric must be bad before a warning, and good again before the warning ends."""
     warn_entropy_fraction: float | None = 0.1
-    """Warn if policy/entropy falls below this share of the run's first; null never does."""
+    """Warn if policy/entropy falls below this share of its first value in the run; null never does."""
     warn_kl_to_reference: float | None = 1.0
     """Warn if policy/kl_to_reference, in nats per token, is above this; null never does."""
     warn_kl_to_old: float | None = 0.1
@@ -292,17 +292,17 @@ class TrackingConfig:
     warn_log_prob_difference: float | None = 0.05
     """Warn if log_prob_difference/mean, in nats, is above this; null never does."""
     warn_no_signal: float | None = 0.9
-    """Warn if the share of groups without a difference in reward is above this; null never does."""
+    """Warn if the share of groups whose rewards are all equal is above this; null never does."""
     warn_truncated_fraction: float | None = 0.5
-    """Warn if the share of responses that ran into the limit is above this; null never does."""
+    """Warn if the share of responses truncated at max_response_tokens is above this; null never does."""
     warn_timed_out_fraction: float | None = 0.5
     """Warn if reward/undecided_fraction, of responses that took too long to score, is above this; null never does."""
     warn_expert_imbalance: float | None = 8.0
-    """Warn if experts/imbalance_mean, a busiest expert's load over the mean, is above this; null never does."""
+    """Warn if experts/imbalance_mean, the load of the busiest expert over the mean, is above this; null never does."""
     profile: int | None = None
-    """Step of which a timeline is written, of its processes, for Perfetto: profiles/step_N.json; null is none."""
+    """Step whose processes are recorded in a timeline for Perfetto, profiles/step_N.json; null is none."""
     peak_tflops: float | None = None
-    """Peak of a rank's GPU in bfloat16, for throughput/mfu; null takes the data sheet's of a known GPU."""
+    """Peak bf16 TFLOP/s of a rank's GPU, for throughput/mfu; null takes the data sheet's value for known GPUs."""
 
 
 @dataclass
@@ -310,11 +310,11 @@ class MegarlConfig:
     """One run."""
 
     output_dir: str = MISSING
-    """Everything the run writes: metrics, checkpoints, exports."""
+    """Folder of everything the run writes: metrics, checkpoints, exports."""
     model: ModelConfig = field(default_factory=ModelConfig)
     megatron: dict[str, Any] = field(default_factory=dict)
-    """Fields of megatron-core's TransformerConfig, OptimizerConfig, DistributedDataParallelConfig and of its learning
-    rate scheduler, by their own names."""
+    """Fields of megatron-core's TransformerConfig, OptimizerConfig and DistributedDataParallelConfig and of its
+    learning-rate scheduler, by their own names."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
@@ -322,7 +322,7 @@ class MegarlConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     teachers: dict[str, TeacherConfig] = field(default_factory=dict)
-    """Models that the policy is distilled from, by names of your own."""
+    """Teachers that the policy is distilled from, under names of your choice."""
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     implicit_reward_model: ImplicitRewardModelConfig = field(default_factory=ImplicitRewardModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
