@@ -1,1 +1,1 @@
-"""The models of a run on disk and in their ranks: the policy, and those beside it."""
+"""The models of a run, on disk and in their ranks: the policy and the auxiliary models."""

@@ -1,4 +1,4 @@
-"""The models beside the policy: critic, teachers, reward model. Each has ranks and parallel sizes of its own."""
+"""Auxiliary models: critic, teachers, reward models. Each has its own ranks and parallel sizes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,59 +20,59 @@ from megatron_ext.options.options import MegatronOptions
 
 @dataclass(frozen=True)
 class Teacher:
-    """A model that the policy is distilled from, and the prompts it is for."""
+    """A model that the policy is distilled from."""
 
     group: TrainerGroup
     settings: TeacherConfig
 
     def teaches(self, prompt: Prompt) -> bool:
-        """Whether the responses to `prompt` are compared with this teacher."""
+        """Whether this teacher is for the data source of `prompt`."""
         return self.settings.teaches(prompt.data_source)
 
 
 @dataclass(frozen=True)
 class AuxiliaryModels:
-    """The models that the algorithm asks for, all others None."""
+    """The auxiliary models that the algorithm needs; None for all others."""
 
     critic: TrainerGroup | None = None
-    """Values of tokens; trained."""
+    """Predicts a value per token; trained."""
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     reward_model: TrainerGroup | None = None
-    """Scores of whole responses."""
+    """Scores whole responses; frozen."""
     implicit_reward_model: TrainerGroup | None = None
-    """A language model whose log-ratio to what it was is the reward of a token; trained."""
+    """A language model whose log-ratio to its initial state rewards each token; trained."""
 
     @property
     def groups(self) -> list[TrainerGroup]:
-        """All of them."""
+        """All auxiliary models, teachers included."""
         others = (self.critic, self.reward_model, self.implicit_reward_model)
         return [group for group in (*others, *(each.group for each in self.teachers.values())) if group is not None]
 
     @property
     def trained(self) -> dict[str, TrainerGroup]:
-        """The trained ones, which a checkpoint must hold, by name."""
+        """The trained models by name, which a checkpoint must hold."""
         groups = {"critic": self.critic, "implicit_reward_model": self.implicit_reward_model}
         return {name: group for name, group in groups.items() if group is not None}
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """An auxiliary model that a configuration asks for."""
+    """An auxiliary model that a configuration needs."""
 
     key: str
-    """Its group of keys."""
+    """Configuration group, such as "critic"."""
     settings: ModelGroup
     path: Path
-    """The HuggingFace folder it begins with."""
+    """HuggingFace folder with the initial weights."""
     head: Head = "language_model"
-    """With "value" it gives a value for each token, and no log-probs."""
+    """With "value" the model predicts a value per token instead of log-probs."""
     keeps_reference: bool = False
-    """Whether its ranks keep a copy of the first weights."""
+    """Whether the ranks keep a copy of the initial weights."""
     is_trained: bool = False
-    """Whether it is trained beside the policy, and not only asked."""
+    """Whether the model is trained beside the policy; if not, it is frozen."""
 
     def build(self, group: TrainerGroup, total_steps: int) -> None:
-        """Make the model in started ranks, for so many optimizer steps."""
+        """Build the model in started ranks, for `total_steps` optimizer steps."""
         if self.is_trained:
             group.build(self.path, None, total_steps, reference=self.keeps_reference, head=self.head)
         else:
@@ -80,7 +80,7 @@ class Wanted:
 
 
 def wanted_auxiliary(config: MegarlConfig) -> dict[str, Wanted]:
-    """The auxiliary models that a configuration asks for, by the names of their processes."""
+    """The auxiliary models that a configuration needs, by the names of their roles."""
     sources = ADVANTAGES[config.algorithm.advantage].sources
     own, critic, reward_model = Path(config.model.path), config.critic, config.reward_model
     implicit = config.implicit_reward_model
@@ -100,18 +100,18 @@ def wanted_auxiliary(config: MegarlConfig) -> dict[str, Wanted]:
 
 
 def wants_teachers(config: MegarlConfig) -> bool:
-    """Whether a configuration asks for teachers, and has some."""
+    """Whether a configuration has teachers and the algorithm uses them."""
     asked = Source.TEACHERS in ADVANTAGES[config.algorithm.advantage].sources
     return bool(config.teachers) and (asked or config.algorithm.distillation_coefficient > 0)
 
 
 def auxiliary_options(config: MegarlConfig) -> dict[str, MegatronOptions]:
-    """Megatron's options for each auxiliary model, by the names of their processes."""
+    """Megatron options of each auxiliary model, by the names of their roles."""
     return {name: megatron_options(config, each.settings) for name, each in wanted_auxiliary(config).items()}
 
 
 def trained_auxiliary(config: MegarlConfig) -> list[str]:
-    """The names of auxiliary models that are trained beside the policy."""
+    """Names of the auxiliary models that are trained beside the policy."""
     return [name for name, each in wanted_auxiliary(config).items() if each.is_trained]
 
 
@@ -154,9 +154,10 @@ def open_auxiliary(
     place: Callable[[MegatronOptions, str], TrainerGroup],
     made: Callable[[TrainerGroup], None],
 ) -> AuxiliaryModels:
-    """Start the ranks of all auxiliary models and make the models.
+    """Start the ranks of all auxiliary models and build the models in them.
 
-    `place` gives the ranks of one, by its name; `made` is called with those of each whose model has been made.
+    `place` returns the ranks of a model, given its options and role name. `made` is called with the ranks of each model
+    once it is built.
     """
     wanted = wanted_auxiliary(config)
     groups = {name: place(options, name) for name, options in auxiliary_options(config).items()}

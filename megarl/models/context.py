@@ -1,4 +1,4 @@
-"""How many tokens an engine takes of a prompt and its response, as far as that is known before it starts."""
+"""Context length of an engine, as far as it is known before the engine starts."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,9 +11,9 @@ from megarl.schema import MegarlConfig
 
 
 def known_context(config: MegarlConfig) -> int:
-    """Tokens that the engine's arguments limit a prompt and its response to, or else the model's config.json.
+    """Most tokens of a prompt and its response, by the engine's arguments or else by the model's config.json.
 
-    With YaRN (arXiv 2309.00071) engines take the stretched length, whatever `max_position_embeddings` says of it.
+    With YaRN (arXiv:2309.00071) engines use the extended length, even if `max_position_embeddings` is the original one.
     """
     if given := engine_kind(config.rollout.engine).context(config.rollout.engine_args):
         return given
@@ -24,7 +24,7 @@ def known_context(config: MegarlConfig) -> int:
 
 
 def check_context(config: MegarlConfig, prompts: Iterable[Sequence[int]]) -> None:
-    """Raise UserError if the longest prompt and a response of the longest kind do not fit an engine's context."""
+    """Raise UserError if the longest prompt and a response of full length do not fit into an engine's context."""
     limit, response = known_context(config), config.rollout.max_response_tokens
     prompt = max(map(len, prompts), default=0)
     if prompt + response > limit:

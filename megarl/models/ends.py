@@ -1,4 +1,4 @@
-"""Tokens at which responses of a model end: which its folder names, and how an export names more."""
+"""End tokens of a model's responses: reading them from its folder, and adding some in an export."""
 
 import json
 from collections.abc import Iterable
@@ -14,12 +14,12 @@ _GENERATION_CONFIG = "generation_config.json"
 
 
 def stop_token_ids(folder: Path, tokenizer: PreTrainedTokenizerBase, extra: Iterable[int] = ()) -> tuple[int, ...]:
-    """Tokens at which responses of the model in a folder end, and the `extra` ones."""
+    """Ids of the tokens that end a response: the tokenizer's, those that files of the folder name, and `extra`."""
     return tuple(sorted({tokenizer.eos_token_id, *extra, *named_ends(folder)} - {None}))
 
 
 def name_ends(folder: Path, ends: Iterable[int]) -> None:
-    """Have the generation_config.json of a model name more tokens at which its responses end."""
+    """Add end tokens to the generation_config.json of a model, durably."""
     file = folder / _GENERATION_CONFIG
     present = read_json(file) if file.exists() else {}
     named = list(dict.fromkeys([*named_ends(folder), *ends]))
@@ -29,13 +29,13 @@ def name_ends(folder: Path, ends: Iterable[int]) -> None:
 
 
 def named_ends(folder: Path) -> list[int]:
-    """Tokens at which responses end by the files that an engine reads, whatever the tokenizer's own end is."""
-    # Engines read config.json where generation_config.json is absent; SGLang does in any case.
+    """Ids of the end tokens in the files that an engine reads; the tokenizer's own is not added."""
+    # Engines read config.json if generation_config.json is absent; SGLang always reads it.
     return _ends_in(folder / _GENERATION_CONFIG) or _ends_in(folder / CONFIG)
 
 
 def _ends_in(file: Path) -> list[int]:
-    """The end tokens that a file names, which may be absent."""
+    """The end tokens that a file names; [] if it does not exist. Raises UserError for what is no token id."""
     named = read_json(file).get("eos_token_id") if file.exists() else None
     ends = [end for end in (named if isinstance(named, list) else [named]) if end is not None]
     if wrong := [end for end in ends if type(end) is not int or end < 0]:

@@ -1,4 +1,4 @@
-"""The policy as it lies on disk, checked before any process starts."""
+"""The policy on disk, checked before any process starts."""
 
 from dataclasses import dataclass
 from math import lcm
@@ -31,12 +31,12 @@ _SIZES = (
     *("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
     *("num_experts", "n_routed_experts", "moe_intermediate_size"),
 )
-"""Fields of a config.json by which a model is known."""
+"""Fields of config.json that must agree with the model that a recipe names."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """The policy as it lies on disk: what it is and how its tokens are made."""
+    """The policy on disk: its architecture, tokenizer and end tokens."""
 
     folder: Path
     megatron_checkpoint: Path | None
@@ -47,14 +47,15 @@ class Model:
 
     @property
     def without_prediction_layers(self) -> Architecture:
-        """The architecture of engines that do not draft: they leave out layers for multi-token prediction."""
+        """The architecture without multi-token-prediction layers, as in engines that do not draft with them."""
         return self.architecture.without_mtp
 
 
 def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
-    """Read the model's folders, checked whole: a missing or misshapen tensor is found here.
+    """Read the model's folders, and check every tensor of the checkpoint by name and shape.
 
-    Raises UserError for what cannot be trained.
+    Raises UserError for a checkpoint that is incomplete or does not fit its config.json, and for stop tokens outside
+    the vocabulary.
     """
     folder = Path(config.path)
     megatron_checkpoint = Path(config.megatron_checkpoint) if config.megatron_checkpoint else None
@@ -74,7 +75,7 @@ def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
 
 
 def check_name(config: ModelConfig) -> None:
-    """Raise UserError if a recipe that names its model has been given one of other sizes."""
+    """Raise UserError if the model differs in size from the one that the recipe names (`model.name`)."""
     if config.name is None:
         return
     folder = Path(config.path)
@@ -92,7 +93,7 @@ def _is_below(folder: Path, root: Path) -> bool:
 
 
 def check_trainable(model: Model, options: MegatronOptions, algorithm: AlgorithmConfig) -> None:
-    """Raise UserError for a policy that cannot be trained with these options, by this algorithm."""
+    """Raise UserError if the policy cannot be trained with these options and this algorithm."""
     check_not_in_fp8(model.folder)
     check_layout(model.architecture, options)
     check_routers(model.architecture, options)
@@ -101,7 +102,7 @@ def check_trainable(model: Model, options: MegatronOptions, algorithm: Algorithm
 
 
 def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
-    """Raise UserError if the model cannot be cut by the parallel layout, or the options are those of another model."""
+    """Raise UserError if the model cannot be split by the parallel layout, or options contradict its architecture."""
     megatron_layout(architecture, options.parallel, module_names="local")
     without_model_fields(architecture, options.transformer)
     options.check_widths(architecture.transformer_config)
@@ -120,7 +121,7 @@ def _check_adapter(architecture: Architecture, adapter: AdapterOptions, parallel
 
 
 def check_replay(architecture: Architecture, algorithm: AlgorithmConfig) -> None:
-    """Raise UserError if the routing of a model is to be replayed that has none."""
+    """Raise UserError if routing is to be replayed and the model has no routers."""
     if algorithm.router_replay != "none" and not architecture.transformer_config.get("num_moe_experts"):
         raise UserError(
             f"algorithm.router_replay={algorithm.router_replay} sends tokens to the experts that the engine chose, and"
@@ -129,7 +130,7 @@ def check_replay(architecture: Architecture, algorithm: AlgorithmConfig) -> None
 
 
 def check_routers(architecture: Architecture, options: MegatronOptions) -> None:
-    """Raise UserError if the routers of a model are to be trained in a way of their own, or not, that has none."""
+    """Raise UserError for router options (losses, freezing) if the model has no routers."""
     wanted = [name for name in ("moe_z_loss_coeff", "moe_aux_loss_coeff") if _is_set(options.transformer.get(name))]
     wanted = [f"megatron.{name}" for name in wanted] + ["model.freeze_moe_router"] * options.freeze_moe_router
     if wanted and not architecture.transformer_config.get("num_moe_experts"):
@@ -141,9 +142,10 @@ def _is_set(coefficient: float | list[float] | None) -> bool:
 
 
 def check_prediction_layers(architecture: Architecture, options: MegatronOptions, beside: str | None = None) -> None:
-    """Raise UserError if the multi-token-prediction layers of a model cannot be trained, or left alone, as asked.
+    """Raise UserError if multi-token-prediction layers cannot be trained, or left untrained, with these options.
 
-    The model is the policy, or that of the group of keys `beside`, whose layers are always left alone.
+    The model is the policy, or with `beside` the auxiliary model of that configuration group, whose prediction layers
+    are never trained.
     """
     if not architecture.mtp_layers:
         return
@@ -168,7 +170,7 @@ def check_prediction_layers(architecture: Architecture, options: MegatronOptions
 
 
 def check_not_in_fp8(folder: Path) -> None:
-    """Raise UserError if the weights in a folder, which are to be trained, are in FP8."""
+    """Raise UserError if the weights in a folder are in FP8, which cannot be trained."""
     if is_block_fp8(read_json(folder / CONFIG)):
         raise UserError(
             f"{folder} is in FP8, and the weights that are trained are not: make a folder in bf16 of it, by megarl"
@@ -177,7 +179,10 @@ def check_not_in_fp8(folder: Path) -> None:
 
 
 def check_held(model: Model, rollout: RolloutConfig) -> None:
-    """Raise UserError if engines cannot hold the weights that are trained as `rollout.weights` says."""
+    """Raise UserError if engines cannot hold the model in the form of `rollout.weights`, split as configured.
+
+    Raises it, too, if engines are to draft with multi-token-prediction layers and the model has none.
+    """
     in_number_format(rollout, read_json(model.folder / CONFIG))
     check_cut(model.without_prediction_layers, rollout)
     if engine_kind(rollout.engine).drafts(rollout.engine_args) and not model.architecture.mtp_layers:
@@ -188,7 +193,7 @@ def check_held(model: Model, rollout: RolloutConfig) -> None:
 
 
 def check_cut(architecture: Architecture, rollout: RolloutConfig) -> None:
-    """Raise UserError if the model cannot be cut over the workers of an engine as `rollout.engine_args` says."""
+    """Raise UserError if the model cannot be split over the workers of an engine as `rollout.engine_args` says."""
     matrices, experts, stages = engine_kind(rollout.engine).cuts(rollout.engine_args)
     if stages.parts > architecture.num_layers:
         raise UserError(
@@ -209,7 +214,7 @@ def check_cut(architecture: Architecture, rollout: RolloutConfig) -> None:
 
 
 def check_loadable(model: Model, machines: int) -> None:
-    """Raise UserError if engines cannot load the weights that the ranks begin with."""
+    """Raise UserError if engines on several `machines` cannot load the initial weights from `model.path`."""
     if model.megatron_checkpoint is None:
         return
     try:
@@ -223,7 +228,7 @@ def check_loadable(model: Model, machines: int) -> None:
 
 
 def check_ends(model: Model) -> None:
-    """Raise UserError if no token ends a response, so that each would have as many tokens as it may."""
+    """Raise UserError if no token ends a response, since then every response would have full length."""
     if not model.stop_token_ids:
         raise UserError(
             f"no token would end a response: neither tokenizer_config.json of {model.folder} names an eos_token, nor"
