@@ -1,1 +1,1 @@
-"""A run from its opening to its checkpoints: what all programs share."""
+"""A run from its start to its checkpoints: code that all programs share."""

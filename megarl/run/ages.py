@@ -1,4 +1,4 @@
-"""How old tokens are, or get, until they are trained on: no older than the schedule allows."""
+"""Age of tokens when they are trained on, and checks that it stays within the bound of the schedule."""
 
 from collections.abc import Iterable, Mapping
 
@@ -10,18 +10,18 @@ from megarl.schema import MegarlConfig
 
 
 def oldest_version(turns: Iterable[Turn]) -> int | None:
-    """The version of the oldest token that was sampled; None if none was."""
+    """Version of the oldest sampled token of `turns`; None without any."""
     versions = [distinct(turn.versions) for turn in turns]
     return min((int(each.min()) for each in versions if len(each)), default=None)
 
 
 def oldest_of_group(group: PromptGroup) -> int | None:
-    """The version of the oldest token of a group that is trained on."""
+    """Version of the oldest sampled token in the trajectories of a group; None without any."""
     return oldest_version(turn for each in group.trajectories for turn in each.turns)
 
 
 def check_ages(groups: Iterable[PromptGroup], version: int, bound: int) -> None:
-    """Raise RuntimeError if a group that is trained on at `version` has tokens that are older than the `bound`."""
+    """Raise RuntimeError if a group to train on at `version` has tokens more than `bound` versions old."""
     for group in groups:
         oldest = oldest_of_group(group)
         if oldest is not None and version - oldest > bound:
@@ -34,9 +34,10 @@ def check_ages(groups: Iterable[PromptGroup], version: int, bound: int) -> None:
 def check_carried_over(
     oldest: Mapping[int, int | None], schedule: Schedule, changed: str, config: MegarlConfig
 ) -> None:
-    """Raise UserError if tokens of a checkpoint would be too old when the schedule comes to train on them.
+    """Raise UserError if tokens of a checkpoint may be too old by the time the schedule trains on them.
 
-    `oldest` has the version of each draw's oldest token.
+    `oldest` maps the ordinal of each draw to the version of its oldest token, `changed` lists changed settings of the
+    schedule for the message.
     """
     latest = schedule.latest_versions()
     told = f" ({changed} in the checkpoint)" if changed else ""

@@ -1,4 +1,4 @@
-"""The batches of a run's optimizer steps, drawn from data that is there before the step, and where that stands."""
+"""The batches of a run that trains on given data, one per optimizer step, and their position in a checkpoint."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,17 +18,17 @@ _FIELD = "field."
 
 
 class StepBatch(NamedTuple):
-    """The batch of one optimizer step, and the metrics of how it was made."""
+    """The batch of one optimizer step, and metrics of its making."""
 
     batch: RaggedBatch
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class BatchStream:
-    """Batches, one for each step. A checkpoint keeps where the sampler is, and what is drawn and not trained on yet.
+    """Yields one batch per step. A checkpoint keeps the sampler's position and the batches not trained on yet.
 
-    `make` draws with the sampler for the step after the given one, or for some steps at once; nothing, where there is
-    nothing to learn any more.
+    `make(sampler, step)` draws the batch for the step after `step`, or batches for several steps; none if there is
+    nothing left to learn.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class BatchStream:
         self._waiting = deque(waiting)
 
     def after(self, step: int) -> StepBatch | None:
-        """Draw for the step after `step`; None if there is none."""
+        """Return the batch for the step after `step`; None if there is none."""
         if not self._waiting:
             self._waiting.extend(self._make(self._sampler, step))
         return self._waiting.popleft() if self._waiting else None
 
     def save(self, write: WriteFile) -> dict[str, Any]:
-        """Let what waits be written, if anything does; the rest of the state."""
+        """Pass the waiting batches, if any, to `write`; returns the rest of the state."""
         if self._waiting:
             tensors = {f"{i}.{name}": t for i, each in enumerate(self._waiting) for name, t in _tensors(each.batch)}
             write(_FILE, map(save, [tensors]))
@@ -58,7 +58,7 @@ class BatchStream:
 
 
 def read_waiting(folder: Path, state: Mapping[str, Any]) -> list[StepBatch]:
-    """The batches that waited when `BatchStream.save` gave the `state`."""
+    """Read the waiting batches that `BatchStream.save` wrote with `state`."""
     tensors = load_file(folder / _FILE) if state["waiting"] else {}
     waiting = []
     for index, each in enumerate(state["waiting"]):

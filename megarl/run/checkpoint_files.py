@@ -1,4 +1,4 @@
-"""Files that the controller itself writes to a checkpoint: by a thread, beside the ranks, which write their own."""
+"""The controller's own files of a checkpoint, which a thread writes while the ranks write theirs."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -13,11 +13,11 @@ from megatron_ext.checkpoint.writing_thread import WritingThread
 
 Piece: TypeAlias = bytes | memoryview
 WriteFile: TypeAlias = Callable[[str, Iterable[Piece]], None]
-"""Writes a file of this name, at once or later: the pieces are made when they are written."""
+"""(file name, pieces): writes a file, now or later; pieces are generated as they are written."""
 
 
 def at_once(folder: Path) -> WriteFile:
-    """A way to write files of a folder while the caller waits. It raises OSError, and what making the pieces does."""
+    """Return a function that writes files of `folder` synchronously. It raises OSError and errors of the pieces."""
 
     def write(name: str, pieces: Iterable[Piece]) -> None:
         _write(folder / name, pieces, threading.Event())
@@ -26,37 +26,37 @@ def at_once(folder: Path) -> WriteFile:
 
 
 class CheckpointFiles:
-    """Files of a folder, which are written one after the other from `start` on. The caller goes on meanwhile.
+    """Writes files of a folder one after the other, in a background thread that `start` begins.
 
-    They are on the disk itself once `is_written`: whoever names the checkpoint has to ask.
+    Files are durable only once `is_written`: check before committing the checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._waiting: list[tuple[Path, Iterable[Piece]]] = []
         self.written: list[Written] = []
-        """The files, whole: all of them once `is_written`."""
+        """The files written so far: all of them once `is_written`."""
         self._is_ended = threading.Event()
         self._thread = WritingThread(self._write_all)
 
     def write(self, name: str, pieces: Iterable[Piece]) -> None:
-        """Let a file be written after those before; no more can be asked for after `start`."""
+        """Queue a file; only before `start`."""
         self._waiting.append((self._folder / name, pieces))
 
     def start(self) -> None:
-        """Begin to write."""
+        """Begin to write the queued files."""
         self._thread.start()
 
     def is_written(self) -> bool:
-        """Whether all is on disk. Raises what ended the writing, as OSError."""
+        """Whether all files are durable on disk. Raises the exception that ended the writing."""
         return self._thread.is_done()
 
     def wait(self) -> float:
-        """Return when all is on disk: the seconds that it took. Raises as `is_written`."""
+        """Wait until all files are durable; returns the seconds that writing took. Raises as `is_written`."""
         return self._thread.wait()
 
     def end(self) -> None:
-        """Return when nothing is written any more, even if it is not all there, or was never begun."""
+        """Stop writing, and wait until the thread has ended; files may be incomplete, or never begun."""
         self._is_ended.set()
         self._thread.wait_for_its_end()
 
@@ -65,7 +65,7 @@ class CheckpointFiles:
             path, pieces = self._waiting.pop(0)
             self.written.append(_write(path, pieces, self._is_ended))
             sync(path)
-            # With it goes what the pieces are made of, which may be as large as the file.
+            # The pieces may keep data as large as the file alive.
             del pieces
 
 
@@ -73,7 +73,7 @@ def _write(path: Path, pieces: Iterable[Piece], is_ended: threading.Event) -> Wr
     nbytes = checksum = 0
     left = iter(pieces)
     with path.open("wb") as file:
-        # Whoever ended it may have ended, too, what the next piece would be made of.
+        # Check before each piece: the caller of `end` may already have closed the source of the next one.
         while not is_ended.is_set() and (piece := next(left, None)) is not None:
             file.write(piece)
             nbytes += memoryview(piece).nbytes

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: found before it starts, written as it goes, in one shape for every command that trains."""
+"""The checkpoints of a run: found before it starts, written as it goes, in one format for all commands that train."""
 
 import copy
 import time
@@ -24,7 +24,7 @@ from megatron_ext.options.options import AdapterOptions
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete one: the ranks read the `folder`, the controller the `state`."""
+    """A complete checkpoint: the ranks read `folder`, the controller reads `state`."""
 
     folder: Path
     state: Mapping[str, Any]
@@ -36,14 +36,14 @@ class Checkpoint:
 
 
 def checkpoints_folder(config: MegarlConfig) -> Path:
-    """Where the checkpoints of a run are."""
+    """Folder of a run's checkpoints."""
     return Path(config.output_dir) / CHECKPOINTS
 
 
 def latest_checkpoint(config: MegarlConfig, command: str) -> Checkpoint | None:
-    """Checkpoint that a run of `megarl COMMAND` continues from; None for a new run.
+    """Find the checkpoint that a run of `megarl COMMAND` resumes from; None for a new run.
 
-    Raises UserError if it may not continue from one, or if another command wrote it.
+    Raises UserError if there is one and `checkpoint.resume` is never, or if another command wrote it.
     """
     root = checkpoints_folder(config)
     iterations = checkpoint_folder.complete_iterations(root)
@@ -65,16 +65,16 @@ def latest_checkpoint(config: MegarlConfig, command: str) -> Checkpoint | None:
 
 
 def _as_written_now(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state with the keys of today: megarl sft, dpo, reward-model and spin have written others."""
+    """Convert a state to the current keys: megarl sft, dpo, reward-model and spin used to write others."""
     if "batches" not in state:
         return state
     return {**state, **state["batches"], "has_converged": state["is_enough"]}
 
 
 def check_trained_alike(folder: Path, architecture: Architecture, adapter: AdapterOptions | None) -> None:
-    """Raise UserError unless a checkpoint holds the adapter that is trained now, or weights if none is.
+    """Raise UserError unless the checkpoint holds what this run trains: the same adapter, or whole weights.
 
-    `architecture` is that of the model.
+    `architecture` is that of the model, `adapter` the adapter to train, or None to train the weights.
     """
     held = read_adapter_config(folder) if (folder / ADAPTER_CONFIG).exists() else None
     if held is None and adapter is None:
@@ -100,7 +100,7 @@ def check_trained_alike(folder: Path, architecture: Architecture, adapter: Adapt
 
 
 def _factors(architecture: Architecture, lora: Lora) -> Set[str]:
-    """The names of an adapter's tensors; none of one that is not of this model."""
+    """Names of an adapter's tensors in the model; empty if the adapter does not fit it."""
     try:
         return adapter_architecture(architecture, lora).hf_shapes.keys()
     except UserError:
@@ -108,7 +108,7 @@ def _factors(architecture: Architecture, lora: Lora) -> Set[str]:
 
 
 class CheckpointFailed(RunFailed):
-    """A checkpoint could not be written for want of a disk that answers, here or on the machine of a rank."""
+    """A checkpoint could not be written because a disk does not answer, here or on the machine of a rank."""
 
     details = ""
 
@@ -120,7 +120,7 @@ class CheckpointFailed(RunFailed):
 
 @dataclass
 class _Pending:
-    """A checkpoint that is being written: its step, the controller's own files, and all else that it knows."""
+    """A checkpoint in the making: its step, the controller's files and state."""
 
     step: int
     files: CheckpointFiles
@@ -130,9 +130,10 @@ class _Pending:
 class Checkpoints:
     """Writes the checkpoints of a run, one at a time; with `checkpoint.async_save` the run goes on meanwhile.
 
-    A checkpoint has the state of the moment when it was begun. The next run can continue from it once every rank has
-    written its part and `complete` has run. `models` are those that learn, the policy's name is "".
-    A context manager: at its end the last checkpoint is completed, or taken away if the run failed.
+    A checkpoint holds the state of the moment when it was begun. A run can resume from it once every rank has written
+    its part and `complete` has run. `models` are the trained models by name; the policy's name is "".
+
+    A context manager: on exit, completes the last checkpoint, or removes it if the run failed.
     """
 
     def __init__(self, config: MegarlConfig, command: str, models: Mapping[str, TrainerGroup]) -> None:
@@ -145,9 +146,9 @@ class Checkpoints:
     def save(self, step: int, state_in: Callable[[WriteFile], Mapping[str, Any]]) -> None:
         """Begin a checkpoint after `step`, once the one before is complete; without `async_save`, complete it, too.
 
-        `state_in` gives the state of the controller, and files of it to a function that lets them be written while the
-        ranks write theirs; the checkpoint is complete no sooner than these are on disk. Raises UserError where the disk
-        has no room, CheckpointFailed where it does not answer.
+        `state_in(write)` returns the controller's state, and passes its files to `write`, which queues them to be
+        written while the ranks write theirs. Raises UserError if the disk is full, CheckpointFailed if it does not
+        answer.
         """
         started = time.perf_counter()
         self.complete()
@@ -166,7 +167,7 @@ class Checkpoints:
             self.complete()
 
     def complete_if_written(self) -> None:
-        """Complete the last checkpoint, if that takes no waiting for a disk. Raises what ended the writing."""
+        """Complete the last checkpoint if everything is written, without waiting. Raises as `save`."""
         if self._pending is None:
             return
         with self._abandoned_on_error():
@@ -176,11 +177,11 @@ class Checkpoints:
             self.complete()
 
     def complete(self) -> None:
-        """Wait for the last checkpoint, if it is not complete, and make it the one that the next run continues from."""
+        """Wait until the last checkpoint is written, and make it the one to resume from. Raises as `save`."""
         if self._pending is None:
             return
         with self._abandoned_on_error():
-            # First what needs no rank: a disk without room is told of before they have ended.
+            # The controller's files first: a full disk is reported without waiting for the ranks.
             own_writing_s = self._pending.files.wait()
             writing_s = max([own_writing_s, *(model.finish_save() for model in self._models.values())])
             written_s = time.monotonic()
@@ -192,16 +193,16 @@ class Checkpoints:
         note_progress()
 
     def expected_seconds(self) -> tuple[float, float]:
-        """How long the next checkpoint may take, as the longest so far, and how much of that is left for the last one.
+        """Seconds that the next checkpoint may take (the longest so far), and those left for the one being written.
 
-        Its disks are counted, not the steps beside which they write.
+        Counts the time of writing itself, not of the steps that run meanwhile.
         """
         gone_s = 0.0 if self._pending is None else time.monotonic() - self._begun_at_s
         longest_s = max(self._longest_s, gone_s)
         return longest_s, 0.0 if self._pending is None else longest_s - gone_s
 
     def take_metrics(self) -> dict[str, float]:
-        """How long saves have waited for the one before, since the last time."""
+        """Seconds that saves waited for the checkpoint before, since the last call."""
         waited, self._waited_s = self._waited_s, 0.0
         return {"seconds/checkpoint_wait": waited} if self._config.async_save else {}
 
@@ -222,7 +223,7 @@ class Checkpoints:
 
     def _abandon(self) -> None:
         if self._pending is not None:
-            # Or its thread would go on, with values that end with the run, where the next one may write.
+            # Otherwise its thread would go on writing into the folder, where the next run may write.
             self._pending.files.end()
             checkpoint_folder.abandon(self._root, self._pending.step)
             self._pending = None

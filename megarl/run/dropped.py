@@ -1,4 +1,4 @@
-"""Groups that teach nothing, until the batch is taken for which others took their places."""
+"""Groups that dynamic sampling has dropped, until the batch that reports them is taken."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
@@ -9,10 +9,10 @@ from megarl.data import PromptGroup, Trajectory
 
 
 class Dropped:
-    """Dropped groups, in the order of their draws, that are not reported yet.
+    """Dropped groups that are not reported yet, in the order of their draws.
 
-    A batch reports the groups that were drawn before its last one. Later ones are reported with later batches, so that
-    metrics do not depend on timing.
+    A batch reports the dropped groups that were drawn before its last group. All others are left to later batches, so
+    that metrics do not depend on timing.
     """
 
     def __init__(self, groups: Iterable[PromptGroup] = ()) -> None:
@@ -23,21 +23,21 @@ class Dropped:
 
     @property
     def all(self) -> list[PromptGroup]:
-        """All of them."""
+        """All dropped groups that are not reported yet."""
         return self._groups.copy()
 
     def add(self, group: PromptGroup) -> None:
-        """Keep one more, without the experts of its tokens: they are large, and nothing replays them."""
+        """Add a group, without its routed experts: they are large, and nothing replays them."""
         trajectories = [_without_experts(each) for each in group.trajectories]
         baseline = group.baseline and _without_experts(group.baseline)
         insort(self._groups, group.with_members(trajectories, baseline), key=_ordinal)
 
     def before(self, ordinal: int) -> list[PromptGroup]:
-        """The groups that were drawn before another."""
+        """The groups that were drawn before `ordinal`."""
         return self._groups[: self._place(ordinal)]
 
     def take_before(self, ordinal: int) -> list[PromptGroup]:
-        """The same, which count as reported from now on."""
+        """Remove and return the groups that were drawn before `ordinal`: they count as reported."""
         taken, self._groups = self.before(ordinal), self._groups[self._place(ordinal) :]
         return taken
 

@@ -1,4 +1,4 @@
-"""Conversations that a run learns from: read as its model has them, and where their turns end."""
+"""Conversations that a run trains on: tokenized for its model, and the tokens that end their turns."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,24 +11,24 @@ from megarl.run.opening import RunSetup
 
 
 def read_conversations(setup: RunSetup, files: Sequence[str], column: str, group: str) -> list[Conversation]:
-    """The conversations in a column of parquet files, with ends of turns at which responses of the model end.
+    """Load the conversations in a column of parquet files, tokenized for the model.
 
-    Raises UserError as `load_conversations`; `group` is that of the keys which name files and column.
+    `group` is the configuration group that names files and column, for messages. Raises UserError as
+    `load_conversations`.
     """
     limit, model = setup.config.loop.max_tokens_per_micro_batch, setup.model
     return load_conversations(files, model.tokenizer, column, limit, group, model.stop_token_ids)
 
 
 def with_ends_of(examples: Iterable[Conversation], setup: RunSetup) -> RunSetup:
-    """The setup of a run that learns to end turns as the examples do.
+    """Add the tokens that end turns of the examples to the run's stop tokens and to those its export names.
 
-    Ends at which no response of the model ends, as those of a chat template beside a base model, end the responses of
-    the run, and its export names them; that is said on standard error. Without them the model that is written would
-    go on after each reply, for as long as it may.
+    The chat template may end turns with a token that does not end responses of the model, as with a base model. Without
+    this, the exported model would go on after each reply up to the length limit. Prints a warning if it adds any.
     """
     model = setup.model
     ends = ends_of(examples)
-    # Engines stop at the tokenizer's end, too; whoever generates with transformers reads the files alone.
+    # Compared with the files alone: engines also stop at the tokenizer's end token, but transformers does not.
     setup = replace(setup, learned_ends=tuple(sorted(ends.difference(named_ends(model.folder)))))
     learned = sorted(ends.difference(stop_token_ids(model.folder, model.tokenizer)))
     if not learned:

@@ -1,4 +1,4 @@
-"""Groups until they are scored: what there is of them in a checkpoint, and how they go on from it."""
+"""Groups in flight, until they are scored: their partial samples go into a checkpoint and continue from it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,7 +13,7 @@ from megarl.run.saved_partials import SavedPartial
 
 
 class InFlightGroups:
-    """The requests of groups that are sampled, and, after a restart, of those that are to go on."""
+    """Requests of the groups being sampled, and after a restart the saved tokens of those that are to continue."""
 
     def __init__(self, engines: EngineGroup) -> None:
         self._engines = engines
@@ -26,9 +26,9 @@ class InFlightGroups:
         requests: Sequence[Request],
         on_answered: Callable[[PromptGroup, Sequence[Future]], None],
     ) -> None:
-        """Sample groups, each continuing its saved tokens; `on_answered` gets a group's answers.
+        """Begin sampling groups, each continuing its saved tokens; `on_answered` gets a group's answers.
 
-        There is one request for each group, or, after all of these, as many more.
+        `requests` holds one request per group, optionally followed by a second one per group.
         """
         pending = self._engines.begin_generate(requests, self._take_saved(groups, requests))
         for place, group in enumerate(groups):
@@ -36,18 +36,18 @@ class InFlightGroups:
             when_answered(own, partial(on_answered, group))
 
     def end(self, ordinal: int) -> None:
-        """Forget a group: others have its samples."""
+        """Forget a group whose samples have been handed on."""
         del self._pending[ordinal]
 
     def copy(self, only: Collection[int] | None = None) -> "InFlightGroups":
-        """The same groups, or `only` some of those that are begun, apart from what begins and ends later."""
+        """Snapshot of the groups; `only` restricts those that have begun to these ordinals."""
         copied = InFlightGroups(self._engines)
         copied._pending = {ordinal: own for ordinal, own in self._pending.items() if only is None or ordinal in only}
         copied._saved = self._saved.copy()
         return copied
 
     def partials(self) -> dict[int, Sequence[SavedPartial]]:
-        """Partial samples by group ordinal: of the groups in flight, and of loaded ones that are not begun."""
+        """Partial samples by group ordinal: of groups in flight, and of loaded groups that have not begun."""
         pending = self._pending.copy()
         there = iter(self._engines.partial_turns([each for own in pending.values() for each in own]))
         parts = {
@@ -56,7 +56,7 @@ class InFlightGroups:
         return parts | self._saved
 
     def load(self, partials: Mapping[int, Sequence[SavedPartial]]) -> None:
-        """Let groups go on, when they are begun, behind what there was of them."""
+        """Have groups continue their saved partial samples when they begin."""
         self._saved = dict(partials)
 
     def _take_saved(self, groups: Sequence[PromptGroup], requests: Sequence[Request]) -> list[PartialTurns]:
@@ -69,13 +69,14 @@ class InFlightGroups:
 
 
 def when_answered(pending: Sequence[PendingRequest], on_answered: Callable[[Sequence[Future]], None]) -> None:
-    """Call `on_answered` with the answers of all, once they are there."""
+    """Call `on_answered` with the answers of all requests, once all are there."""
     answers, ended, total = [each.answer for each in pending], count(1), len(pending)
 
     def note(_: Future) -> None:
         if next(ended) == total:
             on_answered(answers.copy())
-            # An answer holds its callback, and this them all: their tokens would stay until a search for garbage.
+            # Each answer refers to its callback, which refers to all answers: break the cycle, so that their tokens are
+            # freed without garbage collection.
             answers.clear()
 
     for each in pending:

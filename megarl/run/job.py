@@ -1,4 +1,4 @@
-"""Everything a run holds: its processes, its data, its position. Made from the configuration, ended with the run."""
+"""Everything that an RL run holds: processes, data and position, built from the configuration."""
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ from megarl.tracking import MetricValue, Tracker
 
 @dataclass(frozen=True)
 class PromptData:
-    """Data and rewards that the policy is trained on."""
+    """The prompts to train on, and the held-out ones."""
 
     prompts: list[Prompt]
     eval_prompts: list[Prompt]
@@ -47,7 +47,7 @@ class PromptData:
 
 @dataclass
 class LoopState:
-    """Where the loop stands. `step` is also the version of the weights: each step makes the next one."""
+    """Position of the training loop. `step` is also the version of the weights: each step makes the next version."""
 
     step: int
     sampler: PromptSampler
@@ -79,7 +79,7 @@ class Job:
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """Number of finished steps."""
         return self.state.step
 
     @property
@@ -88,14 +88,14 @@ class Job:
         return self.state.step >= self.setup.steps
 
     def log(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Give the metrics of the present step to all loggers, with a warning of what goes wrong slowly."""
+        """Pass the metrics of the current step to all loggers, and print warnings of metrics that stay bad."""
         seen = self.alerts.observe(self.state.step, metrics)
         self.tracker.log(self.state.step, {**metrics, **seen.metrics})
         for warning in seen.warnings:
             print(warning, file=sys.stderr, flush=True)
 
     def export(self) -> None:
-        """Write the trained models as HuggingFace folders, which then take the place of earlier ones of this run."""
+        """Write the trained models as HuggingFace folders, replacing earlier exports of this run."""
         self.gpus.switch_to(self.trainer)
         self.setup.export_policy(self.trainer, self.state.step)
         for name, trained in self.auxiliary.trained.items():
@@ -103,7 +103,7 @@ class Job:
             write_export(write, Path(self.config.output_dir) / name, self.state.step)
 
     def save(self) -> None:
-        """Write a checkpoint of the present step, or begin to."""
+        """Write a checkpoint of the current step, or with `checkpoint.async_save` begin to."""
         state = self.state
         self.gpus.switch_to(self.trainer)
         self.checkpoints.save(
@@ -118,9 +118,9 @@ class Job:
 
 @contextmanager
 def open_job(setup: RunSetup) -> Iterator[Job]:
-    """Check everything that can be checked without a process, then start them all; they end with the context.
+    """Check everything that can be checked without a process, then start all processes; they end with the context.
 
-    A run whose output_dir holds a complete checkpoint continues from it, unless `checkpoint.resume` is never.
+    If the setup has a checkpoint, everything continues from it.
     """
     config, model, checkpoint = setup.config, setup.model, setup.checkpoint
     for sentence in without_effect(config):
@@ -169,21 +169,21 @@ def open_job(setup: RunSetup) -> Iterator[Job]:
 
 
 class OptimizerSteps(NamedTuple):
-    """Optimizer steps that models are made for, which is where a decay of their learning rate ends."""
+    """Total optimizer steps of policy and auxiliary models, at which the decay of their learning rates ends."""
 
     policy: int
     auxiliary: int
 
 
 def optimizer_steps(config: MegarlConfig, steps: int) -> OptimizerSteps:
-    """The optimizer steps of the models in a run of so many `steps`."""
+    """Count the optimizer steps of the models in a run of `steps` steps."""
     updates = config.algorithm.updates_per_step
-    # While the critic learns alone, the policy takes no step of its schedule either; it has one if it never learns.
+    # While the critic warms up, the policy's learning-rate schedule does not advance; it needs at least one step.
     return OptimizerSteps(policy=max(1, steps - config.critic.warmup_steps) * updates, auxiliary=steps * updates)
 
 
 class _Models(NamedTuple):
-    """The models of a run, with their processes up."""
+    """The models of a run, with their processes started."""
 
     trainer: TrainerGroup
     auxiliary: AuxiliaryModels
@@ -193,7 +193,7 @@ class _Models(NamedTuple):
 
 
 def _start_models(setup: RunSetup, processes: Processes, prompts: Sequence[Prompt], *, reference: bool) -> _Models:
-    """Start trainer and engines side by side, then the auxiliary models; all but engines go on from the checkpoint."""
+    """Start trainer and engines concurrently, then the auxiliary models; load the checkpoint into trained models."""
     config, checkpoint = setup.config, setup.checkpoint
     engines = processes.engines()
     if checkpoint is not None:
@@ -260,7 +260,7 @@ def _read_prompts(files: list[str], config: MegarlConfig, model: Model) -> list[
 
 
 def _position(setup: RunSetup, prompts: Sequence[Prompt]) -> LoopState:
-    """Where the loop stands at the setup."""
+    """Position of the loop at the start of the run, from the checkpoint if there is one."""
     sampler = setup.sampler(len(prompts), digest_of(prompt.token_ids for prompt in prompts))
     state = LoopState(setup.step, sampler, AdaptiveKl.from_config(setup.config.algorithm))
     if setup.checkpoint is not None:

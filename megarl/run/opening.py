@@ -1,4 +1,4 @@
-"""One way to open a run, of whatever command: what is checked before any process starts, then the processes."""
+"""Opening of a run, the same for all commands: checks before any process starts, then the processes."""
 
 import secrets
 import sys
@@ -44,7 +44,7 @@ from megatron_ext.options.options import MegatronOptions
 
 @dataclass(frozen=True)
 class RunSetup:
-    """State that a run of a command that trains begins or continues with, checked before any process starts.
+    """State that a training run starts or resumes from, checked before any process starts.
 
     Example: RunSetup.read(config, "sft") reads config.model and the last checkpoint below config.output_dir.
     """
@@ -55,13 +55,14 @@ class RunSetup:
     options: MegatronOptions
     checkpoint: Checkpoint | None = None
     learned_ends: tuple[int, ...] = ()
-    """Tokens that the policy learns to end turns with, and which the files of the model do not name as ends."""
+    """Tokens that the policy learns to end turns with and that the model's files do not name as end tokens."""
 
     @classmethod
     def read(cls, config: MegarlConfig, command: str) -> "RunSetup":
-        """Read the model and the last checkpoint, and check both.
+        """Read and check the model and the last checkpoint.
 
-        Raises UserError for a model or a layout that cannot be trained, and where an export is in the way.
+        Raises UserError for a model or a layout that cannot be trained, a checkpoint that does not fit, and an existing
+        export that a new run would overwrite.
         """
         with phase("checking the model"):
             check_name(config.model)
@@ -79,7 +80,7 @@ class RunSetup:
 
     @classmethod
     def unfinished(cls, config: MegarlConfig, command: str) -> "RunSetup | None":
-        """Read them as `read` does; None, with a line that says why, where nothing is left to do."""
+        """As `read`, but prints why and returns None if nothing is left to do."""
         setup = cls.read(config, command)
         if not setup.is_finished:
             return setup
@@ -88,13 +89,13 @@ class RunSetup:
 
     @property
     def exports(self) -> list[Path]:
-        """Where the trained models go, the policy first."""
+        """Folders of the exported models, the policy's first."""
         adapter = [ADAPTER] if self.options.adapter else []
         beside = trained_auxiliary(self.config) if COMMAND_FACTS[self.command].trains_auxiliary else []
         return [Path(self.config.output_dir) / name for name in (EXPORT, *adapter, *beside)]
 
     def export_policy(self, trainer: TrainerGroup, step: int) -> None:
-        """Write the policy after `step` as a HuggingFace folder, and its adapter, where it has one."""
+        """Write the policy after `step` as a HuggingFace folder, and its adapter if it has one."""
         output = Path(self.config.output_dir)
         write_export(partial(self._write_policy, trainer), output / EXPORT, step)
         if self.options.adapter:
@@ -107,22 +108,22 @@ class RunSetup:
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """Number of finished steps."""
         return self.checkpoint.step if self.checkpoint else 0
 
     @property
     def steps(self) -> int:
-        """How many steps there are to be."""
+        """Total number of steps of the run."""
         return COMMAND_FACTS[self.command].steps(self.config)
 
     @property
     def has_converged(self) -> bool:
-        """Whether the run has ended before its last step."""
+        """Whether the run stopped early because it converged."""
         return bool(self.checkpoint and self.checkpoint.state.get("has_converged"))
 
     @property
     def is_finished(self) -> bool:
-        """Whether no step is left to take, and no model to export."""
+        """Whether no step is left to take and no model left to export."""
         is_over = self.step >= self.steps or self.has_converged
         return is_over and all(step_of_export(export) == self.step for export in self.exports)
 
@@ -135,9 +136,9 @@ class RunSetup:
             print(f"all {self.step} steps are done; raise {key} to go on from the last one", flush=True)
 
     def sampler(self, size: int, digest: str) -> PromptSampler:
-        """Sampler of `size` examples, where the run stands. Raises UserError if the run drew from other examples.
+        """Sampler of `size` examples at the position of the run.
 
-        The `digest` of their tokens tells them from as many others.
+        `digest` identifies the examples by their tokens. Raises UserError if the checkpoint drew from other examples.
         """
         sampler = PromptSampler(size, self.config.data.shuffle, self.config.loop.seed, digest)
         if self.checkpoint is not None:
@@ -145,14 +146,14 @@ class RunSetup:
         return sampler
 
     def batches(self, sampler: PromptSampler, make: Callable[[PromptSampler, int], Iterable[StepBatch]]) -> BatchStream:
-        """Batches of `make`, after those drawn before and not trained on."""
+        """Stream of the batches of `make`, after the checkpoint's batches that were not trained on."""
         if self.checkpoint is None:
             return BatchStream(sampler, make)
         return BatchStream(sampler, make, read_waiting(self.checkpoint.folder, self.checkpoint.state))
 
 
 def _check_refits(model: Model, options: MegatronOptions, config: MegarlConfig) -> None:
-    """Raise UserError where engines cannot sample of the model or hold it, or a bucket is too small for a tensor."""
+    """Raise UserError if engines cannot sample from the model or hold it, or a bucket is too small for a tensor."""
     check_ends(model)
     check_held(model, config.rollout)
     if options.adapter is not None and not options.adapter.merge:
@@ -163,25 +164,25 @@ def _check_refits(model: Model, options: MegatronOptions, config: MegarlConfig) 
 
 
 class Processes:
-    """Starts the processes of a run where they have seats; each ends with the run, the last one first."""
+    """Starts the processes of a run in their reserved seats; they end with the run, in reverse order."""
 
     def __init__(self, config: MegarlConfig, seats: Mapping[str, Seats], stack: ExitStack) -> None:
         self._config, self._seats, self._stack = config, seats, stack
         self._logs = Path(config.output_dir) / LOGS
 
     def tracker(self, setup: RunSetup) -> Tracker:
-        """Loggers that go on after the steps that are done."""
+        """Open loggers that continue after the finished steps."""
         return self._stack.enter_context(open_tracker_of(self._config, step=setup.step, last_step=setup.steps))
 
     def trainer(self, options: MegatronOptions, name: str = POLICY) -> TrainerGroup:
-        """Ranks that are placed, without a model."""
+        """Ranks of the model `name`, placed but not started."""
         max_tokens = self._config.loop.max_tokens_per_micro_batch
         return self._stack.enter_context(
             TrainerGroup(options, self._config.cluster, self._seats[name], self._logs, max_tokens)
         )
 
     def engines(self) -> EngineGroup:
-        """Engines that are placed, without a model."""
+        """Engines, placed but without a model."""
         cluster = self._config.cluster
         return self._stack.enter_context(
             EngineGroup(
@@ -194,14 +195,14 @@ class Processes:
         )
 
     def throughput(self, trainer: TrainerGroup, *, computing: Sequence[str], waiting: Sequence[str] = ()) -> Throughput:
-        """How well the steps use the run's GPUs, and the ranks of `trainer`: see `Throughput`."""
+        """Metrics of how well steps use the GPUs of the run and the ranks of `trainer`: see `Throughput`."""
         shared = {gpu for seats in self._seats.values() for gpu in _shared_gpus(seats)}
         own = sum(seats.role.gpus * len(seats) for seats in self._seats.values() if seats.shared_gpus is None)
         gpus, peak_tflops = int(own) + len(shared), self._config.tracking.peak_tflops
         return Throughput(trainer, computing, gpus, peak_tflops, waiting)
 
     def gpus(self, engines: EngineGroup) -> GpuSharing:
-        """Whose turn it is, between `engines` and the models that are placed on the same GPUs."""
+        """Time-sharing of GPUs between `engines` and the models on the same ones, or none if they have their own."""
         cluster, memory = self._config.cluster, None
         if not cluster.sharing():
             return OwnGpus()
@@ -211,7 +212,7 @@ class Processes:
         return SharedGpus(engines, cluster.sharing(), memory)
 
     def engines_with(self, model: Model) -> EngineGroup:
-        """Engines that serve a HuggingFace folder as it is."""
+        """Start engines that load and serve the HuggingFace folder of `model`."""
         engines = self.engines()
         engines.wait_started(engines.begin_start(model.folder, load_weights=True))
         return engines
@@ -221,10 +222,10 @@ class Processes:
 def open_processes(
     config: MegarlConfig, models: Mapping[str, MegatronOptions], *, engines: bool
 ) -> Iterator[Processes]:
-    """Connect to the Ray cluster of a run, or start one; what is started on it ends with the context.
+    """Connect to the Ray cluster of a run, or start one, and reserve seats for its processes; all end with the context.
 
-    There is room for the ranks of all `models`, and for the engines if the run has any; who runs where is said on
-    standard error. Raises UserError, before anything starts, where there is no room for all.
+    Reserves seats for the ranks of all `models` and, with `engines`, for the engines, and prints the placement to
+    standard error. Raises UserError, before anything starts, if there is no room for all.
     """
     with ExitStack() as stack:
         stack.enter_context(ray_cluster(config.cluster))
@@ -248,19 +249,19 @@ def open_processes(
         machines = len({node.id for name in models for node in seats[name].nodes})
         if sentence := lost_in_export(Path(config.output_dir), machines):
             print(f"warning: {sentence}, when the run is done", file=sys.stderr, flush=True)
-        # To look for garbage in all that is loaded by now takes 0.3 CPU s of a step of 4,096 responses.
+        # Garbage collection over everything loaded by now would take 0.3 CPU s of a step of 4,096 responses.
         stack.enter_context(gc_frozen())
         yield Processes(config, seats, stack)
 
 
 def _shared_gpus(seats: Seats) -> list[tuple[str, str]]:
-    """Machine and number of each GPU that others have, too."""
+    """Machine and number of each GPU that these seats share with others."""
     shared = zip(seats.nodes, seats.shared_gpus or [], strict=False)
     return [(node.id, gpu) for node, gpus in shared for gpu in gpus]
 
 
 def open_tracker_of(config: MegarlConfig, *, step: int, last_step: int) -> Tracker:
-    """The loggers of a run that has done `step` of `last_step` steps."""
+    """Open the loggers of a run that has finished `step` of `last_step` steps."""
     run = Run(
         output_dir=Path(config.output_dir),
         first_step=step + 1 if step else 0,

@@ -1,4 +1,4 @@
-"""Pairs of replies on the way to an objective of preferences: read, drawn, batched, measured."""
+"""Preference pairs: loading, drawing, batching and evaluation."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +22,7 @@ P = TypeVar("P")
 
 
 def read_pairs(setup: RunSetup) -> tuple[list[PreferencePair], list[PreferencePair]]:
-    """The pairs to train on, and those held out (which may be none)."""
+    """Load the pairs to train on and the held-out pairs, which may be none."""
     config = setup.config
     load = partial(
         load_pairs,
@@ -44,7 +44,7 @@ def digest_of_pairs(pairs: Sequence[PreferencePair]) -> str:
 
 
 def pair_batch(pairs: Sequence[PreferencePair]) -> RaggedBatch:
-    """Pairs as the objectives of preferences take them; layers that predict further ahead learn the chosen replies."""
+    """Batch pairs for a preference objective; multi-token-prediction layers learn from the chosen replies only."""
     batch = conversation_batch([reply for pair in pairs for reply in pair], "seq_mean_token_sum", unit=2)
     is_chosen = torch.arange(len(batch)) % 2 == 0
     return batch.with_fields(**{DRAFTED: is_chosen.repeat_interleave(batch.lengths)})
@@ -56,7 +56,7 @@ def draw_pairs(
     train: Sequence[PreferencePair],
     prepare: Callable[[RaggedBatch], RaggedBatch] = lambda batch: batch,
 ) -> BatchStream:
-    """Batches of `preference.pairs_per_step` pairs without end, each as `prepare` makes it."""
+    """Endless batches of `preference.pairs_per_step` pairs, each passed through `prepare`."""
     count = setup.config.preference.pairs_per_step
 
     def make(sampler: PromptSampler, _step: int) -> list[StepBatch]:
@@ -66,16 +66,13 @@ def draw_pairs(
 
 
 def with_reference(batch: RaggedBatch, log_probs: Tensor) -> RaggedBatch:
-    """A batch of pairs with the reference's log-probs [T]. Raises UserError for a reply that it finds impossible."""
+    """Add the reference's log-probs [T] to a batch of pairs. Raises UserError if one is not finite."""
     check_finite("reference model's log-probability", log_probs, _name, Ragged(batch.lengths))
     return batch.with_fields(reference_log_probs=log_probs)
 
 
 def held_out_metrics(objective: Objective[P, Metrics], predictions: P, batch: RaggedBatch) -> dict[str, float]:
-    """Metrics of an objective on a whole batch of held-out pairs; nothing is learned from it.
-
-    `predictions` come from the whole batch as one micro-batch.
-    """
+    """Metrics of an objective on a batch of held-out pairs, without training; `predictions` cover the whole batch."""
     _, metrics = objective(predictions, pack(batch, range(len(batch))))
     return {name.replace("/", "/eval_", 1): float(value) for name, value in metrics.sums.items()}
 

@@ -1,4 +1,4 @@
-"""A run that goes on by itself after a failure: from its last checkpoint, a bounded number of times."""
+"""Automatic resumption after a failure: from the last checkpoint, a bounded number of times."""
 
 import gc
 import sys
@@ -13,11 +13,11 @@ from megarl.schema import MegarlConfig
 from megatron_ext.checkpoint.checkpoint_folder import complete_iterations
 
 MOST_IN_VAIN = 3
-"""Failures in a row, without a checkpoint between them, after which a run is given up: it comes no further."""
+"""Failures in a row, without a new checkpoint between them, after which the run is given up."""
 
 
 class TooManyFailures(RunFailed):
-    """A run failed too often: a sentence and the end of a log."""
+    """A run failed too often; has a sentence and the end of a log."""
 
     may_resume = False
 
@@ -28,10 +28,10 @@ class TooManyFailures(RunFailed):
 
 
 def run_with_restarts(program: Callable[[MegarlConfig], None], config: MegarlConfig) -> None:
-    """Run `program`; where it fails of something that may pass, again, from the last checkpoint or else the start.
+    """Run `program`, and run it again from its last checkpoint, or from the start, after a failure that may pass.
 
-    Everything that a try has started ends with it. Raises TooManyFailures after `cluster.max_restarts` restarts, or
-    where failures follow each other without a checkpoint between them; a fault of the program is then raised as it is.
+    Everything that a try has started ends with it. After `cluster.max_restarts` restarts, or `MOST_IN_VAIN` failures
+    without a new checkpoint, raises TooManyFailures, or the failure itself if it is an error of the program.
     """
     failures = _Failures(config)
     while True:
@@ -46,15 +46,15 @@ def run_with_restarts(program: Callable[[MegarlConfig], None], config: MegarlCon
             raise
         else:
             return
-        # Here nobody refers to the failed try any more, whose processes are gone: its memory goes, too.
+        # Nothing refers to the failed try any more and its processes are gone: free its memory, too.
         gc.collect()
-        # The checkpoints are this run's own, also where it was to find none.
+        # The checkpoints are this run's own now, even if it was started with `never`.
         config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
 
 
 @contextmanager
 def machines_were_fit_with_a_checkpoint(config: MegarlConfig) -> Iterator[None]:
-    """Say of machines that are found unfit inside that they were fit before, where the run has a checkpoint."""
+    """Mark a MachinesUnfit error raised inside as one of machines that were fit before, if the run has a checkpoint."""
     try:
         yield
     except MachinesUnfit as unfit:
@@ -63,7 +63,7 @@ def machines_were_fit_with_a_checkpoint(config: MegarlConfig) -> Iterator[None]:
 
 
 class _Failures:
-    """Counts the failures of a run."""
+    """Counts the failures of a run, and decides whether it resumes."""
 
     def __init__(self, config: MegarlConfig) -> None:
         self._max_restarts, self._checkpoints = config.cluster.max_restarts, checkpoints_folder(config)
@@ -73,11 +73,11 @@ class _Failures:
 
     @property
     def has_any(self) -> bool:
-        """Whether a try has failed."""
+        """Whether any try has failed."""
         return self._first is not None
 
     def add(self, failure: Resumable) -> None:
-        """Say that the run goes on after a failure. Raises TooManyFailures, or the failure, if it does not."""
+        """Count a failure and print that the run resumes. Raises TooManyFailures, or the failure, if it does not."""
         self._first = self._first or (failure.happened, failure.details)
         saved = complete_iterations(self._checkpoints)[-1:]
         self._in_vain = self._in_vain + 1 if saved == self._saved else 1

@@ -1,4 +1,4 @@
-"""Groups on their way from a drawn prompt to a batch, sampled and scored while the trainer does something else."""
+"""Rollouts: prompts are drawn, sampled and scored in the background, and handed to the trainer in batches."""
 
 import copy
 import functools
@@ -37,7 +37,7 @@ P = ParamSpec("P")
 
 
 class RolloutBatch(NamedTuple):
-    """All groups that were sampled for a batch, and the groups of them to train on."""
+    """All groups that were sampled for a batch, dropped ones included, and the groups to train on."""
 
     sampled: list[PromptGroup]
     groups: list[PromptGroup]
@@ -54,13 +54,16 @@ class RolloutWorkers:
     tokenizer: PreTrainedTokenizerBase
     stop_token_ids: tuple[int, ...]
     ranks: IdleRanks = field(default_factory=IdleRanks)
-    """Trainer ranks that wait meanwhile."""
+    """Trainer ranks that idle meanwhile, watched for deaths."""
 
 
 def _callback(
     method: Callable[Concatenate["Rollouts", P], None],
 ) -> Callable[Concatenate["Rollouts", P], None]:
-    """Make a method the callback of threads of engines and rewards; `take` raises the first exception of any."""
+    """Make a method a callback for the threads of engines and rewards: it holds the lock, and `take` raises its error.
+
+    Of several exceptions, the first is kept.
+    """
 
     @functools.wraps(method)
     def call(self: "Rollouts", *arguments: P.args, **options: P.kwargs) -> None:
@@ -69,7 +72,7 @@ def _callback(
                 method(self, *arguments, **options)
             except BaseException as failure:  # noqa: BLE001 - `take` raises it
                 self._failure = self._failure or failure
-            # To wake the waiter at each group, only for it to wait again, would double the cost of a callback.
+            # Waking the waiter at each group, only for it to wait again, would double the cost of a callback.
             if self._failure is not None or self._awaited():
                 self._changed.notify_all()
 
@@ -77,10 +80,10 @@ def _callback(
 
 
 class Rollouts:
-    """Draws prompts as the schedule admits them, lets them be sampled and scored, and gives batches in its order.
+    """Draws prompts as the schedule admits them, has them sampled and scored, and returns batches in schedule order.
 
-    The engines and the rewards go on with what is admitted in threads of their own. A schedule without staleness admits
-    prompts in `take` alone, so that nothing is in flight but while the run waits for it.
+    Engines and rewards work on admitted prompts in threads of their own. A schedule without staleness admits prompts
+    only in `take`, so nothing is in flight except while the run waits for it.
     """
 
     def __init__(
@@ -96,27 +99,27 @@ class Rollouts:
         self._is_ahead = schedule.slots > config.loop.prompts_per_step
         self._changed = Condition()
         self._awaited: Callable[[], bool] = lambda: False
-        """Whether there is what somebody waits for."""
+        """The condition that `_wait` waits for."""
         self._failure: BaseException | None = None
         self._in_flight = InFlightGroups(workers.engines)
-        """Groups until the functions have scored them."""
+        """Groups that the reward functions have not scored yet."""
         self._sampled: set[int] = set()
-        """Ordinals of groups that the engines have answered, until these are finished or dropped."""
+        """Ordinals of groups that are sampled, and neither finished nor dropped yet."""
         self._awaiting_reward_model: dict[int, PromptGroup] = {}
-        """Scored by the functions, but not by the reward model."""
+        """Groups that the functions have scored, and the reward model has not."""
         self._finished: dict[int, PromptGroup] = {}
         self._dropped = Dropped()
         self._most_dropped = config.algorithm.max_refills * config.loop.prompts_per_step
-        """For one batch."""
+        """Limit of dropped groups for one batch."""
         self._taken_metrics: dict[str, float] = {}
         self._lengths = {"sampled": Lengths(), "trained": Lengths()}
         self._resumed: list[int] = []
-        """Draws that were being sampled when the state was saved."""
+        """Ordinals of the draws that were being sampled when the state was saved."""
 
     def take(self, clock: Clock) -> RolloutBatch:
-        """Wait for the next batch, with what was dropped among it since the one before.
+        """Wait for the next batch and return it, with the groups that were dropped for it.
 
-        Raises what an engine, a reward or the filter failed of, UserError where too many prompts teach nothing, and
+        Raises the error of an engine, a reward or the filter, UserError if too many prompts teach nothing, and
         RuntimeError for a token that is older than the schedule allows.
         """
         with self._changed:
@@ -133,16 +136,16 @@ class Rollouts:
                 self._score_with_reward_model()
         batch = self._collect_batch()
         if self._workers.gpus.are_shared:
-            # While the trainer has the GPUs no response would end.
+            # No response would make progress while the trainer has the GPUs.
             with clock.stage("rollout"):
                 self._drain(self._nothing_in_flight)
         return batch
 
     def drain(self) -> None:
-        """Wait until no response of the old weights is in flight, if `schedule.in_flight=wait`.
+        """With `schedule.in_flight=wait`, wait until no response of the old weights is in flight.
 
-        On shared GPUs `take` has already waited. If every engine with the old weights has died, the rest is sampled
-        with the new ones.
+        On shared GPUs `take` has already waited. If every engine with the old weights has died, the remaining responses
+        are sampled with the new weights.
         """
         self._drain(lambda: self._nothing_in_flight() or not self._workers.engines.any_serving)
 
@@ -152,16 +155,16 @@ class Rollouts:
             self._wait(reached)
 
     def note_refit(self) -> None:
-        """Note that the engines have new weights: the batch that was taken is trained on, and its slots are free."""
+        """Note that the engines have new weights: frees the slots of the batch that was trained on."""
         with self._changed:
             self._schedule.release()
             if self._is_ahead:
                 self._admit()
 
     def save(self, write: WriteFile) -> dict[str, Any]:
-        """Let groups that are scored, and as much as there is of others, be written; the rest of the state.
+        """Pass scored groups and partial samples of the others to `write`; returns the rest of the state.
 
-        Nobody is waited for: rewards that are on their way are computed again by a run that goes on from here.
+        Does not wait for anything: a run that resumes from here recomputes rewards that are still being computed.
         """
         with self._changed:
             if self._failure is not None:
@@ -172,14 +175,14 @@ class Rollouts:
             begun = self._sampled if self._config.schedule.in_flight == "wait" else None
             in_flight = self._in_flight.copy(begun)
             sampler, schedule = self._sampler.state_dict(), self._schedule.state_dict()
-        # Whoever merges responses, or a slow disk, must not keep rewards and engines waiting for the lock.
+        # Outside of the lock: merging responses and a slow disk must not block the threads of rewards and engines.
         rollouts = SavedRollouts(finished, awaiting_reward_model, dropped, in_flight.partials(), lengths)
         return save_rollouts(rollouts, write, self._config, sampler, schedule)
 
     def load(self, folder: Path, state: Mapping[str, Any]) -> None:
-        """Go on from a state: what was being sampled goes on, with whatever schedule there is now.
+        """Continue from a saved state, under the current schedule, which may differ from the saved one.
 
-        Raises UserError if that has too few slots, or would train on tokens that are older than it allows.
+        Raises UserError if the schedule has too few slots, or would train on tokens that are older than it allows.
         """
         saved = read_rollouts(folder, state, self._config, self._schedule, self._prompt_of)
         self._lengths |= saved.lengths
@@ -190,7 +193,7 @@ class Rollouts:
         self._in_flight.load(saved.partials)
 
     def metrics(self) -> dict[str, float]:
-        """How many groups are on their way, what was dropped for the last batch, and how long responses are."""
+        """Metrics of the groups in flight, of the groups dropped for the last batch, and of response lengths."""
         with self._changed:
             unfinished, waiting = len(self._schedule.unfinished), len(self._schedule.waiting)
             lengths = {f"schedule/length_{name}": each.mean for name, each in self._lengths.items() if each.responses}
@@ -202,7 +205,7 @@ class Rollouts:
         }
 
     def status_line(self) -> str:
-        """How many groups wait for the trainer, and how many are on their way, in words."""
+        """Describe how many groups wait for the trainer, and how many are on their way."""
         with self._changed:
             ready, underway = len(self._schedule.waiting), len(self._schedule.unfinished)
         return f"{ready} groups are scored, {underway} on their way"
@@ -211,7 +214,7 @@ class Rollouts:
         return self._prompts[self._sampler.index_of(ordinal)]
 
     def _wait(self, reached: Callable[[], bool]) -> None:
-        """Wait until something is so, and look after failures, engines and ranks meanwhile."""
+        """Wait until `reached`, restarting dead engines meanwhile; raises failures of callbacks, engines and ranks."""
         while True:
             with self._changed:
                 self._awaited = reached
@@ -231,7 +234,7 @@ class Rollouts:
             return len(self._dropped) > self._most_dropped and len(self._next()[1]) > self._most_dropped
 
     def _collect_batch(self) -> RolloutBatch:
-        """Take the groups of the batch that is ready, and those that were dropped for it."""
+        """Take the groups of the ready batch, and the groups that were dropped for it."""
         with self._changed:
             self._check_refills()
             kept = [self._finished.pop(ordinal) for ordinal in self._schedule.take()]
@@ -251,14 +254,14 @@ class Rollouts:
         return RolloutBatch(sampled, groups_to_train_on(kept, self._config.algorithm))
 
     def _next(self) -> tuple[list[int], list[PromptGroup]]:
-        """The next batch, or else the draws that it ends with or behind; and what was dropped for it until now."""
+        """Ordinals of the next batch, or if it is not ready of the first untaken draws; and the drops for it so far."""
         wanted = self._config.loop.prompts_per_step
         batch = self._schedule.takeable() or list(islice(self._schedule.untaken, wanted))
-        # A batch that is not complete ends after every draw so far, so all dropped groups count for it.
+        # With fewer untaken draws than a batch, it ends after every draw so far: all dropped groups count for it.
         return batch, self._dropped.before(batch[-1]) if len(batch) == wanted else self._dropped.all
 
     def _check_refills(self) -> None:
-        """Raise UserError if too many were dropped for the next batch, counted up to the first that is too many."""
+        """Raise UserError if too many groups were dropped for the next batch; counts up to the first over the limit."""
         batch, dropped = self._next()
         if len(dropped) > self._most_dropped:
             dropped = dropped[: self._most_dropped + 1]
@@ -266,22 +269,22 @@ class Rollouts:
             check_refills(kept, dropped, self._config)
 
     def _nothing_in_flight(self) -> bool:
-        """Whether nothing is in flight, nor will be before new weights come."""
-        # With dynamic sampling, each group that is not scored yet may be dropped and replaced by another draw.
+        """Whether nothing is in flight, nor can be before the next refit."""
+        # With dynamic sampling, a group that is not scored yet may still be dropped and replaced by another draw.
         with self._changed:
             done = self._awaiting_reward_model if self._config.algorithm.dynamic_sampling else self._sampled
             return all(ordinal in done for ordinal in self._schedule.unfinished)
 
     def _next_batch_is_within(self, ordinals: Collection[int]) -> bool:
-        """Whether each group of the next batch is finished or among the `ordinals`."""
+        """Whether every group of the next batch is finished or among `ordinals`."""
         return self._schedule.takeable(ordinals) is not None
 
     def _functions_are_done(self) -> bool:
-        """Whether the functions have scored all groups of the next batch, or one of it has to be sampled first."""
+        """Whether the functions have scored all groups of the next batch, or one of them is not sampled yet."""
         return self._next_batch_is_within(self._awaiting_reward_model) or not self._next_batch_is_within(self._sampled)
 
     def _admit(self) -> None:
-        """Draw as many prompts as there are slots for, and no more than the rest of the run needs."""
+        """Draw prompts for all free slots, but no more than the rest of the run needs, and begin sampling them."""
         schedule, loop = self._schedule, self._config.loop
         resumed, self._resumed = self._resumed, []
         if resumed:
@@ -297,7 +300,7 @@ class Rollouts:
             self._begin(draws)
 
     def _begin(self, draws: Sequence[tuple[int, int]]) -> None:
-        """Let the engines sample draws, of which the ordinal and the index of the prompt are known."""
+        """Begin sampling draws, given as pairs of ordinal and prompt index."""
         workers, config = self._workers, self._config
         groups = [PromptGroup(self._prompts[index], ordinal) for ordinal, index in draws]
         sampling = sampling_parameters(config, workers.stop_token_ids, [group.ordinal for group in groups])
@@ -307,7 +310,7 @@ class Rollouts:
 
     @_callback
     def _sampled_one(self, group: PromptGroup, answers: Sequence[Future]) -> None:
-        """Begin to score a group whose samples are there."""
+        """Begin scoring a group that is sampled."""
         self._sampled.add(group.ordinal)
         complete = with_answers(group, [answer.result() for answer in answers])
         pending = self._workers.scorer.begin()
@@ -316,7 +319,7 @@ class Rollouts:
 
     @_callback
     def _scored_one(self, group: PromptGroup, pending: PendingScores) -> None:
-        """Accept or drop a group that the reward functions have scored, if the reward model has nothing to add."""
+        """Accept or drop a group that the functions have scored, or queue it for the reward model if there is one."""
         self._in_flight.end(group.ordinal)
         self._lengths["sampled"].count(group)
         limit = self._config.rollout.max_response_tokens
@@ -327,7 +330,7 @@ class Rollouts:
             self._awaiting_reward_model[group.ordinal] = scored
 
     def _score_with_reward_model(self) -> None:
-        """Let the reward model, if there is one, add its scores to those of the functions."""
+        """Add the scores of the reward model, if there is one, and accept or drop the groups."""
         with self._changed:
             groups = [self._awaiting_reward_model.pop(each) for each in self._for_reward_model()]
         # A run resumed without its reward model still has groups that wait for one.
@@ -339,15 +342,15 @@ class Rollouts:
                 self._accept_or_drop(group)
 
     def _for_reward_model(self) -> list[int]:
-        """The ordinals of groups that the reward model scores now, in the order of their draws."""
-        # How far ahead the engines are depends on timing. With `wait`, timing must decide neither which version samples
-        # the replacement of a dropped group, nor which groups are scored together, as that changes how scores round.
+        """Ordinals of the groups that the reward model scores now, in the order of their draws."""
+        # How far ahead the engines are depends on timing. With `wait`, results must not: neither which version samples
+        # the replacement of a dropped group, nor which groups are scored together, which changes rounding.
         is_one_batch = self._config.schedule.in_flight == "wait"
         scored = self._schedule.takeable(self._awaiting_reward_model) if is_one_batch else self._schedule.untaken
         return [each for each in scored or () if each in self._awaiting_reward_model]
 
     def _accept_or_drop(self, group: PromptGroup) -> None:
-        """Keep a group for a batch, or let the next draw take its slot if it teaches nothing."""
+        """Keep a group for a batch, or drop it and admit another draw if it teaches nothing (dynamic sampling)."""
         self._sampled.discard(group.ordinal)
         algorithm, schedule = self._config.algorithm, self._schedule
         if not algorithm.dynamic_sampling or groups_to_train_on([group], algorithm):

@@ -1,4 +1,4 @@
-"""Finished groups in a checkpoint: the weights that sampled them are gone, so they cannot be sampled again."""
+"""Scored groups in a checkpoint: they are saved because the weights that sampled them are gone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ _FILE = "groups.safetensors"
 
 
 def save_groups(groups: Sequence[PromptGroup], write: WriteFile) -> list[dict[str, Any]]:
-    """Let the arrays of all turns be written, if there are any; the rest of what `read_groups` needs."""
+    """Pass the arrays of all turns, if any, to `write`; returns the rest of what `read_groups` needs."""
     save_turns([turn for group in groups for member in group.members for turn in member.turns], _FILE, write)
     return [_described(group) for group in groups]
 
@@ -21,7 +21,7 @@ def save_groups(groups: Sequence[PromptGroup], write: WriteFile) -> list[dict[st
 def read_groups(
     folder: Path, groups: Sequence[Mapping[str, Any]], prompt_of: Callable[[int], Prompt]
 ) -> list[PromptGroup]:
-    """The groups that `save_groups` wrote and described; `prompt_of` gives the prompt of an ordinal."""
+    """Read the groups that `save_groups` wrote and described; `prompt_of` returns the prompt of an ordinal."""
     turns, found = SavedTurns(folder / _FILE), []
     for each in groups:
         members = [_trajectory(member, turns) for member in each["members"]]

@@ -1,4 +1,4 @@
-"""Responses that are not finished in a checkpoint: they go on behind what there is of them, as after a death."""
+"""Unfinished responses in a checkpoint: they continue after their saved tokens, as after the death of an engine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,32 +18,32 @@ _FILE = "partials.safetensors"
 
 @dataclass(frozen=True)
 class SavedPartial:
-    """The turns that there were of a request when a run was saved; `request` is a checksum of what was asked."""
+    """Partial turns of a request when the run was saved; `request` is a checksum of prompt and sampling parameters."""
 
     request: int
     turns: PartialTurns
 
     @classmethod
     def of(cls, request: Request, turns: PartialTurns) -> "SavedPartial":
-        """The part of a request that there is."""
+        """Save `turns` with the checksum of their request."""
         return cls(_checksum(request), turns)
 
     def behind(self, request: Request) -> PartialTurns:
-        """The turns that a request goes on behind: none if it is another than was asked, such as in its temperature."""
+        """The turns that `request` continues: none if it differs from the saved one, for example in temperature."""
         return self.turns if _checksum(request) == self.request else {}
 
 
 def save_partials(partials: Mapping[int, Sequence[SavedPartial]], write: WriteFile) -> list[dict[str, Any]]:
-    """Let the arrays of all turns be written, if there are any; the rest of what `read_partials` needs.
+    """Pass the arrays of all turns, if any, to `write`; returns the rest of what `read_partials` needs.
 
-    `partials` are those of the requests of a draw, by its ordinal.
+    `partials` maps the ordinal of a draw to the partials of its requests.
     """
     save_turns([turn for own in partials.values() for each in own for turn in each.turns.values()], _FILE, write)
     return [{"ordinal": ordinal, "requests": [_described(each) for each in own]} for ordinal, own in partials.items()]
 
 
 def read_partials(folder: Path, draws: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[SavedPartial]]:
-    """The partials that `save_partials` wrote and described."""
+    """Read the partials that `save_partials` wrote and described."""
     turns = SavedTurns(folder / _FILE)
     return {each["ordinal"]: [_saved_partial(request, turns) for request in each["requests"]] for each in draws}
 
@@ -60,6 +60,6 @@ def _saved_partial(partial: Mapping[str, Any], turns: SavedTurns) -> SavedPartia
 
 
 def _checksum(request: Request) -> int:
-    """A number that another prompt, or another way to sample, has not."""
+    """Checksum of the prompt and the sampling parameters."""
     prompt = np.array(request.prompt_token_ids, dtype=np.int32)
     return crc32(repr(request.sampling).encode(), crc32(prompt.tobytes()))

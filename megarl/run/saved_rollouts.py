@@ -1,4 +1,4 @@
-"""Rollouts in a checkpoint: the schedule, groups that are scored, and what there is of those that are being sampled."""
+"""Rollouts in a checkpoint: the schedule, scored groups, and partial samples of the groups in flight."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,30 +18,30 @@ from megarl.schema import MegarlConfig
 
 @dataclass
 class Lengths:
-    """Tokens of the responses that were counted."""
+    """Total length of the responses counted so far."""
 
     tokens: int = 0
     responses: int = 0
 
     @property
     def mean(self) -> float:
-        """Tokens of one; there is at least one."""
+        """Mean tokens of a response; at least one must have been counted."""
         return self.tokens / self.responses
 
     def count(self, group: PromptGroup) -> None:
-        """Count all responses of a group but its baseline."""
+        """Count all responses of a group except its baseline."""
         self.tokens += sum(each.sampled_tokens for each in group.trajectories)
         self.responses += len(group.trajectories)
 
 
 @dataclass(frozen=True)
 class SavedRollouts:
-    """Groups on their way when a run was saved; the schedule and the sampler are saved with them."""
+    """Groups between draw and training when a run was saved. Schedule and sampler are saved with them."""
 
     finished: Mapping[int, PromptGroup]
-    """Scored, by ordinal."""
+    """Scored groups, by ordinal."""
     awaiting_reward_model: Mapping[int, PromptGroup]
-    """Scored by the functions, but not by the reward model."""
+    """Groups that the functions have scored, and the reward model has not, by ordinal."""
     dropped: Sequence[PromptGroup]
     partials: Mapping[int, Sequence[SavedPartial]]
     """Unfinished responses of the other groups, by ordinal."""
@@ -55,9 +55,9 @@ def save_rollouts(
     sampler: SamplerState,
     schedule: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Let groups and partial responses be written; returns the rest of what `read_rollouts` needs.
+    """Pass groups and partial responses to `write`; returns the rest of what `read_rollouts` needs.
 
-    `sampler` and `schedule` are the states of these.
+    `sampler` and `schedule` are their state dicts.
     """
     groups = [*rollouts.finished.values(), *rollouts.awaiting_reward_model.values(), *rollouts.dropped]
     return {
@@ -77,9 +77,9 @@ def read_rollouts(
     schedule: Schedule,
     prompt_of: Callable[[int], Prompt],
 ) -> SavedRollouts:
-    """Read what `save_rollouts` wrote, and let `schedule` go on from it; `prompt_of` has the prompt of an ordinal.
+    """Read what `save_rollouts` wrote, and load its state into `schedule`; `prompt_of` gives the prompt of an ordinal.
 
-    Says so where the schedule's settings have changed. Raises UserError if the schedule has too few slots, or would
+    Prints a line if settings of the schedule have changed. Raises UserError if the schedule has too few slots, or would
     train on tokens that are older than it allows.
     """
     changed = changed_settings(state["schedule"]["settings"], config)

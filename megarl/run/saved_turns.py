@@ -1,4 +1,4 @@
-"""Turns in a checkpoint: their arrays end to end in one file, and of each turn what else there is of it."""
+"""Turns in a checkpoint: their arrays end to end in one file, and a description of each turn."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -21,12 +21,12 @@ _ARRAYS: Mapping[str, torch.dtype] = {
     "versions": torch.int32,
 }
 _EXPERTS = "routed_experts"
-# Turns whose arrays are fetched together: those of all may be larger than the memory, and one by one would take long.
+# Turns whose arrays are fetched together: all at once may exceed the memory, and one at a time is slow.
 _AT_ONCE = 16
 
 
 def save_turns(turns: Sequence[Turn], name: str, write: WriteFile) -> None:
-    """Let the arrays of all turns be written to a file, if there are any; no more than a few are copied at a time."""
+    """Pass the arrays of all turns, if any, to `write` as one file; only a few turns are copied at a time."""
     if turns:
         write(name, _content(turns))
 
@@ -54,12 +54,12 @@ def _fetched(sequences: Sequence[Values]) -> Iterator[Array]:
 
 
 def described(turn: Turn) -> list[Any]:
-    """All that `SavedTurns.next` needs to know of a turn."""
+    """Describe a turn for `SavedTurns.next`."""
     return [len(turn.prompt_ids), len(turn.token_ids), turn.finish_reason, bool(turn.routed_experts)]
 
 
 class SavedTurns:
-    """Reads the turns of a file again, in their order; of the file no more than a turn is in memory at a time."""
+    """Reads back the turns of a file in order, one turn in memory at a time."""
 
     def __init__(self, file: Path) -> None:
         self._arrays: dict[str, Any] = {}
@@ -69,7 +69,7 @@ class SavedTurns:
         self._read = dict.fromkeys(self._arrays, 0)
 
     def next(self, turn: Sequence[Any]) -> Turn:
-        """The next turn, as it was `described`; its experts are in the object store, as those from an engine are."""
+        """Read the next turn, given its description by `described`; its experts go into the object store."""
         prompt, sampled, finish_reason, with_experts = turn
         prompt_ids, token_ids, log_probs, versions = (
             self._next(name, prompt if name == "prompt_ids" else sampled) for name in _ARRAYS
@@ -77,7 +77,7 @@ class SavedTurns:
         experts: Values = ()
         if with_experts:
             records = np.ascontiguousarray(self._next(_EXPERTS, prompt + sampled))
-            # Every batch that has the turn sends them, several times: they are far larger than all else of it.
+            # Stored, as they come from an engine: they are far larger than the rest of a turn, and sent several times.
             experts = (stored(records.view(np.dtype((np.void, records.shape[1])))[:, 0]),)
         return Turn.of(prompt_ids, token_ids, log_probs, versions, finish_reason, experts)
 
@@ -86,5 +86,5 @@ class SavedTurns:
         self._read[name] = start + length
         if length:
             return self._arrays[name][start : start + length]
-        # Safetensors (0.8) has no empty part of the end of an array.
+        # Safetensors 0.8 cannot slice an empty part at the end of an array.
         return np.empty((0, *self._arrays[name].get_shape()[1:]), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The loop of all programs: step after step, a log line for each, and a checkpoint where one is due."""
+"""The step loop of all programs: logs every step, and saves a checkpoint when one is due."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -18,30 +18,30 @@ _UNMEASURED = (
 
 
 class SteppedRun(Protocol):
-    """A run as the loop sees it."""
+    """A run, as far as the step loop uses it."""
 
     @property
     def setup(self) -> RunSetup:
-        """The run as it was opened."""
+        """State that the run started from."""
 
     @property
     def timeline(self) -> Timeline:
-        """Records the step that it is for."""
+        """Recorder of the step to profile."""
 
     @property
     def checkpoints(self) -> Checkpoints:
-        """Completes what was saved."""
+        """Writer of the checkpoints."""
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """Number of finished steps."""
 
     @property
     def is_over(self) -> bool:
-        """Whether no further step is to be taken."""
+        """Whether no step is left to take."""
 
     def log(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Give the metrics of the present step to all loggers."""
+        """Pass the metrics of the current step to all loggers."""
 
 
 def run_steps(
@@ -51,9 +51,9 @@ def run_steps(
     take_step: Callable[[], Mapping[str, MetricValue] | None],
     save: Callable[[], None],
 ) -> None:
-    """Take steps until the run is over or asked to stop; save after the last one, and when a checkpoint is due.
+    """Take steps until the run is over or asked to stop; save when a checkpoint is due, and after the last step.
 
-    `take_step` returns the metrics of its step, or None where it found nothing left to do, and the run is over.
+    `take_step` returns the metrics of its step, or None if nothing was left to do, which must make the run be over.
     """
     settings = run.setup.config.checkpoint
     with asked_to_stop(waits=settings.on_signal) as stop:
@@ -63,7 +63,7 @@ def run_steps(
         while not is_last:
             with run.timeline.record(run.step + 1):
                 metrics = take_step()
-            # Logged, then saved: a resumed run cuts off lines that are too many, but cannot write one that is missing.
+            # Log before saving: a resumed run can cut off surplus lines, but cannot write a missing one.
             if metrics is not None:
                 run.log(metrics)
             stop.end_step()
@@ -72,7 +72,7 @@ def run_steps(
                 is_due = settings.every and run.step % settings.every == 0
                 if is_due:
                     save()
-                # Now that it is known what is still to be written beside another step.
+                # Only now is it known how much is left to write during another step.
                 save_s, left_s = run.checkpoints.expected_seconds()
                 is_last = run.is_over or stop.stops_before_next_step(save_s, left_s)
                 if is_last and not is_due:

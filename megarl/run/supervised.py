@@ -1,4 +1,4 @@
-"""Training on examples that are there before the step: what fine-tuning and training on preferences share."""
+"""Training on given examples: the part that fine-tuning and training on preferences share."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ from megarl.tracking.histogram import numbers
 
 @dataclass(frozen=True)
 class Measurement:
-    """Taken every so many steps, and after the last; and when to stop early."""
+    """An evaluation every `every` steps and after the last; `has_converged` decides from metrics to stop early."""
 
     measure: Callable[[], dict[str, float]]
     every: int
@@ -35,7 +35,7 @@ class Measurement:
 
 @dataclass
 class Position:
-    """Where a run stands: steps that are done, and whether it has learned all there is, however many there could be."""
+    """Position of a run: its finished steps, and whether it has converged before the last one."""
 
     step: int
     has_converged: bool
@@ -43,7 +43,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Training:
-    """The ranks and the loggers of a run."""
+    """A supervised run: its ranks, loggers and position."""
 
     setup: RunSetup
     processes: Processes
@@ -56,7 +56,7 @@ class Training:
     clock: Clock = field(default_factory=Clock)
 
     def build(self, *, reference: bool = False, head: Head = "language_model") -> None:
-        """Start the ranks and read the weights, as `TrainerGroup.build` does."""
+        """Start the ranks and load the initial weights; see `TrainerGroup.build`."""
         model = self.setup.model
         with phase("starting the trainer"):
             self.trainer.start()
@@ -65,27 +65,27 @@ class Training:
             )
 
     def resume(self) -> None:
-        """Let the ranks continue from the checkpoint, where there is one; the reference stays what was built."""
+        """Load the checkpoint, if there is one, into the ranks; the reference stays as built."""
         if self.setup.checkpoint is not None:
             self.trainer.load(self.setup.checkpoint.folder)
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """Number of finished steps."""
         return self.position.step
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are done, or enough of them."""
+        """Whether all steps are done, or the run has converged."""
         return self.position.has_converged or self.position.step >= self.setup.steps
 
     def log(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Give the metrics of the present step to all loggers."""
+        """Pass the metrics of the current step to all loggers."""
         self.tracker.log(self.position.step, metrics)
 
     def learn(self, batches: BatchStream, objective: AnyObjective, measurement: Measurement | None) -> None:
-        """One optimizer step per batch, until there are all, no more batches, or it has converged."""
-        self.clock.end_step(tokens=0)  # the time of the start is no step's
+        """Take one optimizer step per batch, until all steps are done, batches run out, or the run has converged."""
+        self.clock.end_step(tokens=0)  # the time of starting up belongs to no step
         take_step = partial(self._take_step, batches, objective, measurement)
         run_steps(self, self.clock, take_step=take_step, save=partial(self._save, batches))
 
@@ -121,9 +121,9 @@ class Training:
 
 @contextmanager
 def open_training(setup: RunSetup, *, engines: bool = False) -> Iterator[Training]:
-    """The processes of a run, placed but without a model: see `Training.build`. They end with the context.
+    """Open the processes of a run, placed but without a model (see `Training.build`); they end with the context.
 
-    With `engines` there is room for these, too.
+    With `engines`, reserves seats for engines, too.
     """
     with open_processes(setup.config, {POLICY: setup.options}, engines=engines) as processes:
         tracker = processes.tracker(setup)

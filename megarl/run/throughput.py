@@ -1,4 +1,4 @@
-"""How well a step used the devices."""
+"""Metrics of how well a step used the GPUs."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -9,7 +9,7 @@ from megarl.tracking import MetricValue
 
 
 class Throughput:
-    """Metrics of a step from its tokens, its seconds and the work that the policy's ranks counted."""
+    """Computes throughput metrics of a step from its tokens, seconds and the FLOPs that the policy's ranks count."""
 
     def __init__(
         self,
@@ -19,15 +19,15 @@ class Throughput:
         peak_tflops: float | None,
         waiting: Sequence[str] = (),
     ) -> None:
-        """The ranks compute in the stages `computing` and wait for responses and rewards in those `waiting`, if any.
+        """Name the stages in which the ranks compute, and those in which they wait for responses and rewards.
 
-        `gpus` are all that the run has; see `tracking.peak_tflops`.
+        `gpus` is the number of all GPUs of the run; `peak_tflops` is `tracking.peak_tflops`.
         """
         self._trainer, self._computing, self._waiting = trainer, computing, waiting
         self._gpus, self._peak_tflops = gpus, peak_tflops
 
     def end_step(self, timings: dict[str, float]) -> dict[str, MetricValue]:
-        """`timings`, those of `Clock.end_step`, and what follows from them for GPUs and for the policy's ranks."""
+        """Add metrics per GPU and of the policy's ranks to `timings`, the result of `Clock.end_step`."""
         metrics: dict[str, MetricValue] = dict(timings)
         if self._waiting:
             metrics["throughput/trainer_idle"] = _seconds(self._waiting, timings) / timings["seconds/step"]

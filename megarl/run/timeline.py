@@ -1,4 +1,4 @@
-"""A timeline of one step: what the controller, the ranks, the engines and the reward workers did, and when."""
+"""A timeline of one step, of controller, ranks, engines and reward workers, for Perfetto."""
 
 import json
 import time
@@ -17,18 +17,18 @@ from megarl.process.profiler import Profiler, TimelineEvent, encoded
 from megarl.rewards.scorer import Scorer
 
 _MOST_RANKS = 16
-"""Ranks of a model that are all in the timeline."""
+"""A model with at most this many ranks has all of them in the timeline."""
 _MOST_EVENTS = 2_000_000
-"""Events of the ranks, and as many of the engines: about 600 MB in all, which the controller has in memory.
+"""Limit of the events of all ranks, and again of all engines: about 600 MB in all, in memory of the controller.
 
-In the largest step that was counted a rank has 0.3 million, and each worker of an engine 4 million.
+In the largest step that was counted, a rank had 0.3 million events and each worker of an engine 4 million.
 """
 
 
 def recorded_ranks(groups: Sequence[TrainerGroup]) -> list[Worker]:
-    """The ranks in the timeline: all of a model that has few, otherwise those of its first data-parallel share.
+    """The ranks in the timeline: all ranks of a small model, otherwise those with data-parallel rank 0.
 
-    The other shares do the same with other sequences, and thousands of files of this size are read by nobody.
+    The others do the same work on other sequences, and nobody reads thousands of timelines.
     """
     return [
         worker
@@ -39,7 +39,7 @@ def recorded_ranks(groups: Sequence[TrainerGroup]) -> list[Worker]:
 
 
 class Timeline:
-    """Writes what processes do in the step that `tracking.profile` names."""
+    """Records the processes during the step that `tracking.profile` names, and writes the timeline."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class Timeline:
         scorer: Scorer | None,
         gpus: GpuSharing | None = None,
     ) -> None:
-        """`workers` are the `recorded_ranks`, `gpus` those of the engines."""
+        """`workers` are the `recorded_ranks`; `gpus` is the time-sharing with engines, if any."""
         self._step, self._folder = step, output_dir / PROFILES
         self._workers, self._engines, self._scorer = workers, engines, scorer
         self._gpus = gpus or OwnGpus()
 
     @contextmanager
     def record(self, step: int) -> Iterator[None]:
-        """Record what is inside if this is the step; nothing is written where it fails."""
+        """Record the block if `step` is the one to profile; writes nothing if the block fails."""
         if step != self._step:
             yield
             return
@@ -69,17 +69,17 @@ class Timeline:
         controller.start()
         try:
             if self._engines:
-                # A step begins with their turn anyway, and some cannot be called in that of the trainer.
+                # A step begins with the engines' turn anyway, and some cannot be called during the trainer's.
                 self._gpus.switch_to(self._engines)
                 self._engines.start_profiler()
             yield
         finally:
-            # Also where the step fails: a run that goes on in this process may come to record it again.
+            # Also if the step fails: the run may resume in this process and record the step again.
             found = {"controller": controller.stop(of_rank, since_us)}
         events = wait([worker.begin_stop_profiler(of_rank, since_us) for worker in self._workers])
         found |= {worker.log.stem: of_worker for worker, of_worker in zip(self._workers, events, strict=True)}
         if self._engines:
-            # A refit that is checked by log-probs ends with the trainer's turn.
+            # A refit that is verified by log-probs ends with the trainer's turn.
             self._gpus.switch_to(self._engines)
             found |= self._engines.stop_profiler(_MOST_EVENTS, since_us)
         if self._scorer:
@@ -100,13 +100,13 @@ class Timeline:
 
 
 def _of_processes(found: Mapping[str, bytes]) -> Iterator[bytes]:
-    """The events of each process, by its name. They are taken as text: to read and write millions takes minutes."""
+    """Yield the events of each process, under its name, as JSON text: parsing millions of events would take minutes."""
     for number, (name, events) in enumerate(found.items()):
         for about, value in (("name", name), ("sort_index", number)):
             said = {"ph": "M", "name": f"process_{about}", "pid": number, "args": {about: value}}
             yield json.dumps(said).encode()
         if events:
-            # A line break is in no string of JSON.
+            # JSON strings contain no line breaks, so this only matches between events.
             own = f'{{"pid": {number}, '.encode()
             yield own + events[1:].replace(b"\n{", b",\n" + own)
 
