@@ -1,4 +1,4 @@
-"""Chat messages to text and token ids, through the chat template of the model's own tokenizer."""
+"""Render chat messages to text and token ids by the chat template of the model's tokenizer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
@@ -15,24 +15,26 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 _TODAY = date(2024, 7, 26)
-"""Day that every template is told is today: the one that Llama's templates write where they are told none.
+"""The date that templates get as today: the default of Llama's templates.
 
-With the clock's, a run that goes on after midnight would have other prompts than those it began with.
+With the clock's date, a run that resumes after midnight would have other prompts than before.
 """
 _RENDER_LIMIT_S = 10.0
 _TEXTS_AT_ONCE = 1024
-"""Tokenizers answer with far more than the tokens of a text."""
+"""Limits memory: a tokenizer's output is far larger than the token ids alone."""
 
 
 def check_messages(value: object, where: str) -> list[Message]:
-    """Return `value` as a chat: a non-empty list of {role: str, content: str}.
+    """Check and normalize a chat: a non-empty list of {role: str, content: str}.
 
-    Content that is None or absent beside tool calls, as in OpenAI's form, becomes an empty text, as in vLLM.
-    Keys of None are left out: in parquet a message has every key that any other has, and templates ask which are there;
-    so is an empty list of tool calls, beside which some write no content.
-    Among the arguments of a tool call they are refused, since there null may be meant; JSON text of arguments becomes
-    a mapping, in which null stays, and which is that text where a template wants one.
-    `where` (file, row, column) opens the `UserError` raised for anything else.
+    - None or absent content beside tool calls, as in OpenAI's format, becomes "", as in vLLM.
+    - Keys with the value None are removed: in parquet, every message has all keys that any message has, and templates
+      test which keys exist. An empty list of tool calls is removed, too, since some templates write no content beside
+      one.
+    - None among the arguments of a tool call is refused, since null may be meant there. Arguments given as JSON text
+      keep their nulls; they become a mapping that renders as the original text (`tool_calls.Arguments`).
+
+    Raises `UserError` for anything else; the message begins with `where` (file, row, column).
     """
     if not isinstance(value, list) or not value:
         raise UserError(
@@ -52,7 +54,7 @@ def _checked(message: object, where: str) -> Message:
 
 
 def _without_none(value: Any, where: str) -> Any:
-    """A message, or a part of it, without keys of None."""
+    """Remove keys with the value None from a message, or from a part of one."""
     if isinstance(value, list):
         return [_without_none(each, where) for each in value]
     if not isinstance(value, Mapping):
@@ -72,9 +74,10 @@ def _without_none(value: Any, where: str) -> Any:
 def render(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], where: str, *, add_generation_prompt: bool
 ) -> str:
-    """Return the chat as text.
+    """Render a chat to text.
 
-    Raises `UserError` where there is no template, where it refuses the messages, and for a text that UTF-8 cannot hold.
+    Raises `UserError` if there is no chat template, if it refuses the messages or takes too long, and for a text that
+    cannot be encoded as UTF-8.
     """
     if tokenizer.chat_template is None:
         raise UserError(
@@ -86,9 +89,9 @@ def render(
                 list(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                strftime_now=_TODAY.strftime,  # in place of transformers' own, which asks the clock
+                strftime_now=_TODAY.strftime,  # transformers' own reads the clock
             )
-        text.encode()  # tokenizers say neither where the text is from nor what is wrong with it
+        text.encode()  # an error of the tokenizer would not name the row or the character
     except CpuTimeSpentError as error:
         raise UserError(
             f"{where}: the chat template of the model is not done with these messages after {_RENDER_LIMIT_S:g} s; "
@@ -99,19 +102,19 @@ def render(
             f"{where}: there is half of a character in these messages, {error.object[error.start : error.end]!r}, as "
             "in JSON text of arguments that was cut within \\ud83d\\ude00; write it whole, or take it out"
         ) from error
-    except Exception as error:  # a template is a program that others wrote
+    except Exception as error:  # a template is third-party code and may raise anything
         raise UserError(f"{where}: the chat template of the model refuses these messages: {error}") from error
     return text
 
 
 class LengthBound:
-    """Tells without tokenising that a text is too long: no token stands for more characters than the longest has."""
+    """Detects texts that are too long without tokenizing: no token covers more characters than the longest token."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     def check(self, text: str, max_tokens: int, where: str) -> None:
-        """Raise `UserError` for a text that cannot be of `max_tokens` or fewer."""
+        """Raise `UserError` if the text certainly has more than `max_tokens` tokens."""
         if self.exceeds(text, max_tokens):
             raise UserError(
                 f"{where}: the text has {len(text)} characters, which is more than {max_tokens} tokens can hold; "
@@ -119,12 +122,12 @@ class LengthBound:
             )
 
     def exceeds(self, text: str, max_tokens: int) -> bool:
-        """Whether a text cannot be of `max_tokens` or fewer. Tokenising it would take 300 times its size of memory."""
+        """Whether the text certainly has more than `max_tokens` tokens. Tokenizing takes 300 x its size in memory."""
         return len(text) > max_tokens * self._longest_token
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> Iterator[list[int]]:
-    """Yield the token ids of rendered chats; a template writes its special tokens itself, so none is added."""
+    """Yield the token ids of rendered chats, without adding special tokens: the template has written them."""
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
         yield from tokenizer(texts[start : start + _TEXTS_AT_ONCE], add_special_tokens=False)["input_ids"]
 

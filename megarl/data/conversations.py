@@ -1,4 +1,4 @@
-"""Conversations for supervised fine-tuning, with a mask of what the assistant said."""
+"""Conversations for supervised fine-tuning, with masks of the assistant's tokens."""
 
 from collections.abc import Collection, Sequence
 from itertools import pairwise
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 
 class Conversation(NamedTuple):
-    """A whole chat: `token_ids` [T] and `mask` [T], True for the tokens the assistant has to produce itself."""
+    """A whole chat: `token_ids` [T] and `mask` [T], True for the tokens that the assistant has to generate."""
 
     token_ids: list[int]
     mask: list[bool]
 
 
 class Chat(NamedTuple):
-    """Messages of a conversation; the assistant's messages from number `first` on are to be learned.
+    """Messages of a conversation; the assistant's messages from index `first` on are trained on.
 
-    `where` (file, row, column) opens what is said about a bad one.
+    Error messages begin with `where` (file, row, column).
     """
 
     where: str
@@ -42,18 +42,19 @@ def load_conversations(
     group: str = "sft",
     stop_token_ids: Collection[int] = (),
 ) -> list[Conversation]:
-    """Read, render and tokenise the chats ({role, content} lists in `messages_column`) of parquet `files`.
+    """Read, render and tokenize the chats ({role, content} lists in `messages_column`) of parquet `files`.
 
-    `group` is that of the configuration which names files and column, for sentences about a bad one.
+    `group` is the configuration group that names files and column, for error messages.
+
     The mask of an assistant turn begins after the generation prompt and ends with the turn's end token (`TurnEnds`;
-    responses end at `stop_token_ids`), so that it covers what the model would have to generate and nothing else. It
-    comes from rendering the chat turn by turn. Where the next message's first token ends a turn, the last one gets it
-    appended.
+    responses end at `stop_token_ids`): exactly the tokens that the model would have to generate. It is found by
+    rendering the chat turn by turn. If a template ends a turn with the first token of the next message, that token is
+    appended to the last turn.
 
-    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a chat without an assistant turn,
-    begun by one or longer than `max_tokens`, and a chat template whose renderings don't extend each other (one that
-    rewrites earlier turns, as templates do that drop past reasoning), that leaves out a part of a reply or a call of an
-    earlier one, that writes nothing before a turn, or that ends turns without a special token.
+    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, and a chat that has no assistant turn,
+    begins with one, or is longer than `max_tokens`. Also for a chat template that renders earlier turns differently
+    once others follow (such as one that drops past reasoning), leaves out a part of a reply or an earlier tool call,
+    writes nothing before the assistant's first turn, or ends turns without a special token.
     """
     if not files:
         raise UserError(f"no data file is given; name parquet files in {group}.train_files (or {group}.eval_files)")
@@ -76,9 +77,10 @@ def load_conversations(
 def tokenise(
     chats: Sequence[Chat], tokenizer: "PreTrainedTokenizerBase", max_tokens: int, stop_token_ids: Collection[int] = ()
 ) -> list[Conversation]:
-    """Token ids and masks of chats, through the chat template; raises `UserError` as `load_conversations`.
+    """Render and tokenize chats and build their masks; raises `UserError` as `load_conversations`.
 
-    A chat of more than `max_tokens` may come out, but not one so long that it need not be tokenised to know.
+    Of chats longer than `max_tokens`, refuses only those whose length in characters already proves it: the caller
+    checks the result.
     """
     rendered = [_render_turns(tokenizer, chat) for chat in chats]
     bound = LengthBound(tokenizer)
@@ -92,9 +94,9 @@ def tokenise(
 
 
 def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]:
-    """Growing prefixes of the chat, the last one the whole chat.
+    """Render growing prefixes of the chat, the last one the whole chat.
 
-    Number 2 * k ends where the k-th turn to learn begins, number 2 * k + 1 where it ends.
+    Prefix 2 * k ends where the k-th turn to learn begins, prefix 2 * k + 1 where it ends.
     """
     where, messages = chat.where, chat.messages
     if messages[0]["role"] == "assistant" and chat.first == 0:
@@ -120,7 +122,7 @@ def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]
 
 
 def _mask_turns(chat: Chat, prefixes: list[list[int]], ends: TurnEnds) -> Conversation:
-    """Mask what is behind each `prefixes[2 * k]` to the end of the turn, in `prefixes[2 * k + 1]` or right behind."""
+    """Mask each turn from the end of `prefixes[2 * k]` to its end token, within or just after `prefixes[2 * k + 1]`."""
     where, token_ids = chat.where, prefixes[-1]
     mask = [False] * len(token_ids)
     for prefix in prefixes:

@@ -1,4 +1,4 @@
-"""Tokens to text while they come."""
+"""Incremental detokenization."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,19 +10,19 @@ _UNFINISHED = "\ufffd"
 
 
 class Detokenizer:
-    """Makes text of tokens piece by piece: the pieces together are what `decode` makes of all tokens.
+    """Decodes a stream of tokens to pieces of text, which concatenate to what `decode` returns for all tokens.
 
-    Special tokens are left out. A character of several tokens comes with its last one.
+    Special tokens are left out. A character that spans several tokens is returned with its last one.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._token_ids: list[int] = []
-        # The text of a token depends on the one before it: the last piece is decoded again with the next.
+        # The text of a token depends on the tokens before it, so the last piece is decoded again with the next one.
         self._context, self._done = 0, 0
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete."""
+        """Add tokens and return the text that they complete."""
         self._token_ids += token_ids
         piece = self._new()
         if piece.endswith(_UNFINISHED):
@@ -31,7 +31,7 @@ class Detokenizer:
         return piece
 
     def end(self) -> str:
-        """The rest, if the tokens end within a character."""
+        """Return the remaining text if the tokens end within a character."""
         return self._new()
 
     def _new(self) -> str:

@@ -1,4 +1,4 @@
-"""Values of sequences on their way between processes: thousands of short stretches travel as a few arrays."""
+"""Serialization of sequences' values between processes: thousands of short stretches travel as a few arrays."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
@@ -13,33 +13,33 @@ _PLAIN, _RUNS, _LONG, _STORED = range(4)
 
 
 class Packed(NamedTuple):
-    """Values of N sequences in S stretches, as `packed` makes it.
+    """Values of N sequences in S stretches, the result of `packed`.
 
-    Example: Packed(counts=[2], kinds=[1, 0], ends=[1, 3], values=[0.5, 1.0, 2.0], run_lengths=[4], ...), where nothing
-    is long, is one sequence, (RunLengthArray([0.5], [4]), [1.0, 2.0])
+    Example: Packed(counts=[2], kinds=[1, 0], ends=[1, 3], values=[0.5, 1.0, 2.0], run_lengths=[4], ...) without long
+    arrays is one sequence, (RunLengthArray([0.5], [4]), [1.0, 2.0])
     """
 
     counts: Array
-    """int32[N]: how many stretches a sequence has."""
+    """int32[N]: stretches of each sequence."""
     kinds: Array
-    """uint8[S]: whether a stretch is in `values` (0), has runs in it (1), is long (2) or stored (3)."""
+    """uint8[S]: a plain array in `values` (0), runs with values in `values` (1), a long array (2), or stored (3)."""
     ends: Array
-    """int64: the end in `values` of each stretch kept there (kinds 0 and 1)."""
+    """int64: end in `values` of each stretch of kind 0 or 1."""
     values: Array
     run_lengths: Array
-    """int32: of all runs, in their order."""
+    """int32: lengths of all runs, in order."""
     long: list[Array]
     """Long arrays, which are not copied."""
     references: list[Any]
-    """Arrays in the object store."""
+    """References to arrays in the object store."""
     dtypes: list[str]
-    """The type of each of these."""
+    """The dtype of each of these arrays."""
     places: Array
-    """int64[stored, 4]: of each that is stored its reference's number, length, whether it is finite, and start."""
+    """int64[stored, 4]: index in `references`, length, whether it is finite, and start of each stored stretch."""
 
 
 def packed(sequences: Sequence[Values]) -> Packed:
-    """Values of one type, by sequence, in few objects."""
+    """Pack values of one dtype, by sequence, into few objects."""
     kinds: list[int] = []
     plain_or_runs: list[Array] = []
     run_lengths: list[Array] = []
@@ -78,7 +78,7 @@ def packed(sequences: Sequence[Values]) -> Packed:
 
 
 def unpacked(values: Packed) -> list[Values]:
-    """The inverse of `packed`, to the bit; stretches share memory."""
+    """Invert `packed`, to the bit; the stretches are views."""
     stretches = _stretches(values)
     return [tuple(islice(stretches, count)) for count in values.counts.tolist()]
 
@@ -105,5 +105,5 @@ def _stretches(packed_values: Packed) -> Iterator[Stretch]:
 
 
 def _joined(arrays: Sequence[Array], dtype: npt.DTypeLike) -> Array:
-    """All in one, which has the `dtype` if there are none."""
+    """Concatenate arrays; `dtype` is that of the result without any."""
     return np.concatenate(arrays) if arrays else np.empty(0, dtype)

@@ -1,4 +1,4 @@
-"""Pairs of a preferred and a rejected reply, with masks of the assistant's tokens."""
+"""Pairs of a chosen and a rejected reply, with masks of the assistant's tokens."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PreferencePair(NamedTuple):
-    """Two conversations that begin with the same prompt; each ends with the last token of its reply."""
+    """Two conversations with the same prompt; each ends with the last token of its reply."""
 
     chosen: Conversation
     rejected: Conversation
@@ -34,16 +34,16 @@ def load_pairs(
     shared_prefixes: bool = False,
     stop_token_ids: Collection[int] = (),
 ) -> list[PreferencePair]:
-    """Read, render and tokenise the pairs of parquet `files`.
+    """Read, render and tokenize the pairs of parquet `files`.
 
     A row holds a prompt ({role, content} list in `config.prompt_column`) and two replies to it
-    (`config.chosen_column`, `config.rejected_column`): each a text, or a list of messages that ends with one of the
-    assistant and may repeat the prompt in front. Masks are those of `load_conversations`, for the replies alone. Text
-    that the template writes after the end token of a reply is left out, as it is in a rollout.
+    (`config.chosen_column`, `config.rejected_column`). A reply is a text, or a list of messages that ends with one of
+    the assistant and may begin with the prompt. Masks are those of `load_conversations`, for the replies only. Text
+    that the template writes after the end token of a reply is left out, as in a rollout.
 
-    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, an empty reply, two equal ones, a pair of
-    more than `max_tokens` together, and a chat template as `load_conversations` refuses it. With `shared_prefixes` what
-    both replies begin with counts once, as it is computed.
+    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, an empty reply, two equal replies, a pair
+    with more than `max_tokens` tokens, and a chat template that `load_conversations` would refuse. With
+    `shared_prefixes` a prefix of both conversations counts once, since it is computed once.
     """
     if not files:
         raise UserError(
@@ -71,14 +71,14 @@ def load_pairs(
 
 
 def _tokens(pair: PreferencePair, *, shared_prefixes: bool) -> int:
-    """Count the tokens that are computed of both."""
+    """Count the tokens that are computed for a pair."""
     replies = [np.array(each.token_ids) for each in pair]
     counter = Counter([len(each) for each in replies], Prefixes.of(replies) if shared_prefixes else None)
     return counter([0, 1]).tokens
 
 
 def _read_file(file: str | Path, config: PreferenceConfig) -> Iterator[tuple[Chat, Chat]]:
-    """The chats of the chosen and the rejected reply of every row."""
+    """Yield the chats of the chosen and the rejected reply of every row."""
     columns = [config.prompt_column, config.chosen_column, config.rejected_column]
     keys = [f"preference.{name}_column" for name in ("prompt", "chosen", "rejected")]
     for number, row in read_rows(file, columns, named_by=dict(zip(columns, keys, strict=True))):

@@ -10,21 +10,21 @@ import pyarrow.parquet as pq
 from converters.errors import UserError
 
 _ROWS_PER_BATCH = 64
-"""Arrow reads no batch in which texts of a struct take more than 2 GiB, and tests of one program may take megabytes."""
+"""Small: Arrow cannot read a batch with over 2 GiB of text in a struct, and the tests of one row may take megabytes."""
 _OTHERS = {
     b"{": "is no parquet file; docs/data.md has a line that makes one of jsonl",
     b"version https://git-lfs": "is a pointer of Git LFS: `git lfs pull` in its folder brings the file itself",
 }
-"""Begin of a file that is not parquet -> what it is."""
+"""First bytes of a file that is not parquet -> what it is."""
 
 
 def read_rows(
     file: str | Path, needed: Sequence[str], optional: Sequence[str] = (), named_by: Mapping[str, str] | None = None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (row number from 0, {column: value}) of one parquet file; an optional column it lacks is left out.
+    """Yield (row number from 0, {column: value}) of one parquet file; missing optional columns are left out.
 
-    `named_by` has, for a column whose name is set in the configuration, the key that sets it.
-    Raises `UserError` for a file that is missing, unreadable, not parquet, empty, or without a needed column.
+    `named_by` maps a column whose name is configurable to its configuration key, for messages. Raises `UserError` for a
+    file that is missing, unreadable, not parquet, without rows, or without a needed column.
     """
     path = Path(file)
     if not path.is_file():
@@ -43,7 +43,7 @@ def read_rows(
 
 
 def _what_else_it_is(path: Path) -> str:
-    """The end of a sentence about a file that is known not to be parquet; empty where it is not."""
+    """End of a sentence about a file of a known other format; "" if the format is not known."""
     try:
         with path.open("rb") as file:
             begin = file.read(100).lstrip()

@@ -1,4 +1,4 @@
-"""Prompts from parquet files in the columns of verl: data_source, prompt, reward_model, extra_info."""
+"""Prompts from parquet files with verl's columns: data_source, prompt, reward_model, extra_info."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, tokenised once; `index` is its position in its `PromptSet`.
+    """One tokenized prompt; `index` is its position in its `PromptSet`.
 
     Example: Prompt(17, "gsm8k", [5, 9], ground_truth="4", extra_info={"split": "train"})
     """
@@ -26,16 +26,16 @@ class Prompt:
     index: int
     data_source: str
     token_ids: Sequence[int]
-    """An array, which rows of the same messages share."""
+    """An array; rows with the same messages share it."""
     ground_truth: Any
     extra_info: Mapping[str, Any]
     where: str = ""
-    """The file and the row, for messages."""
+    """File and row, for messages."""
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """All prompts of some files, in the files' order, and how many were dropped for their length."""
+    """All prompts of some files, in order, and how many were dropped for their length."""
 
     prompts: list[Prompt]
     dropped: int
@@ -51,13 +51,14 @@ class _Row:
 
 
 def load_prompts(files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBase", config: DataConfig) -> PromptSet:
-    """Read, render and tokenise the prompts of parquet `files`.
+    """Read, render and tokenize the prompts of parquet `files`.
 
     A row holds `data_source` (text), `config.prompt_column` (list of {role, content}), `reward_model` ({style,
-    ground_truth}) and optionally `extra_info` (a struct). The chat template ends with the generation prompt.
+    ground_truth}) and optionally `extra_info` (a struct). Prompts are rendered with the generation prompt at the end.
 
-    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a chat template that leaves out a call, a
-    prompt longer than `config.max_prompt_tokens` unless `config.overlong_prompts` is "drop", and for no prompt left.
+    Raises `UserError` for no files, a bad file (see `read_rows`), a bad row, a chat template that leaves out a tool
+    call, a prompt longer than `config.max_prompt_tokens` unless `config.overlong_prompts` is "drop", and if no prompt
+    is left.
     """
     if not files:
         raise UserError("no data file is given; name parquet files in data.train_files (or data.eval_files)")
@@ -69,7 +70,7 @@ def load_prompts(files: Sequence[str | Path], tokenizer: "PreTrainedTokenizerBas
         row = next(row for row in rows if bound.exceeds(row.text, limit))
         raise _too_long(row, f"{len(row.text)} characters", limit)
     distinct = list(dict.fromkeys(row.text for row in short))
-    # Lists would take ten times the memory.
+    # Arrays, since lists take ten times the memory.
     arrays = (array("i", token_ids) for token_ids in encode(tokenizer, distinct))
     encoded = dict(zip(distinct, arrays, strict=True))
     prompts: list[Prompt] = []
@@ -100,7 +101,7 @@ def _too_long(row: _Row, length: str, limit: int) -> UserError:
 def _read_file(
     file: str | Path, tokenizer: "PreTrainedTokenizerBase", prompt_column: str, texts: dict[str, str]
 ) -> list[_Row]:
-    """The rows of a file; `texts` has what was rendered of files before it, by the messages, and gets the rest."""
+    """Read the rows of a file; `texts` caches rendered texts by the repr of their messages, across files."""
     rows = []
     needed, named_by = ["data_source", prompt_column, "reward_model"], {prompt_column: "data.prompt_column"}
     for number, row in read_rows(file, needed, ["extra_info"], named_by):

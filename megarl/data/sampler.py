@@ -1,4 +1,4 @@
-"""In which order prompts are drawn."""
+"""The order in which prompts are drawn."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ class SamplerState(TypedDict):
     epoch: int
     position: int
     digest: str
-    """Digest of the prompts (`digest_of`); empty where none was given."""
+    """Digest of the prompts (`digest_of`); "" if none was given."""
 
 
 def digest_of(prompts: Iterable[Sequence[int]]) -> str:
@@ -32,10 +32,10 @@ def digest_of(prompts: Iterable[Sequence[int]]) -> str:
 
 
 class PromptSampler:
-    """Draws each of `size` indices once per epoch, without end.
+    """Draws each of `size` indices once per epoch, endlessly.
 
-    The order of an epoch follows from (seed, epoch) alone, so the position is the whole state and a resumed sampler
-    continues exactly where the saved one stopped. A draw that reaches the end of an epoch goes on with the next.
+    The order of an epoch is a function of (seed, epoch), so the position is the whole state, and a resumed sampler
+    continues exactly where the saved one stopped. A draw that reaches the end of an epoch continues in the next.
     """
 
     def __init__(self, size: int, shuffle: bool, seed: int, digest: str = "") -> None:
@@ -43,26 +43,26 @@ class PromptSampler:
             raise ValueError(f"a sampler needs at least one prompt, got size={size}")
         self._size, self._shuffle, self._seed, self._digest = size, shuffle, seed, digest
         self._other: tuple[int, npt.NDArray[np.int64]] | None = None
-        """The number and the order of another epoch than this one, the last that was asked for."""
+        """Cache: number and order of the last epoch other than the current one that was asked for."""
         self._start_epoch(0, position=0)
 
     @property
     def epoch(self) -> int:
-        """Number, from 0, of the epoch that the next index is drawn from."""
+        """The epoch, from 0, that the next index is drawn from."""
         return self._epoch
 
     @property
     def drawn(self) -> int:
-        """How many indices were drawn so far, in all epochs: the ordinal of the next one."""
+        """How many indices have been drawn, over all epochs: the ordinal of the next draw."""
         return self._epoch * self._size + self._position
 
     def draw(self, count: int) -> list[tuple[int, int]]:
-        """Return the ordinal and the index of the next `count` draws."""
+        """Return (ordinal, index) of the next `count` draws."""
         first = self.drawn
         return list(enumerate(self.next(count), start=first))
 
     def index_of(self, ordinal: int) -> int:
-        """The index that was drawn, or will be, with this ordinal."""
+        """The index of the draw with this ordinal, past or future."""
         epoch, position = divmod(ordinal, self._size)
         return int(self._known_order_of(epoch)[position])
 
@@ -109,10 +109,10 @@ class PromptSampler:
         self._order, self._epoch, self._position = self._order_of(epoch), epoch, position
 
     def _known_order_of(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The order of an epoch, which for the present one and the last other is not made anew."""
+        """The order of an epoch, cached for the current epoch and for the last other one."""
         if epoch == self._epoch:
             return self._order
-        # A run that goes on asks for one carried draw after the other, and they reach back into one epoch.
+        # A resumed run asks for its carried-over draws one by one, and they reach back into at most one other epoch.
         if self._other is None or self._other[0] != epoch:
             self._other = epoch, self._order_of(epoch)
         return self._other[1]

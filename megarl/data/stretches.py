@@ -11,21 +11,21 @@ import numpy.typing as npt
 from megarl.process.errors import RunFailed
 
 Array: TypeAlias = npt.NDArray[Any]
-# Below this an array is cheaper to send along than to look up, and Ray (2.60) sends a result to its caller itself.
+# Smaller arrays are cheaper to send inline than to look up, and Ray (2.60) sends such results inline itself.
 _STORED_BYTES = 100 * 1024
-# Below this an array is cheaper to read as bytes than to find in other memory.
+# Smaller arrays are cheaper to pickle as bytes than as out-of-band buffers.
 _COPIED_BYTES = 8 * 1024
-# Short arrays that are looked at together: a copy of them has at most 25 MB.
+# Short arrays that are checked together: a copy of them has at most 25 MB.
 _AT_ONCE = 256
-# To compare values by their bits: not a number is equal to itself, and 0 is not -0.
+# To compare values by their bits: NaN equals itself, and 0 differs from -0.
 _BITS = {1: np.uint8, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
 class RunLengthArray:
-    """Values that repeat: each of `values` follows `lengths` times, int32. The example is 0, 0, 0.5, 0.5, 0.5.
+    """Run-length-encoded values: each of `values` is repeated `lengths` (int32) times.
 
-    Example: RunLengthArray(np.array([0.0, 0.5]), np.array([2, 3]))
+    Example: RunLengthArray(np.array([0.0, 0.5]), np.array([2, 3])) is 0, 0, 0.5, 0.5, 0.5
     """
 
     values: Array
@@ -40,7 +40,7 @@ class RunLengthArray:
         return self.values.dtype
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A tenth of the bytes of two arrays, of which a batch has several for each sequence.
+        # A tenth of the bytes of two pickled arrays; a batch has several of these per sequence.
         return _runs, (self.values.dtype.char, self.values.tobytes(), self.lengths.tobytes())
 
 
@@ -50,18 +50,18 @@ def _runs(dtype: str, values: bytes, lengths: bytes) -> RunLengthArray:
 
 @dataclass(frozen=True)
 class StoredArray:
-    """Values in an array of Ray's object store, on the machine where it was made, and what is known without a look.
+    """A slice of an array in Ray's object store, with what is known of it without fetching.
 
     Example: StoredArray("ObjectRef(00ff...)", "<f4", 5000, is_finite=True, start=12_000)
     """
 
     reference: Any
-    """A ray.ObjectRef: this module does not need Ray where nothing is stored."""
+    """A ray.ObjectRef; typed as Any, so that this module needs Ray only if something is stored."""
     dtype: str
     length: int
     is_finite: bool
     start: int = 0
-    """Where in the array they begin."""
+    """Index of the first value in the array."""
 
     def __len__(self) -> int:
         return self.length
@@ -84,7 +84,7 @@ class ValuesGone(RunFailed):
 
 
 class StoreFull(RunFailed):
-    """There is no room for values, neither in the object store nor on the disk where it goes on."""
+    """There is no room for values, neither in the object store nor on the disk that it spills to."""
 
     happened = "the object store of this machine is full, and so is the disk of TMPDIR, where it goes on"
     sentence = (
@@ -98,7 +98,7 @@ class StoreFull(RunFailed):
 
 
 def put(value: Any) -> Any:
-    """A reference to a value that is now in the object store. Raises StoreFull."""
+    """Put a value into the object store and return its reference. Raises StoreFull."""
     import ray
     from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
@@ -109,10 +109,10 @@ def put(value: Any) -> Any:
 
 
 def put_sequences(values: Array, lengths: Array) -> list[Values]:
-    """Values [T] by sequence: one array in the object store holds all, or they stay here where they are few.
+    """Split values [T] by sequence; a long array is put into the object store once, a short one stays in the process.
 
-    Ray (2.60) takes 0.1 to 0.6 ms for each reference, so thousands of sequences have one. Equal values at the beginning
-    of a sequence, as those of a prompt are, are said once.
+    All sequences share one reference, since Ray (2.60) takes 0.1 to 0.6 ms for each. Equal values at the beginning of a
+    sequence, as over its prompt, become a run.
     """
     starts = lengths.cumsum() - lengths
     if not is_long(values):
@@ -132,7 +132,7 @@ def put_sequences(values: Array, lengths: Array) -> list[Values]:
 
 
 def _equal_at_the_beginning(values: Array) -> int:
-    """How many values are the first one, to the bit, before any other is; 0 if that is the only one."""
+    """Length of the run of bitwise equal values at the beginning; 0 for a run of one."""
     bits = values.view(_BITS[values.itemsize])
     if len(bits) < 2 or bits[0] != bits[1]:
         return 0
@@ -141,39 +141,39 @@ def _equal_at_the_beginning(values: Array) -> int:
 
 
 def stored(values: Array) -> Array | StoredArray:
-    """A long array of this process, now in the object store; a short one is what it was."""
+    """Put a long array into the object store; return a short one as it is."""
     if not is_long(values):
         return values
     return StoredArray(put(values), values.dtype.str, len(values), holds_numbers(values))
 
 
 def holds_numbers(values: Array) -> bool:
-    """Whether none of the values is infinite or not a number; only one of floating point can be."""
+    """Whether all values are finite, which integers always are."""
     return values.dtype.kind != "f" or bool(np.isfinite(values).all())
 
 
 def is_long(values: Stretch) -> bool:
-    """Whether an array of this process belongs into the object store."""
+    """Whether an array of this process is large enough for the object store."""
     return isinstance(values, np.ndarray) and values.nbytes >= _STORED_BYTES
 
 
 def is_remote(values: Values) -> bool:
-    """Whether some are in the object store, and `fetch` would have to get them."""
+    """Whether any values are in the object store, so that `fetch` has to get them."""
     return any(isinstance(each, StoredArray) for each in values)
 
 
 def is_copied(values: Array | memoryview) -> bool:
-    """Whether an array is so short that who receives it has a copy, and not a view of what was sent."""
+    """Whether an array is so short that its receiver gets a copy instead of a view of the sent buffer."""
     return values.nbytes < _COPIED_BYTES
 
 
 def fetch(values: Stretch) -> Array:
-    """The values as one array of this process. Raises ValuesGone."""
+    """Return a stretch as one array of this process. Raises ValuesGone."""
     return values if isinstance(values, np.ndarray) else fetch_concatenated([(values,)])
 
 
 def fetch_all(values: Sequence[Array | StoredArray]) -> list[Array]:
-    """The values as arrays of this process: all that are stored come in one call. Raises ValuesGone."""
+    """Return stretches as arrays of this process, fetching all stored ones in one call. Raises ValuesGone."""
     away = list(dict.fromkeys(each.reference for each in values if isinstance(each, StoredArray)))
     if not away:
         return [each for each in values if not isinstance(each, StoredArray)]
@@ -190,25 +190,25 @@ def fetch_all(values: Sequence[Array | StoredArray]) -> list[Array]:
 
 
 def fetch_each(sequences: Sequence[Values]) -> list[list[Array]]:
-    """The values of each sequence in arrays that lie end to end: nothing is copied, only runs are written out."""
+    """Return the values of each sequence as arrays, end to end; expands runs and copies nothing else."""
     arrays = iter(_arrays(sequences))
     return [list(islice(arrays, len(values))) for values in sequences]
 
 
 def fetch_concatenated(sequences: Iterable[Values]) -> Array:
-    """Values of several sequences in one array."""
+    """Return the values of several sequences in one array. Raises ValuesGone."""
     return np.concatenate(_arrays(sequences))
 
 
 def _arrays(sequences: Iterable[Values]) -> list[Array]:
-    """The stretches of all sequences, fetched and written out."""
+    """Fetch the stretches of all sequences, with runs expanded."""
     stretches = [stretch for values in sequences for stretch in values]
     expanded = _expanded([each for each in stretches if isinstance(each, RunLengthArray)])
     return fetch_all([next(expanded) if isinstance(each, RunLengthArray) else each for each in stretches])
 
 
 def run_length_encoded(values: Array) -> Array | RunLengthArray:
-    """The runs of equal `values` [T] where they are shorter than the values themselves."""
+    """Run-length-encode `values` [T] if that takes fewer bytes; otherwise return them as they are."""
     bits = values.view(_BITS[values.itemsize])
     changes = bits[1:] != bits[:-1]
     run_bytes = values.itemsize + np.dtype(np.int32).itemsize
@@ -219,12 +219,12 @@ def run_length_encoded(values: Array) -> Array | RunLengthArray:
 
 
 def constant(value: Any, length: int) -> RunLengthArray:
-    """The same value `length` times; it is of a numpy type."""
+    """Repeat a value, of a numpy type, `length` times."""
     return RunLengthArray(np.array([value]), np.array([length], dtype=np.int32))
 
 
 def no_values_like(sequences: Sequence[Values]) -> Values:
-    """No values, of the type of these."""
+    """Empty values with the dtype of these sequences."""
     first = next(stretch for values in sequences for stretch in values)
     return (np.empty(0, first.dtype),)
 
@@ -238,13 +238,13 @@ def distinct(stretch: Stretch) -> Array | StoredArray: ...
 
 
 def distinct(stretch: Stretch) -> Array | StoredArray:
-    """The values, those of a run once: for what does not depend on how often a value follows."""
+    """The values with each run given once, for results that do not depend on how often a value repeats."""
     return stretch.values if isinstance(stretch, RunLengthArray) else stretch
 
 
 def not_finite(sequences: Sequence[Values]) -> list[int]:
-    """The sequences that hold what is not a number, as far as can be told without a look into the object store."""
-    # All together first: there are thousands, and hardly ever one.
+    """Indices of the sequences that hold a NaN or an infinity, told without fetching from the object store."""
+    # All together first: there are thousands, and hardly ever one that is not finite.
     known = [distinct(each) for values in sequences for each in values]
     if _are_finite(known):
         return []
@@ -252,7 +252,7 @@ def not_finite(sequences: Sequence[Values]) -> list[int]:
 
 
 def is_finite(values: Values) -> bool:
-    """Whether all are numbers, as far as can be told without a look into the object store."""
+    """Whether all values are finite, told without fetching from the object store."""
     return _are_finite([distinct(each) for each in values])
 
 
@@ -265,7 +265,7 @@ def _are_finite(stretches: Sequence[Array | StoredArray]) -> bool:
 
 
 def _expanded(runs: Sequence[RunLengthArray]) -> Iterator[Array]:
-    """The values of each, all made at once: thousands are of a few tokens."""
+    """Expand runs, all in one operation: there are thousands of a few tokens each."""
     if not runs:
         return
     lengths = np.concatenate([each.lengths for each in runs])

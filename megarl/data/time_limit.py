@@ -1,4 +1,4 @@
-"""A limit to what a piece of code that others wrote may take."""
+"""A CPU time limit for third-party code."""
 
 import signal
 import threading
@@ -8,14 +8,14 @@ from types import FrameType
 
 
 class CpuTimeSpentError(Exception):
-    """The limit is reached."""
+    """The CPU time limit is reached."""
 
 
 @contextmanager
 def cpu_time_limit(seconds: float) -> Iterator[None]:
-    """Raise CpuTimeSpentError inside after so many seconds of the process's own computing: waiting does not count.
+    """Raise CpuTimeSpentError in the block after `seconds` of CPU time of this process; waiting does not count.
 
-    In another thread than the main one, which alone receives signals, there is no limit.
+    Sets no limit outside of the main thread, since only that receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Tool calls of a message: their arguments as templates take them, and their functions."""
+"""Tool calls of a message: their functions, and arguments in a form that all templates accept."""
 
 import json
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from converters.errors import UserError
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call, given as JSON text: a mapping for templates that read one, the text for those that write it.
+    """Arguments of a call that were given as JSON text: a mapping that renders as the original text.
 
-    vLLM and SGLang hand templates mappings, too, when they serve a model.
+    Some templates iterate over a mapping, others write the text. vLLM and SGLang pass mappings, too, when serving.
     """
 
     def __init__(self, arguments: Mapping[str, Any], text: str) -> None:
@@ -31,7 +31,7 @@ class Arguments(dict[str, Any]):
 
 
 def read_arguments(value: Any) -> Any:
-    """Arguments of a call as templates take them; an empty text says that there are none."""
+    """Parse arguments given as JSON text to `Arguments`; "" is no arguments. Anything else is returned as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -42,7 +42,10 @@ def read_arguments(value: Any) -> Any:
 
 
 def function_of(call: Any, where: str) -> Mapping[str, Any]:
-    """Name and arguments of a call, whether in a mapping of their own or not."""
+    """Return the mapping with name and arguments of a call: its "function", or the call itself.
+
+    Raises UserError if it has no name.
+    """
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(
@@ -52,7 +55,7 @@ def function_of(call: Any, where: str) -> Mapping[str, Any]:
 
 
 def with_function(call: Mapping[str, Any], function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A call of this function in place of its own, in its id, too, which Kimi-K2 writes for the name: functions.f:0."""
+    """Replace the function of a call, also in its id, which Kimi-K2 writes instead of the name: functions.f:0."""
     if "function" not in call:
         return function
     changed = {**call, "function": function}

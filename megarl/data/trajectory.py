@@ -1,4 +1,4 @@
-"""Results of a rollout: turns, the trajectory that they make, and the group of all samples of a drawn prompt."""
+"""Results of a rollout: turns, the trajectory that they form, and the group of all samples of a drawn prompt."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -24,26 +24,28 @@ from megarl.rewards.scoring import Score
 
 FinishReason = Literal["stop", "length", "abort"]
 Failure = Literal["failed", "timed_out", "lost"]
-"""Reasons for which a reward function gives no score."""
+"""Reasons why a response has no score from the reward function."""
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
-# Characters of a text that travels as bytes.
+# Texts with at least this many characters are sent as bytes.
 _LONG_TEXT = 8192
-# Tokens of a turn, of which it pays to find out whether all have the same version.
+# Turns with at least this many tokens have their versions run-length-encoded.
 _RUN_LENGTH_FROM_TOKENS = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One answer of the policy, and what was appended to the conversation before it.
+    """One answer of the policy, and the tokens that were appended to the conversation before it.
 
-    `prompt_ids` int32[P] are the tokens since the turn before, of a first turn the whole prompt; they are never trained
-    on. The others have one entry per sampled token: `token_ids` int32[T], which include the one that ended the turn;
-    `log_probs` float32[T] under the distribution sampled from, log_softmax(logits / temperature) after top-p and top-k,
-    log_softmax(logits) if greedy; `versions` int32[T], that of the weights which sampled the token. A turn that ended
-    with "abort" was cut off and could go on.
+    `prompt_ids` int32[P]: tokens since the last turn, for a first turn the whole prompt; never trained on.
 
-    Between processes, long ones stay in the object store of the machine that sampled them.
+    Per sampled token: `token_ids` int32[T], including the one that ended the turn; `log_probs` float32[T] under the
+    distribution that was sampled from, log_softmax(logits / temperature) after top-p and top-k, or log_softmax(logits)
+    if greedy; `versions` int32[T], the version of the weights that sampled the token.
+
+    A turn that ended with "abort" was cut off and can be continued.
+
+    Between processes, long arrays stay in the object store of the machine that sampled them.
 
     Example: Turn.of([5, 9], [40, 2], log_probs=[-0.7, -0.1], versions=[3, 3], finish_reason="stop")
     """
@@ -54,16 +56,15 @@ class Turn:
     versions: IntArray | RunLengthArray
     finish_reason: FinishReason
     text: str | None = None
-    """The sampled tokens without special ones, behind those that the request had begun with; None where the engine has
-    not made it, as of short turns."""
+    """Text of the sampled tokens without special tokens, beginning with tokens that the request continues; None if the
+    engine did not decode it, as for short turns."""
     routed_experts: Values = ()
-    """Experts that each of the P + T tokens went to, where the engine was asked for them and the turn was not cut:
-    records of bytes (`megatron_ext.routing.routed_experts`). The last token was not fed to the model, and its record
-    says nothing."""
+    """Experts of each of the P + T tokens, if the engine was asked for them and the turn was not cut: byte records
+    (`megatron_ext.routing.routed_experts`). The record of the last token is meaningless, since that token was not fed
+    to the model."""
     cached_tokens: int | None = None
-    """How many of the tokens before the sampled ones, of the whole conversation, the engine's prefix cache had; None
-    where it does not say, or another engine went on with the turn. No part of what was sampled: equal turns may differ
-    in it."""
+    """How many tokens of the conversation before the sampled ones were in the engine's prefix cache; None if it does
+    not say, or another engine continued the turn. Ignored by ==."""
 
     def __post_init__(self) -> None:
         versions = len(self.versions)
@@ -86,7 +87,7 @@ class Turn:
         routed_experts: Values = (),
         cached_tokens: int | None = None,
     ) -> "Turn":
-        """From any sequences of numbers; arrays of the right type are taken as they are, versions said once if many."""
+        """Build from sequences of numbers. Arrays of the right dtype are not copied; many versions become runs."""
         known = np.asarray(versions, dtype=np.int32)
         return cls(
             np.asarray(prompt_ids, dtype=np.int32),
@@ -109,7 +110,8 @@ class Turn:
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Short arrays as bytes: a tenth of the time, of thousands in a step. The prompt is shared by many turns.
+        # Pickling short arrays as bytes takes a tenth of the time, and a step has thousands. Not the prompt, which many
+        # turns share.
         sampled = map(_sent, (self.token_ids, self.log_probs, self.versions))
         text, experts = _sent_text(self.text), self.routed_experts
         return _turn, (self.prompt_ids, *sampled, self.finish_reason, text, experts, self.cached_tokens)
@@ -124,7 +126,7 @@ def _sent(values: Stretch) -> Stretch | bytes:
 
 
 def _sent_text(text: str | None) -> str | Array | None:
-    """The bytes of a long text: an array is not copied on its way, and the pickled bytes of a string are twice."""
+    """Return a long text as an array of its bytes, which is sent without a copy; pickling a string copies it twice."""
     if text is None or len(text) < _LONG_TEXT:
         return text
     return np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8)
@@ -160,8 +162,8 @@ def _received(values: Any, dtype: npt.DTypeLike) -> Any:
 class Trajectory:
     """One conversation with the policy, from the prompt to its end. A single response is one turn.
 
-    `score` is the reward, None before it is known and where the reward function gave none: then `failure` says why. A
-    sample that timed out has both where `reward.on_timeout=zero` put a 0 in its place.
+    `score` is the reward; None before it is computed, or if scoring failed, in which case `failure` is the reason. A
+    sample that timed out has both with `reward.on_timeout=zero`, which scores it 0.
 
     Example: Trajectory((Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop"),), end="stop", score=Score(1.0))
     """
@@ -178,51 +180,51 @@ class Trajectory:
 
     @property
     def token_ids(self) -> Values:
-        """int32, T: the whole conversation, what was appended and what was sampled."""
+        """int32, T: the whole conversation, prompts and sampled tokens."""
         return tuple(part for turn in self.turns for part in (turn.prompt_ids, turn.token_ids))
 
     @property
     def response_ids(self) -> IntArray:
-        """int32[R]: all but the first prompt."""
+        """int32[R]: all tokens after the first prompt, fetched."""
         return fetch_concatenated([self.token_ids[1:]])
 
     @property
     def is_sampled(self) -> RunLengthArray:
-        """bool, T: the tokens of the conversation that the policy sampled."""
+        """bool, T: whether the policy sampled the token."""
         lengths = [len(part) for turn in self.turns for part in (turn.prompt_ids, turn.token_ids)]
         return RunLengthArray(np.array([False, True] * len(self.turns)), np.array(lengths, dtype=np.int32))
 
     @property
     def log_probs(self) -> Values:
-        """float32, T: of the sampled tokens, 0 elsewhere."""
+        """float32, T: the engine's log-probs of the sampled tokens, 0 elsewhere."""
         return tuple(
             part for turn in self.turns for part in (constant(np.float32(0), len(turn.prompt_ids)), turn.log_probs)
         )
 
     @property
     def versions(self) -> Values:
-        """int32, S: the version of the weights that sampled each of the sampled tokens."""
+        """int32, S: for each sampled token, the version of the weights that sampled it."""
         return tuple(turn.versions for turn in self.turns)
 
     @property
     def routed_experts(self) -> Values:
-        """Records of the experts of all T tokens; empty unless the engine gave them with every turn."""
+        """Records of the experts of all T tokens; empty unless the engine returned them with every turn."""
         of_turns = [turn.routed_experts for turn in self.turns]
         return tuple(part for each in of_turns for part in each) if all(of_turns) else ()
 
     @property
     def sampled_tokens(self) -> int:
-        """S: how many tokens the policy sampled."""
+        """S: the number of tokens that the policy sampled."""
         return sum(len(turn.token_ids) for turn in self.turns)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it ended at a limit of tokens."""
+        """Whether the conversation ended at a length limit."""
         return self.end == "length"
 
     @property
     def scored(self) -> Score:
-        """The score. Raises ValueError where there is none."""
+        """The score. Raises ValueError if there is none."""
         if self.score is None:
             raise ValueError("a trajectory without a score is asked for it")
         return self.score
@@ -235,10 +237,10 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """One drawn prompt with its samples, which are compared with each other; before the rollout it has none.
+    """One drawn prompt with its samples, which are compared with each other; before the rollout there are none.
 
-    `ordinal` numbers the draws of a run from 0, so the same prompt in two epochs makes two groups; an evaluation has
-    numbers below 0. `baseline` is the greedy response to the prompt, where the algorithm asks for one.
+    `ordinal` numbers the draws of a run from 0, so the same prompt in two epochs makes two groups; groups of an
+    evaluation have negative ordinals. `baseline` is the greedy response to the prompt, if the algorithm needs one.
 
     Example: PromptGroup(Prompt(17, "gsm8k", [5, 9], "4", {}), ordinal=4096, trajectories=[])
     """
@@ -250,26 +252,26 @@ class PromptGroup:
 
     @property
     def members(self) -> list[Trajectory]:
-        """All that was sampled: the trajectories, then the baseline."""
+        """All samples: the trajectories, then the baseline if there is one."""
         return [*self.trajectories, *([self.baseline] if self.baseline is not None else [])]
 
     @property
     def rewards(self) -> list[float]:
-        """One per trajectory. Raises ValueError if one has no score."""
+        """Reward of each trajectory. Raises ValueError if one has no score."""
         return [each.reward for each in self.trajectories]
 
     def only_scored(self) -> "PromptGroup":
-        """The group of the trajectories with a score; of none where the baseline has no score to compare with."""
+        """Keep only trajectories with a score; none if there is a baseline and it has no score to compare with."""
         comparable = self.baseline is None or self.baseline.score is not None
         return self.with_members([each for each in self.trajectories if comparable and each.score is not None])
 
     def with_members(self, trajectories: Sequence[Trajectory], baseline: Trajectory | None = None) -> "PromptGroup":
-        """The same draw with other trajectories, and with another baseline if one is given."""
+        """Replace the trajectories, and the baseline if one is given."""
         return replace(self, trajectories=trajectories, baseline=baseline or self.baseline)
 
 
 def trajectories_of(groups: Iterable[PromptGroup]) -> list[Trajectory]:
-    """The trajectories of all groups, in the order of a batch: group by group."""
+    """The trajectories of all groups, group by group: the order of a batch."""
     return [each for group in groups for each in group.trajectories]
 
 

@@ -1,4 +1,4 @@
-"""Ends of turns: the tokens by which a model that learns a reply learns to stop."""
+"""Ends of turns: the tokens from which a model learns to stop."""
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
@@ -17,11 +17,12 @@ _WHERE = "messages that show how turns end"
 
 
 class TurnEnds:
-    """Finds the end of a reply, as the chat template of a tokenizer writes it.
+    """Finds the end token of a reply as the chat template of a tokenizer writes it, in this order:
 
-    It is the first of `stop_token_ids` behind the text of the reply; where there is none, and the next message begins
-    with one, that: GLM's templates write no end, and its models stop with <|user|> or <|observation|>. A reply that has
-    neither ends with the last special token behind its text.
+    1. the first of `stop_token_ids` after the text of the reply;
+    2. the first token of the next message, if it is one of `stop_token_ids`: GLM's templates write no end token, and
+       its models stop with <|user|> or <|observation|>;
+    3. the last special token after the text of the reply.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", stop_token_ids: Collection[int]) -> None:
@@ -31,10 +32,10 @@ class TurnEnds:
         self._special = frozenset([*tokenizer.all_special_ids, *added, *stop_token_ids])
 
     def learned(self, where: str, message: Message, reply: Sequence[int], following: int | None) -> list[int]:
-        """Tokens that a model has to write to say a `message` and to stop.
+        """Tokens that a model has to generate for `message`, including the one that ends its turn.
 
-        The template makes `reply` of the message, and `following` is the token that the next one begins with in the
-        chat, None at its end. Raises `UserError`, with `where` in front, where nothing ends the turn.
+        `reply` is the message as tokenized by the template; `following` is the first token of the next message, or None
+        at the end of the chat. Raises `UserError`, beginning with `where`, if no token ends the turn.
         """
         ends = self._behind_text(reply)
         for end in ends:
@@ -52,7 +53,7 @@ class TurnEnds:
         return [*reply[: ends[-1] + 1]]
 
     def _behind_text(self, reply: Sequence[int]) -> list[int]:
-        """Places of the special tokens that have no text of the message behind them."""
+        """Indices of the special tokens that no text of the message follows."""
         special = [place for place, token in enumerate(reply) if token in self._special]
         if not special or not self._is_markup(reply[special[-1] + 1 :]):
             return []
@@ -62,13 +63,13 @@ class TurnEnds:
         return ends
 
     def _is_markup(self, tokens: Sequence[int]) -> bool:
-        """Whether tokens behind the last special one are white space, or what stands there behind every reply."""
+        """Whether the tokens after the last special one are white space, or the text that follows every reply."""
         text = self._text(tokens)
         return not text.strip() or text == self._behind_each
 
     @cached_property
     def _behind_each(self) -> str | None:
-        """Text that the template writes behind its last special token, whatever is said; None if that has no end."""
+        """Text that the template writes after the last special token of any reply; None if it depends on the reply."""
         texts = set()
         for answer in _ANSWERS:
             tokens = self._tokens([_QUESTION, answer]) or []
@@ -77,7 +78,7 @@ class TurnEnds:
         return texts.pop() if len(texts) == 1 else None
 
     def _of_next(self, message: Message) -> int | None:
-        """The token that the template would begin the message after `message` with, None if it cannot be told."""
+        """First token of a message that would follow `message` in the template; None if it cannot be told."""
         return self._of_result if message.get("tool_calls") else self._of_question
 
     @cached_property
@@ -89,7 +90,7 @@ class TurnEnds:
         return self._behind_answer(_RESULT)
 
     def _behind_answer(self, following: Message) -> int | None:
-        """The first token of a message behind a plain answer: templates rewrite answers that have reasoning."""
+        """First token of a message after a plain answer, since templates rewrite answers that have reasoning."""
         chat = [_QUESTION, _ANSWERS[0]]
         before, after = self._tokens(chat), self._tokens([*chat, following])
         if before is None or after is None or after[: len(before)] != before:
@@ -97,7 +98,7 @@ class TurnEnds:
         return next(iter(after[len(before) :]), None)
 
     def _tokens(self, messages: Sequence[Message]) -> list[int] | None:
-        """Tokens of a chat, None for one that the template refuses."""
+        """Tokens of a chat; None if the template refuses it."""
         try:
             text = render(self._tokenizer, messages, _WHERE, add_generation_prompt=False)
         except UserError:
@@ -109,7 +110,7 @@ class TurnEnds:
 
 
 def ends_of(conversations: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> set[int]:
-    """The last tokens of turns that are learned, of `token_ids` and `mask` of conversations."""
+    """Collect the last token of every trained turn, given (`token_ids`, `mask`) of each conversation."""
     ends = set()
     for token_ids, mask in conversations:
         learned = bytes([*mask, False])

@@ -1,4 +1,4 @@
-"""Tool calls of a chat are in its rendering: a chat template may leave them out, as one does that knows no tools."""
+"""Check that the rendering of a chat contains all of its tool calls: a template without tools leaves them out."""
 
 import secrets
 from collections.abc import Collection, Sequence
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def with_calls(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], where: str) -> Sequence[Message]:
-    """Return the chat in the form in which the chat template writes all calls of the assistant.
+    """Return the chat in a form for which the chat template writes all tool calls of the assistant.
 
-    It is the chat itself, or one with None for empty content beside calls that are left out otherwise: templates of
-    DeepSeek-R1 write calls there alone. Others refuse None or write it as a word, so that it comes second.
+    Tries the chat itself first, then the chat with None instead of empty content beside calls that were left out:
+    DeepSeek-R1's templates write calls only then, while others refuse None or write it as a word.
 
-    Raises `UserError` where a template leaves out calls in both, and for arguments that are no JSON object where it
-    does not write them as they are. It costs one rendering, and others where something is amiss.
+    Raises `UserError` if the template leaves out calls in both forms, and for arguments that are not a JSON object
+    unless the template writes them verbatim. Costs one rendering, and more only if something is wrong.
     """
     lost = {number for number, _ in _unwritten(tokenizer, messages, where, "name")}
     if lost:
@@ -36,12 +36,12 @@ def with_calls(tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message]
 def _without_empty_content(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], where: str, lost: Collection[int]
 ) -> Sequence[Message]:
-    """The chat with None for the empty content of `lost` messages, if the chat template then writes all calls."""
+    """Replace empty content of `lost` messages by None. Raises `UserError` unless all calls are written then."""
     other = [
         {**message, "content": None} if number in lost and not message["content"].strip() else message
         for number, message in enumerate(messages)
     ]
-    with suppress(UserError):  # what a template says against None is not what is wrong with the row
+    with suppress(UserError):  # a template that refuses None is not what is wrong with the row
         lost = {number for number, _ in _unwritten(tokenizer, other, where, "name")}
     if not lost:
         return other
@@ -54,10 +54,10 @@ def _without_empty_content(
 def _unwritten(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], where: str, key: str
 ) -> list[tuple[int, str]]:
-    """Texts under `key` of calls that the chat template does not write as they are, each behind its message's number.
+    """Find texts under `key` of calls that the template does not write verbatim; returns (message index, text) pairs.
 
-    They are marked, since they may stand in contents and reasoning, too; arguments with a quote, for what a template
-    writes as JSON comes with a backslash before it.
+    Each text is rendered with a random mark, since the same text may appear in contents or reasoning. The mark of
+    arguments contains a quote, which gets a backslash if the template writes them as JSON instead of verbatim.
     """
     word, quote = secrets.token_hex(8), '"' if key == "arguments" else ""
     marked, texts = list(messages), dict[str, tuple[int, str]]()

@@ -1,16 +1,16 @@
-"""Replies to learn are whole in their rendering: what a chat template leaves out would never be learned."""
+"""Check that the rendering of a reply is complete: text that the chat template leaves out would never be learned."""
 
 from converters.errors import UserError
 from megarl.data.chat import Message
 
 _LEARNED = ("content", "reasoning_content", "thinking")
-"""Texts of a message that a model is to write itself."""
+"""Keys of a message whose texts the model has to generate itself."""
 
 
 def check_texts(where: str, message: Message, before: str, after: str) -> None:
-    """Raise `UserError` where the text `after`, of a chat that goes on after `before`, lacks a part of the message.
+    """Raise `UserError` if a text of `message` is missing from its rendering.
 
-    In `before` is the generation prompt, too.
+    `before` is the rendered chat up to and including the generation prompt, `after` the chat with the message.
     """
     rendered = _without_spaces(after)
     start = len(_without_spaces(before)) if after.startswith(before) else 0
@@ -19,7 +19,7 @@ def check_texts(where: str, message: Message, before: str, after: str) -> None:
         if not isinstance(text, str):
             raise UserError(f"{where}: its {key!r} must be a text, found {text!r}")
         said = _without_spaces(text)
-        # The generation prompt may be the first characters of it, as <think> is.
+        # The generation prompt may already contain the beginning of the text, such as <think>.
         if said and said not in rendered[max(start - len(said) + 1, 0) :]:
             raise UserError(
                 f"{where}: the model's chat template leaves out a part of its {key!r}, which would never be learned; "
