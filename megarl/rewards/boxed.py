@@ -1,4 +1,4 @@
-"""Finding what a response puts into a box: \\boxed{...}."""
+"""Extraction of the boxed answer of a response: \\boxed{...}."""
 
 import re
 
@@ -6,9 +6,9 @@ _BRACE = re.compile(r"\\boxed\s{0,9}\{|\\.|[{}]", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...} whose braces are balanced and hold something; None without one.
+    """Return the content of the last \\boxed{...} with balanced braces that is not empty; None without one.
 
-    One pass over the text. Where boxes are nested, it is the content of the inner one.
+    Of nested boxes, returns the content of the inner one. Takes one pass over the text.
     """
     open_braces: list[tuple[int, bool]] = []
     found: str | None = None
@@ -18,7 +18,7 @@ def last_boxed(text: str) -> str | None:
             open_braces.append((brace.end(), len(brace[0]) > 1))
         elif brace[0] == "}" and open_braces:
             start, is_box = open_braces.pop()
-            # An outer box ends behind its inner one, and begins before it.
+            # An outer box ends after its inner one, but starts before it: keep the inner one.
             if is_box and start > found_start and (content := text[start : brace.start()].strip()):
                 found, found_start = content, start
     return found

@@ -1,4 +1,4 @@
-"""The reward `code`: unit tests of a program that a response holds, run in a sandbox."""
+"""The reward `code`: runs the unit tests of a response's program in a sandbox."""
 
 import math
 import time
@@ -15,11 +15,11 @@ from megarl.sandbox.users import another_user
 _LANGUAGES = ("python", "python3", "py")
 _LONGEST_PROGRAM_BYTES = 1024**2
 _LONGEST_OUTPUT_BYTES = 1024**2
-"""Bytes that a program may print in any case, and else twice what is right."""
+"""A program may print this many bytes, or twice as many as the right output if that is more."""
 _OPEN_FILES = 64
 _MIB = 1024**2
 _REMEMBERED_TRUTHS = 1024
-"""Ground truths, each of kilobytes, of which a process remembers whether they test anything: a data set has many."""
+"""Size of a process's cache of which ground truths test anything; each takes kilobytes, and a data set has many."""
 
 
 _ISOLATIONS = {
@@ -31,12 +31,12 @@ _ISOLATIONS = {
         "or set the option isolation=namespaces"
     ),
 }
-"""Advice where an isolation is not possible."""
+"""Isolation -> advice if the machine does not allow it."""
 
 
 @dataclass(frozen=True)
 class CodeOptions:
-    """Options of the reward `code`, which says what they mean.
+    """Options of the reward `code`; see there.
 
     Example: CodeOptions(partial=True, timeout_s=2.0)
     """
@@ -63,9 +63,10 @@ class CodeOptions:
         )
 
     def check(self) -> None:
-        """Run an empty program.
+        """Check the values, and run an empty program as a test of the sandbox.
 
-        Raises `UserError` if the machine does not allow the isolation, `ValueError` for values that cannot be.
+        Raises `ValueError` for invalid values, `UserError` if the machine does not allow the isolation or the empty
+        program fails.
         """
         if self.isolation not in _ISOLATIONS:
             raise ValueError(f"isolation={self.isolation!r} must be one of {', '.join(_ISOLATIONS)}")
@@ -76,7 +77,7 @@ class CodeOptions:
             )
         where = f"the reward code cannot be used with isolation={self.isolation} on this machine"
         try:
-            another_user()  # every isolation asks, so that to take another one is no advice
+            another_user()  # every isolation needs it, so the advice to choose another one would not help
         except OSError as error:
             raise UserError(f"{where}: {error} (docs/add_a_reward.md)") from error
         try:
@@ -105,22 +106,27 @@ def code(
     isolation: str = CodeOptions.isolation,
     all_tests_s: float = CodeOptions.all_tests_s,
 ) -> dict[str, float]:
-    """Score the Python program in a response's last fenced block: 1.0 where it passes all tests, else 0.0.
+    """Score the Python program in a response's last fenced block: 1.0 if it passes all tests, else 0.0.
 
-    The ground truth is {"inputs": [...], "outputs": [...]}, texts for stdin and expected on stdout (white space around
-    lines and the whole does not count, and lines of numbers are compared as numbers: LiveCodeBench's rule), or a list
-    of {"input": ..., "output": ...}, or either as JSON; or test code that is run behind the program, such as asserts.
-    Beside "fn_name" the inputs are arguments of that function, and the outputs its results. With `partial` the score is
-    the share of tests passed, without, the first failed test is the last that is run. Parts: "passed", the share of the
-    tests, and "timed_out", how many of them took longer than `timeout_s` seconds. A response without a program scores
-    0.0.
+    The ground truth is one of these:
 
-    Each test is run on its own, with the limits that the options give; see `megarl.sandbox`. Raises `ValueError` for
-    a ground truth of another form and for test code that a program which does nothing passes, `SandboxUnavailableError`
-    where the machine does not allow the isolation.
+    - {"inputs": [...], "outputs": [...]}, texts for stdin and expected on stdout. As in LiveCodeBench, white space
+      around lines and around the whole is ignored, and lines of numbers are compared as numbers. With "fn_name", inputs
+      are arguments of that function, and outputs its results.
+    - A list of {"input": ..., "output": ...}.
+    - Either of these as JSON text.
+    - Test code that is run after the program, such as asserts.
 
-    With `partial`, no test is begun that might end more than `all_tests_s` seconds after the first began: where tests
-    are left, the part "unchecked" is 1.0, and they count as not passed.
+    With `partial` the score is the share of tests passed; without, the first failed test is the last one that is run.
+    Parts: "passed", the share of tests passed; "timed_out", how many tests took longer than `timeout_s` seconds;
+    "unchecked", see below. A response without a program scores 0.0.
+
+    Each test is run in its own process, with the limits of the options; see `megarl.sandbox`. Raises `ValueError` for a
+    ground truth of another form and for test code that an empty program passes, `SandboxUnavailableError` if the
+    machine does not allow the isolation.
+
+    With `partial`, no test is started that might end more than `all_tests_s` seconds after the first one started. If
+    tests are left, they count as not passed, and the part "unchecked" is 1.0.
     """
     limits = CodeOptions(partial, timeout_s, memory_mb, processes, file_mb).limits
     program = last_block(solution_str, _LANGUAGES)
@@ -139,7 +145,7 @@ def code(
         timed_out += finished.end == "timed_out"
         if not is_passed and not partial:
             break
-    # Asked only where a program passes: it costs a run, and what tests nothing is passed by the first that comes.
+    # Only checked if a program passes, since it costs a run: a truth that tests nothing is passed by any program.
     if passed and isinstance(truth, TestCode) and _tests_nothing(truth, limits, isolation):
         raise ValueError(
             "the ground truth of code tests nothing, since a program that does nothing passes it: call what it defines "
@@ -166,5 +172,5 @@ def _passes(test: Test, finished: Finished) -> bool:
 
 @lru_cache(_REMEMBERED_TRUTHS)
 def _tests_nothing(truth: TestCode, limits: Limits, isolation: str) -> bool:
-    """Whether a program that does nothing passes."""
+    """Whether an empty program passes the test code."""
     return all(_passes(test, _run(test, limits, isolation)) for test in truth.tests(""))

@@ -10,9 +10,9 @@ Result = TypeVar("Result")
 
 
 class EventLoop:
-    """Runs coroutines beside what its owner does.
+    """Runs coroutines in a background thread.
 
-    The thread is a daemon: a coroutine that blocks cannot keep the process from ending.
+    The thread is a daemon, so a coroutine that blocks cannot keep the process from exiting.
     """
 
     def __init__(self, name: str) -> None:
@@ -23,13 +23,13 @@ class EventLoop:
         self._thread.start()
 
     def begin(self, coroutine: Coroutine[Any, Any, Result]) -> "Future[Result]":
-        """Run a coroutine; the future may be cancelled."""
+        """Start a coroutine; its future may be cancelled."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def soon(self, call: Callable[[], object]) -> None:
-        """Let the loop call it.
+        """Have the loop call `call`.
 
-        Calls that come before the loop runs share one wake-up, which is the expensive part.
+        Calls that arrive before the loop runs share one wake-up, which is the expensive part.
         """
         with self._lock:
             self._asked.append(call)
@@ -39,7 +39,7 @@ class EventLoop:
             self._loop.call_soon_threadsafe(self._call_all)
 
     def close(self, wait_s: float) -> None:
-        """Cancel what still runs, and end; a loop that is blocked is left to itself after `wait_s` seconds."""
+        """Cancel all tasks and end the thread; a blocked loop is abandoned after `wait_s` seconds."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(wait_s)
 

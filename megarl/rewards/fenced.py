@@ -1,4 +1,4 @@
-"""Finding what a response puts between fences: ```language ... ```."""
+"""Extraction of the fenced blocks of a response: ```language ... ```."""
 
 import re
 from collections.abc import Iterator
@@ -9,18 +9,18 @@ _ONE_LINE = re.compile(r"```(?P<language>\w+)\s(?P<text>[^`]*)```")
 
 
 class Block(NamedTuple):
-    """The language, the first word of the opening fence, in small letters, and the lines up to the closing one."""
+    """A fenced block: the first word after the opening fence in lower case, and the text up to the closing fence."""
 
     language: str
     text: str
 
 
 def fenced_blocks(text: str) -> Iterator[Block]:
-    """The closed blocks of a text, in order; one pass over its lines.
+    """Yield the closed blocks of a text, in order, in one pass over its lines.
 
-    As in CommonMark, a line with backticks behind its fence is no fence, and a fence shorter than the one that opened a
-    block is part of it. Other than there, a fence with a language opens a block also within another, which then was
-    never closed; and a whole block may stand on one line, language first.
+    As in CommonMark, a line with further backticks after its fence is not a fence, and a fence shorter than the one
+    that opened a block is part of the block. Unlike in CommonMark, a fence with a language opens a new block even
+    within another one, which then counts as never closed, and a whole block may be on one line, language first.
     """
     opened: re.Match[str] | None = None
     lines: list[str] = []
@@ -42,7 +42,7 @@ def _language(info: str) -> str:
 
 
 def last_block(text: str, languages: tuple[str, ...]) -> str | None:
-    """The last block of one of `languages`; without one, the last that names no language; None without either."""
+    """Return the last block in one of `languages`; else the last block that names no language; else None."""
     blocks = list(fenced_blocks(text))
     for wanted in (languages, ("",)):
         found = [block.text for block in blocks if block.language in wanted]

@@ -12,15 +12,15 @@ def format(
     *,
     pattern: str,
 ) -> dict[str, float]:
-    """Score 1.0 where the whole response, white space at the ends aside, matches a regular expression, else 0.0.
+    """Score 1.0 if the whole response, stripped of white space, matches the regular expression `pattern`, else 0.0.
 
-    A dot matches line ends, too. A response that takes too long to match scores 0.0, and 1.0 in the part "unchecked".
+    A dot also matches line ends. A response that takes too long to match scores 0.0, and 1.0 in the part "unchecked".
     """
     return {"score": float(re.fullmatch(pattern, solution_str.strip(), re.DOTALL) is not None), "unchecked": 0.0}
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise `ValueError` for a pattern that is no regular expression."""
+    """Raise `ValueError` unless `pattern` is a regular expression."""
     try:
         re.compile(pattern)
     except re.error as error:
@@ -45,7 +45,7 @@ def length_penalty(
 
 
 def check_lengths(free_tokens: int, max_tokens: int) -> None:
-    """Raise `ValueError` for lengths of length_penalty that cannot be."""
+    """Raise `ValueError` unless 0 <= `free_tokens` < `max_tokens`."""
     if not 0 <= free_tokens < max_tokens:
         raise ValueError(f"free_tokens={free_tokens} must be at least 0 and below max_tokens={max_tokens}")
 
@@ -58,10 +58,9 @@ def repetition_penalty(
     *,
     words: int = 4,
 ) -> float:
-    """Return the share of a response's runs of `words` words that are repeated, times -1.
+    """Return minus the share of repeated word n-grams, n = `words`: -(1 - distinct n-grams / all n-grams).
 
-    -(1 - different runs / all runs); 0 for a response of fewer words. The repetition penalty of arXiv 2502.03373,
-    appendix C.2, at full weight.
+    0 for a response of fewer words. The repetition penalty of arXiv:2502.03373, appendix C.2, at full weight.
     """
     found = solution_str.split()
     runs = [tuple(found[start : start + words]) for start in range(len(found) - words + 1)]
@@ -69,6 +68,6 @@ def repetition_penalty(
 
 
 def check_words(words: int = 4) -> None:
-    """Raise `ValueError` for runs of no words."""
+    """Raise `ValueError` unless `words` is at least 1."""
     if words < 1:
         raise ValueError(f"words={words} must be at least 1")

@@ -24,7 +24,7 @@ _SCHEMAS_IN: Mapping[str, Callable[[Any], Iterable[Any]]] = {
         ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"), lambda named: named.values()
     ),
 }
-"""Keywords of JSON Schema that hold schemas, and the schemas in a value of each. Others hold no references."""
+"""Keyword of JSON Schema that holds schemas -> the schemas in its value. No other keyword holds references."""
 
 
 def json_match(
@@ -33,11 +33,13 @@ def json_match(
     ground_truth: Any,
     extra_info: Any = None,  # noqa: ARG001
 ) -> dict[str, float]:
-    """Score 1.0 where the response's JSON equals the ground truth (a value, or a text that holds one), else 0.0.
+    """Score 1.0 if the response's JSON (see `response_json`) equals the ground truth, else 0.0.
 
-    Numbers are equal by value, the order of keys does not count. The part "valid" is 1.0 where there is JSON at all;
-    see `response_json`. Raises `ValueError` if a ground truth that is a text is no JSON, or one that is none holds
-    None: only in a text is it known to be meant.
+    The ground truth is a value, or JSON text. Numbers are compared by value, and the order of keys does not matter. The
+    part "valid" is 1.0 if the response has JSON at all.
+
+    Raises `ValueError` if the ground truth is a text that is not JSON, or a value that contains None: a null is known
+    to be intended only in JSON text.
     """
     expected = value_of_truth(ground_truth)
     try:
@@ -53,10 +55,10 @@ def json_schema(
     ground_truth: Any,
     extra_info: Any = None,  # noqa: ARG001
 ) -> dict[str, float]:
-    """Score 1.0 where the response's JSON obeys the schema that is the ground truth (JSON Schema, draft 2020-12).
+    """Score 1.0 if the response's JSON (see `response_json`) conforms to the schema in the ground truth, else 0.0.
 
-    The part "valid" is 1.0 where there is JSON at all; see `response_json`. Raises `ValueError` for a schema that is
-    none.
+    The schema is JSON Schema, draft 2020-12. The part "valid" is 1.0 if the response has JSON at all. Raises
+    `ValueError` for an invalid schema.
     """
     schema = schema_of_truth(ground_truth)
     try:
@@ -72,12 +74,12 @@ def tool_call(
     ground_truth: Any,
     extra_info: Any = None,  # noqa: ARG001
 ) -> dict[str, float]:
-    """Score 1.0 where the response makes exactly the expected tool calls, else 0.0; there is nothing in between.
+    """Score 1.0 if the response makes exactly the expected tool calls, else 0.0.
 
-    A call is {"name": ..., "arguments": {...}}; the ground truth is one or a list of them, in order. In the response
-    each is JSON between <tool_call> and </tool_call>; without these tags the response's JSON is taken (see
-    `response_json`). The part "names" is 1.0 where the names alone are right. Raises `ValueError` for a ground truth
-    without such calls.
+    A call is {"name": ..., "arguments": {...}}; the ground truth is one call or an ordered list of calls. In the
+    response, each call is JSON between <tool_call> and </tool_call>; without these tags, the response's JSON is used
+    (see `response_json`). The part "names" is 1.0 if the names are right, whatever the arguments are. Raises
+    `ValueError` for a ground truth without such calls.
     """
     expected = calls_of_truth(ground_truth)
     try:
@@ -92,12 +94,12 @@ def tool_call(
 
 
 def value_of_truth(ground_truth: Any) -> Any:
-    """The JSON of a ground truth of json_match. Raises `ValueError` if a text is none, or a value holds None."""
+    """Read a ground truth of json_match. Raises `ValueError` for text that is not JSON, and a value with None."""
     return _truth(ground_truth, "json_match")
 
 
 def schema_of_truth(ground_truth: Any) -> Any:
-    """The schema of a ground truth of json_schema. Raises `ValueError` if it is none."""
+    """Read a ground truth of json_schema. Raises `ValueError` if it is not a schema."""
     schema = _truth(ground_truth, "json_schema")
     try:
         Draft202012Validator.check_schema(schema)
@@ -108,14 +110,14 @@ def schema_of_truth(ground_truth: Any) -> Any:
 
 
 def _validator(schema: Any) -> Draft202012Validator:
-    """A validator that fetches nothing: by itself it reads a file or an address that a schema refers to."""
+    """Build a validator that does not fetch references: by default it reads any file or URL that a schema names."""
     return Draft202012Validator(schema, registry=SPECIFICATIONS)
 
 
 def _check_references(schema: Any) -> None:
-    """Raise `ValueError` where what a schema refers to is not there, is no schema or leads back to itself."""
+    """Raise `ValueError` if a reference of a schema is dangling, points to no schema, or is circular."""
     references = {*_references(schema)}
-    # Where a part has a name of its own, a reference in it starts from there.
+    # References in a part with its own $id are relative to that, so they cannot be checked from the root.
     if ("$id", True) in references:
         return
     validator = _validator(schema)
@@ -129,7 +131,7 @@ def _check_references(schema: Any) -> None:
 
 
 def _references(schema: Any, *, is_inner: bool = False) -> Iterator[tuple[str, str | bool]]:
-    """The references of a schema by their keywords, and ("$id", True) where a part of it has a name of its own."""
+    """Yield (keyword, reference) for the references of a schema, and ("$id", True) for a part with its own $id."""
     if not isinstance(schema, Mapping):
         return
     for key, value in schema.items():
@@ -142,7 +144,7 @@ def _references(schema: Any, *, is_inner: bool = False) -> Iterator[tuple[str, s
 
 
 def calls_of_truth(ground_truth: Any) -> list[tuple[str, Any]]:
-    """Name and arguments of each call of a ground truth of tool_call. Raises `ValueError` if it holds none."""
+    """Read (name, arguments) of each call of a ground truth of tool_call. Raises `ValueError` if there is none."""
     calls = _calls(_truth(ground_truth, "tool_call"))
     if calls is None:
         raise ValueError(f"the ground truth of tool_call must be calls with name and arguments, found {ground_truth!r}")
@@ -150,9 +152,9 @@ def calls_of_truth(ground_truth: Any) -> list[tuple[str, Any]]:
 
 
 def response_json(text: str) -> Any:
-    """The JSON value of a response: the last block fenced as json, or as nothing; without one, the whole response.
+    """Parse the JSON of a response: the last block fenced as json or without a language, else the whole response.
 
-    Raises `ValueError` if it is no JSON, or nested more than 100 deep. NaN and Infinity are no JSON.
+    Raises `ValueError` if it is not JSON (NaN and Infinity are not), or nested more than 100 deep.
     """
     block = last_block(text, ("json",))
     return _parse(text if block is None else block)
@@ -176,9 +178,9 @@ def _check_depth(value: Any, depth: int = 0) -> None:
 
 
 def _tagged(text: str) -> list[str]:
-    """The texts between the tags of calls. Raises `ValueError` if one is not closed that others come before."""
+    """Return the texts between the tags of calls. Raises `ValueError` for an unclosed tag after the first call."""
     parts = [part.partition(_CLOSE) for part in text.split(_OPEN)[1:]]
-    # A tag that is only spoken of comes before the calls.
+    # An unclosed tag before the first call is only a mention of the tag.
     calls = list(dropwhile(lambda part: not part[1], parts))
     if not all(close for _, close, _ in calls):
         raise ValueError("a call is not closed")
@@ -215,7 +217,7 @@ def _calls(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _equal(found: Any, expected: Any) -> bool:
-    """Equality of JSON values: to Python, true is 1."""
+    """Compare JSON values, in which true is not 1 as in Python."""
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected
     if isinstance(found, Mapping) and isinstance(expected, Mapping):

@@ -1,4 +1,4 @@
-"""The reward `math_dapo`: the last line "Answer: ...", compared as text, as verl's function of this name does."""
+"""The reward `math_dapo`: compares the last "Answer: ..." line as text, like verl's function of the same name."""
 
 import re
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ _REWRITTEN: Sequence[tuple[re.Pattern[str], str]] = tuple(
         (r"(sqrt)([^{])", r"sqrt{\2}"),
     )
 )
-"""Each in its turn: what dollars enclose, what commands enclose, braces of \\frac and \\sqrt that were left out."""
+"""Applied in order: unwrap $...$, unwrap commands, add missing braces of \\frac and \\sqrt."""
 
 
 def math_dapo(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:  # noqa: ARG001
-    """Return 1.0 where the last "Answer: ..." in the last 300 characters is the ground truth, else 0.0.
+    """Return 1.0 if the last "Answer: ..." in the last 300 characters is the ground truth, else 0.0.
 
-    Right and wrong as verl's `utils/reward_score/math_dapo.py`, which gives 1 and -1: both sides are normalised as
-    there (units, dollars, \\text and \\boxed go, and all up to the last =) and compared as text, so that 0.5 is not
+    Decides as verl's `utils/reward_score/math_dapo.py`, which returns 1 and -1. Both sides are normalized as there
+    (removing units, dollar signs, \\text, \\boxed and everything up to the last =) and compared as text. So 0.5 is not
     1/2, and a box alone, or a response that was cut off, is no answer.
     """
     answers = _ANSWER.findall(solution_str[-_SEARCHED_CHARACTERS:])

@@ -10,14 +10,14 @@ from sympy import FiniteSet  # type: ignore[import-untyped]
 
 from megarl.rewards.boxed import last_boxed
 
-# It warns of every call without its own timeouts.
+# It warns at every call with its own timeouts turned off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 _LATEX, _PLAIN = LatexExtractionConfig(), ExprExtractionConfig()
 _UNITS = re.compile(r"\\?%|\\\$")
 _COMMAND, _WORD = re.compile(r"\\[A-Za-z]+"), re.compile(r"\w")
 _READ_CHARACTERS = 2000
-"""How much of a response without a box is read, and of a box: reading may take the square of the length."""
+"""Limit of what is parsed of a response without a box, or of a box: parsing may take quadratic time."""
 
 
 def math(
@@ -26,15 +26,15 @@ def math(
     ground_truth: Any,
     extra_info: Any = None,  # noqa: ARG001
 ) -> dict[str, float]:
-    """Score 1.0 where the answer of a response equals the ground truth, else 0.0.
+    """Score 1.0 if the answer of a response equals the ground truth, else 0.0.
 
-    The answer is the last \\boxed{...} that holds something; without one, the last mathematics in the last 2,000
-    characters. Boxes side by side are one answer where the ground truth has several elements. Signs of percent and of
-    dollars count for nothing on both sides.
+    The answer is the last \\boxed{...} that is not empty; without one, the last mathematical expression in the last
+    2,000 characters. If the ground truth has several elements, adjacent boxes count as one answer. Percent and dollar
+    signs are ignored on both sides.
 
-    Equality is math-verify's (https://github.com/huggingface/Math-Verify); the ground truth is LaTeX or a plain
-    expression. Raises `ValueError` if it cannot be parsed. The timeouts of math-verify are off: they rest on a signal
-    handler in Python, which cannot interrupt a long computation in C; the end of this process can.
+    Equality is decided by math-verify (https://github.com/huggingface/Math-Verify). The ground truth is LaTeX or a
+    plain expression. Raises `ValueError` if it cannot be parsed. math-verify's own timeouts are off: they rely on a
+    Python signal handler, which cannot interrupt a long computation in C. Killing this process can.
     """
     gold, content = parse_truth(ground_truth), last_boxed(solution_str)
     answers = [] if content is None else [_boxed(content)]
@@ -44,7 +44,7 @@ def math(
 
 
 def parse_truth(ground_truth: Any) -> list[Any]:
-    """The mathematics of a ground truth. Raises `ValueError` if there is none."""
+    """Parse a ground truth. Raises `ValueError` if it has no mathematical expression."""
     truth = _without_units(str(ground_truth))
     wrapped = truth if "\\boxed" in truth or "$" in truth else f"\\boxed{{{truth}}}"
     gold = _parse(wrapped, [_LATEX]) or _parse(truth, [_PLAIN])
@@ -54,9 +54,9 @@ def parse_truth(ground_truth: Any) -> list[Any]:
 
 
 def check_truth(ground_truth: Any) -> None:
-    """Raise `ValueError` for a ground truth without mathematics.
+    """Raise `ValueError` for a ground truth without a mathematical expression.
 
-    Only what may lack it is parsed: parsing 100,000 expressions takes minutes.
+    Parses only suspicious ones, since parsing 100,000 expressions takes minutes.
     """
     truth = _without_units(str(ground_truth)).strip()
     is_plain = _WORD.search(_COMMAND.sub("", truth)) is not None and last_boxed(f"\\boxed{{{truth}}}") == truth
@@ -65,7 +65,7 @@ def check_truth(ground_truth: Any) -> None:
 
 
 def _boxed(content: str) -> list[Any]:
-    """The mathematics in a box; none where it is longer than an answer can be."""
+    """Parse the content of a box; [] if it is too long to be an answer."""
     if len(content) > _READ_CHARACTERS:
         return []
     return _parse(f"\\boxed{{{_without_units(content).rstrip(' .')}}}", [_LATEX])

@@ -8,7 +8,7 @@ from megarl.rewards.boxed import last_boxed
 _WRAPPED = r"(?:[\s(\[\"'`$*]|\\[A-Za-z]{1,9}\s?\{){0,9}"
 """Brackets, quotes, bold type and LaTeX before a letter, such as `**(` or `$\\mathrm{`."""
 _OPTION = rf"{_WRAPPED}(?i:option\s{{1,4}})?{_WRAPPED}([A-Z])(?![A-Za-z'])(?!(?<=[AI])\s+(?!because|since|as\b)[a-z])"
-"""A letter that is no word: "A" and "I" may begin a sentence."""
+"""A letter that is not a word: "A" and "I" may begin a sentence."""
 _IN_BOX = re.compile(_OPTION)
 _FORMS = (
     # Answer: B, the answer is **(B)**
@@ -28,17 +28,17 @@ def multiple_choice(
     *,
     options: str = "ABCD",
 ) -> float:
-    """Return 1.0 where the option that the response states last is the ground truth, a letter of `options`.
+    """Return 1.0 if the option that the response states last is the ground truth, a letter of `options`, else 0.0.
 
-    The last 2,000 characters count, and in them, in this order: \\boxed{B}; "answer: B" or "the answer is (B)"; "option
-    B"; a letter in brackets, "(B)"; a letter that is alone in its line. Text may follow all but the last. Raises
-    `ValueError` if the ground truth is no option.
+    Searches the last 2,000 characters for these forms, in this order: \\boxed{B}; "answer: B" or "the answer is (B)";
+    "option B"; a letter in brackets, "(B)"; a letter alone on its line. Text may follow all but the last. Raises
+    `ValueError` if the ground truth is not an option.
     """
     return float(right_option(ground_truth, options) == chosen_option(solution_str, options))
 
 
 def right_option(ground_truth: Any, options: str = "ABCD") -> str:
-    """The option that a ground truth is. Raises `ValueError` if it is none."""
+    """Read the option of a ground truth. Raises `ValueError` if it is none of `options`."""
     expected = str(ground_truth).strip().strip("().").upper()
     if len(expected) != 1 or expected not in options:
         raise ValueError(f"the ground truth of multiple_choice must be one of {options}, found {ground_truth!r}")
@@ -46,7 +46,7 @@ def right_option(ground_truth: Any, options: str = "ABCD") -> str:
 
 
 def chosen_option(text: str, options: str) -> str | None:
-    """The option that a text states last, None if it states none."""
+    """Find the option that a text states last; None if it states none."""
     tail = text[-_SEARCHED_CHARACTERS:]
     boxed = _IN_BOX.match(last_boxed(tail) or "")
     if boxed and boxed[1] in options:
@@ -59,6 +59,6 @@ def chosen_option(text: str, options: str) -> str | None:
 
 
 def check_options(options: str = "ABCD") -> None:
-    """Raise `ValueError` for options that are no capital letters."""
+    """Raise `ValueError` unless `options` are capital letters."""
     if not options or not re.fullmatch("[A-Z]+", options):
         raise ValueError(f"options={options!r} must be capital letters, such as ABCDE")

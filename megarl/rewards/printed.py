@@ -1,18 +1,18 @@
-"""Passes the prints of reward functions on to stderr, up to a limit: a response may make one print without end."""
+"""Forwarding of the output of reward functions to stderr, up to a limit: a response may make one print endlessly."""
 
 import asyncio
 import os
 from contextlib import suppress
 
 LONGEST_PRINTED_BYTES = 64 * 1024
-"""Limit of the bytes passed on for one sample."""
+"""Limit of the bytes that are forwarded for one sample."""
 
 _STDERR = 2
 _END_TIMEOUT_S = 1.0
 
 
 class Printed:
-    """The stdout and stderr of one process that scores."""
+    """Forwards stdout and stderr of one scoring process."""
 
     def __init__(self) -> None:
         reading_end, self.writing_end = os.pipe()
@@ -21,19 +21,19 @@ class Printed:
         self._task: asyncio.Task[None] | None = None
 
     def close_writing_end(self) -> None:
-        """Leave the writing end to the process."""
+        """Close this process's copy of the writing end, which the scoring process has inherited."""
         os.close(self.writing_end)
 
     def begin(self) -> None:
-        """Pass on what comes from now."""
+        """Start forwarding."""
         self._task = asyncio.create_task(self._pass_on())
 
     def allow_more(self) -> None:
-        """Begin to count from zero, for the next sample."""
+        """Reset the limit for the next sample."""
         self._left = LONGEST_PRINTED_BYTES
 
     async def end(self) -> None:
-        """Pass on what is left; all that could write have ended."""
+        """Forward the rest and close; call it once every process that could write has ended."""
         if self._task is not None:
             await asyncio.wait([self._task], timeout=_END_TIMEOUT_S)
             self._task.cancel()
@@ -59,6 +59,6 @@ class Printed:
 
 
 def _show(data: bytes) -> None:
-    with suppress(OSError):  # there is nobody to look at it
+    with suppress(OSError):  # stderr is closed
         while data:
             data = data[os.write(_STDERR, data) :]

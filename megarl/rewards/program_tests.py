@@ -1,4 +1,4 @@
-"""Ground truths of the reward `code`: what a program is given, and what it has to print or to return."""
+"""Ground truths of the reward `code`: inputs of a program, and what it has to print or return."""
 
 import json
 import secrets
@@ -26,21 +26,21 @@ _BEFORE = "\n".join(
         "sys.set_int_max_str_digits(50000)",
     ]
 )
-"""Lines that stand before a program for LiveCodeBench (import_string in lcb_runner/evaluation/testing_util.py).
+"""Lines that LiveCodeBench runs before a program (import_string in lcb_runner/evaluation/testing_util.py).
 
-The last is its compute_code_generation_metrics.py's, of whose process its programs are forks.
-LeetCode's programs make no imports themselves, and other programs of that benchmark lean on them as well.
+The last line is from its compute_code_generation_metrics.py, whose process it forks for each program. LeetCode's
+programs contain no imports, and other programs of the benchmark rely on these lines, too.
 """
 _RUN = """
 import linecache
 linecache.cache[__file__] = 0, None, io.StringIO({program!r}, None).readlines(), __file__
 exec(compile("".join(linecache.cache[__file__][2]), __file__, "exec", dont_inherit=True))
 """
-"""Runs a program whose source, as it asks for it (inspect.getsource), is its own, and not what stands before it."""
+"""Runs a program such that inspect.getsource returns the program's own source, without the lines before it."""
 
 
 class Test(NamedTuple):
-    """A program to run, its input, whether its output, if it ended well, is right, and how long a right one is."""
+    """A program to run with its stdin, a check of its output after exit code 0, and the size of a right output."""
 
     program: str
     stdin: str
@@ -49,11 +49,11 @@ class Test(NamedTuple):
 
 
 class Truth(Protocol):
-    """Tests that a ground truth asks of a program."""
+    """The tests that a ground truth has for a program."""
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of tests."""
         ...
 
     def tests(self, program: str) -> Iterator[Test]:
@@ -63,31 +63,31 @@ class Truth(Protocol):
 
 @dataclass(frozen=True)
 class TestCode:
-    """Python that is run behind the program, such as asserts."""
+    """Python code that is run after the program, such as asserts."""
 
     text: str
     count = 1
 
     def tests(self, program: str) -> Iterator[Test]:
-        """The one test that this is."""
+        """The single test of `program`."""
         yield _driven([None], program=program, tests=self.text)
 
 
 @dataclass(frozen=True)
 class Prints:
-    """Texts for stdin, and the text expected on stdout for each."""
+    """Texts for stdin, and the expected text on stdout for each."""
 
     inputs: Sequence[str]
     outputs: Sequence[str]
 
     @property
     def count(self) -> int:
-        """One for each text."""
+        """The number of tests, one per text."""
         return len(self.inputs)
 
     def tests(self, program: str) -> Iterator[Test]:
-        """A test for each text."""
-        # Compiled by itself, since the first lines of a program may be imports of __future__.
+        """The tests of `program`, one per text."""
+        # The program is compiled separately, since it may begin with imports from __future__.
         main = f"{_BEFORE}\n{_RUN.format(program=program)}"
         for stdin, expected in zip(self.inputs, self.outputs, strict=True):
             yield Test(main, stdin, partial(_are_same, expected), _bytes(expected))
@@ -95,7 +95,7 @@ class Prints:
 
 @dataclass(frozen=True)
 class Calls:
-    """Arguments of a function, and the results that are right for each of them."""
+    """Arguments of a function, and the accepted results of each call."""
 
     name: str
     arguments: Sequence[Sequence[Any]]
@@ -103,18 +103,18 @@ class Calls:
 
     @property
     def count(self) -> int:
-        """One for each call."""
+        """The number of tests, one per call."""
         return len(self.arguments)
 
     def tests(self, program: str) -> Iterator[Test]:
-        """A test for each call."""
+        """The tests of `program`, one per call."""
         for arguments, results in zip(self.arguments, self.results, strict=True):
             call = {"name": self.name, "arguments": arguments}
             yield _driven(results, before=_BEFORE, program=program, call=call)
 
 
 def read_truth(ground_truth: Any, **_options: Any) -> Truth:
-    """Read a ground truth, which may be given as JSON. Raises `ValueError` if it is of no known form."""
+    """Read a ground truth, which may be JSON text. Raises `ValueError` if its form is not known."""
     try:
         return _read(ground_truth)
     except ValueError as error:
@@ -178,7 +178,7 @@ def _inputs_and_outputs(inputs: Any, outputs: Any, function: str | None = None) 
 
 
 def _arguments(value: Any) -> Sequence[Any]:
-    """The arguments of a call: a line of JSON for each, as LiveCodeBench has it, or a list of them, as APPS has it."""
+    """Read the arguments of a call: one line of JSON each, as in LiveCodeBench, or a list, as in APPS."""
     if isinstance(value, str):
         return [json.loads(line) for line in value.split("\n") if line.strip()]
     if not _is_list(value):
@@ -187,33 +187,33 @@ def _arguments(value: Any) -> Sequence[Any]:
 
 
 def _results(given: Any, expected: Any) -> Sequence[Any]:
-    """The right results of a call with the input `given`: APPS puts most of them into a list, but not all."""
+    """Accepted results of a call with the input `given`: APPS wraps most, but not all, results into a list."""
     if isinstance(given, str):
         return [json.loads(expected) if isinstance(expected, str) else expected]
     return [expected, *expected] if isinstance(expected, list) and len(expected) == 1 else [expected]
 
 
 def _driven(results: Sequence[Any], *, program: str, before: str = "", tests: str = "", call: Any = None) -> Test:
-    # A program that ends early must not pass: only what runs to its end prints this.
+    # A program that exits early must not pass: the token is printed only after everything has run.
     token = secrets.token_hex()
     request = {"before": before, "program": program, "tests": tests, "call": call, "token": token}
     return Test(_DRIVER, json.dumps(request), partial(_is_result, token, results), _bytes(json.dumps(results)))
 
 
 def _is_result(token: str, results: Sequence[Any], output: str) -> bool:
-    """Whether the last line of `output` is the token and one of the results."""
+    """Whether the last line of `output` is the token followed by one of `results`."""
     last = _lines(output)[-1]
     if not last.startswith(token):
         return False
     try:
         return json.loads(last.removeprefix(token)) in results
     except (ValueError, RecursionError):
-        # The program decides what is there: an integer of too many digits, or lists that are too deep.
+        # The program controls this text, which may be an integer with too many digits or nested too deeply.
         return False
 
 
 def _are_same(expected: str, output: str) -> bool:
-    """Whether both have the same lines, each as text or, word by word, as numbers: as LiveCodeBench compares."""
+    """Whether both texts have equal lines, as text or as numbers word by word: LiveCodeBench's comparison."""
     lines, right = _lines(output), _lines(expected)
     return len(lines) == len(right) and all(
         one == other or _are_same_numbers(one, other) for one, other in zip(lines, right, strict=True)
@@ -228,7 +228,7 @@ def _are_same_numbers(line: str, other: str) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    # No splitlines(): U+2028 and others may stand in a line, also in JSON's texts.
+    # Not splitlines(), which also splits at U+2028 and others, and a line or a JSON string may contain these.
     return [line.strip() for line in text.strip().split("\n")]
 
 

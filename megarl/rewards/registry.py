@@ -1,4 +1,4 @@
-"""Reward functions by name, and a user's own by file."""
+"""Built-in reward functions by name, and loading of users' own from files."""
 
 import importlib
 import importlib.util
@@ -15,21 +15,24 @@ from converters.errors import UserError, did_you_mean
 from megarl.rewards.scoring import UNCHECKED, RewardFunction
 
 GIVEN = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Arguments of every reward function, by name."""
+"""Keyword arguments that every reward function gets."""
 GIVEN_IF_NAMED = "response_tokens"
-"""Argument of only those reward functions that name it."""
+"""Keyword argument that only functions with a parameter of this name get."""
 
 
 @dataclass(frozen=True)
 class Builtin:
-    """A reward function of this package.
+    """A built-in reward function.
 
-    `where` is its module and name; `options` those that make it what its name says; `check`, called with the options,
-    raises `ValueError` for values that cannot be; `parts` are the numbers that it gives beside its score. A policy's
-    response may make a function run forever, crash or need endless memory: where it `may_be_undecided`, such samples
-    score 0, those of more than `limit_s` seconds among them.
-    With `reads_answer` it looks for an answer, and not at the form of the whole response.
-    `truth`, called with a ground truth and the options, raises `ValueError` for one that the function would not take.
+    - `where`: its "module:name".
+    - `options`: preset options of this entry.
+    - `check`: "module:name" of a function that raises `ValueError` for invalid options.
+    - `parts`: names of the numbers that it returns beside its score.
+    - `may_be_undecided`: a response can make it run forever, crash or exhaust memory; such samples, and samples that
+      take more than `limit_s` seconds, score 0.
+    - `truth`: "module:name" of a function of a ground truth and the options that raises `ValueError` for a ground truth
+      that the reward would not accept.
+    - `reads_answer`: it looks for an answer, as opposed to the form of the whole response.
     """
 
     where: str
@@ -43,12 +46,12 @@ class Builtin:
 
     @property
     def nothing(self) -> dict[str, float]:
-        """Its result for a response that is worth nothing: all parts are there, so that their means are of all."""
+        """Result for a response without an answer: score and all parts are 0, so that means cover all samples."""
         return {"score": 0.0, **dict.fromkeys(self.parts, 0.0)}
 
     @property
     def undecided(self) -> dict[str, float]:
-        """Its result for a sample that could not be decided."""
+        """Result for a sample that could not be decided."""
         return {**self.nothing, UNCHECKED: 1.0}
 
 
@@ -119,7 +122,7 @@ KEY, OPTIONS_KEY = "reward.function", "reward.functions.<name>.options"
 
 @dataclass(frozen=True)
 class Source:
-    """Where a reward function comes from: what `load_reward` takes."""
+    """Source of a reward function: the arguments of `load_reward`."""
 
     spec: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -128,29 +131,29 @@ class Source:
 
     @property
     def builtin(self) -> Builtin | None:
-        """The entry of `REWARDS`; None for a function of a file."""
+        """The entry of `REWARDS`; None for a function from a file."""
         return REWARDS.get(self.spec)
 
     def load(self) -> RewardFunction:
-        """The function. Raises `UserError` as `load_reward`."""
+        """Load the function. Raises `UserError` as `load_reward`."""
         return load_reward(self.spec, self.options, self.key, self.options_key)
 
     def truth_check(self) -> Callable[[Any], Any] | None:
-        """A function that raises `ValueError` for a bad ground truth; None where nothing is known of them."""
+        """Return a function that raises `ValueError` for a bad ground truth; None if any ground truth is accepted."""
         if self.builtin is None or self.builtin.truth is None:
             return None
         return partial(_resolve(self.builtin.truth), **{**self.builtin.options, **self.options})
 
 
 class Calling(NamedTuple):
-    """How a reward function is called: whether a call gives an awaitable, and whether it names response_tokens."""
+    """How to call a reward function: whether calls return an awaitable, and whether it takes response_tokens."""
 
     is_async: bool
     takes_response_tokens: bool
 
 
 def calling_of(function: RewardFunction) -> Calling:
-    """How a reward function is called."""
+    """Inspect how to call a reward function."""
     bound = getattr(function, "func", function)
     is_async = inspect.iscoroutinefunction(bound) or inspect.iscoroutinefunction(type(bound).__call__)
     return Calling(is_async, GIVEN_IF_NAMED in inspect.signature(function).parameters)
@@ -159,11 +162,14 @@ def calling_of(function: RewardFunction) -> Calling:
 def load_reward(
     spec: str, options: Mapping[str, Any] | None = None, key: str = KEY, options_key: str = OPTIONS_KEY
 ) -> RewardFunction:
-    """Return the reward function `spec`: a name of `REWARDS`, or path/to/file.py:name of a user's own.
+    """Return the reward function `spec`, with `options` bound to it.
 
-    `options` are bound to it; `key` and `options_key` are where the configuration gives the two. Raises `UserError`
-    for an unknown name, a missing file, a file that fails to run, a name that is missing in it, is no function or
-    does not take data_source, solution_str, ground_truth and extra_info by name, and for options it does not take.
+    `spec` is a name of `REWARDS`, or path/to/file.py:name of a user's own function. `key` and `options_key` are the
+    configuration keys of the two, for messages.
+
+    Raises `UserError` for an unknown name, a file that is missing or fails to run, a name that the file does not define
+    as a function with the keyword arguments data_source, solution_str, ground_truth and extra_info, and for options
+    that the function does not take.
     """
     options = dict(options or {})
     file, colon, name = spec.rpartition(":")
@@ -195,7 +201,7 @@ def _load_from_file(path: Path, name: str, key: str) -> RewardFunction:
     if module_spec is None or module_spec.loader is None:
         raise UserError(f"{where}: the file must be Python source with a name that ends in .py")
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[module_name] = module  # dataclasses and pickle look up a class's module there
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""Where a reward function runs: a plain one in a process that can be ended, an async one in an event loop."""
+"""Execution of reward functions: plain functions in processes that can be killed, async ones in an event loop."""
 
 import asyncio
 import math
@@ -21,14 +21,14 @@ from megarl.rewards.worker import MOST_TRIES, WorkerKilledError, WorkerLostError
 
 
 class TimeLeft:
-    """Time left for one sample, over all its terms; the start of a process is not counted."""
+    """Time left for one sample, over all of its terms; starting a process does not count."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count what happens in the context."""
+        """Count the time spent in the block."""
         start = time.monotonic()
         try:
             yield
@@ -37,26 +37,26 @@ class TimeLeft:
 
 
 class Runner(Protocol):
-    """Calls one function."""
+    """Calls one reward function."""
 
     @property
     def places(self) -> asyncio.Semaphore:
-        """A place in here is to be had before a call."""
+        """Semaphore to acquire before a call."""
         ...
 
     async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
-        """The function's score. Raises `RewardFailed`, and `RewardTimedOut` when no time is left."""
+        """Score a sample. Raises `RewardFailed`, and `RewardTimedOut` when no time is left."""
         ...
 
 
 def taken(arguments: Mapping[str, Any], calling: Calling) -> dict[str, Any]:
-    """The `arguments` that the function takes."""
+    """Select the `arguments` that the function takes."""
     names = (*GIVEN, GIVEN_IF_NAMED) if calling.takes_response_tokens else GIVEN
     return {name: arguments[name] for name in names}
 
 
 class InProcess:
-    """A plain function, which is number `index` of a pool's, in a process that is killed when the time is over."""
+    """Runs a plain function, number `index` of the pool, in a process that is killed when the time is over."""
 
     def __init__(
         self, index: int, calling: Calling, builtin: Builtin | None, pool: WorkerPool, places: asyncio.Semaphore
@@ -65,10 +65,10 @@ class InProcess:
         self.places = places
 
     async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
-        """The function's score; a built-in one's may be what its entry says of an end by force, or by its own limit.
+        """Score a sample; a built-in function that crashes or exceeds its own limit may return its undecided result.
 
-        A killed process is not the sample's fault: another scores it, with the full time limit again. Raises RewardLost
-        after MOST_TRIES of them.
+        If the process is killed from outside, another one scores the sample, with the full time limit again. Raises
+        RewardLost after MOST_TRIES such kills, and as `Runner`.
         """
         seconds = time_left.seconds
         for _ in range(MOST_TRIES):
@@ -115,11 +115,11 @@ class InProcess:
 
 
 class _Call:
-    """A coroutine that runs in one loop, while another, in which this is made, waits for `ended`.
+    """A coroutine that runs in one event loop while another one, in which this object is made, waits for `ended`.
 
-    It gets the coroutine's task once that has ended, or None where the time is over before. `begin` and `cancel` are
-    called in the former loop. `asyncio.wait_for` would have a TimeoutError that could be the function's own;
-    `asyncio.wait` and `asyncio.wrap_future` take longer than a short function.
+    `ended` resolves to the coroutine's task once that has ended, or to None if the time is over before. `begin` and
+    `cancel` must be called in the loop that runs the coroutine. `asyncio.wait_for` could not tell its TimeoutError from
+    one of the function; `asyncio.wait` and `asyncio.wrap_future` take longer than a short function.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], asking: EventLoop) -> None:
@@ -142,11 +142,11 @@ class _Call:
         if not self.ended.done():
             self.ended.set_result(self._task)
         elif not self._task.cancelled():
-            self._task.exception()  # nobody waits for it any more, which is not to be logged
+            self._task.exception()  # retrieved, so that asyncio does not log it: nobody waits for it any more
 
 
 class InLoop:
-    """An async function in an event loop of its own; even if it blocks this loop, its samples time out."""
+    """Runs an async function in a separate event loop; its samples time out even if it blocks that loop."""
 
     def __init__(
         self,
@@ -156,12 +156,12 @@ class InLoop:
         asking: EventLoop,
         places: asyncio.Semaphore,
     ) -> None:
-        """`asking` is the loop that samples are scored from."""
+        """`loop` runs the function; `asking` is the loop that samples are scored from."""
         self._function, self._calling, self._loop, self._asking = function, calling, loop, asking
         self.places = places
 
     async def __call__(self, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
-        """The function's score."""
+        """Score a sample. Raises as `Runner`."""
         task = await self._ended(_Call(self._call(arguments), self._asking), time_left)
         if task is None:
             raise _timed_out(arguments)
@@ -177,7 +177,7 @@ class InLoop:
             raise RewardFailed(arguments, str(error)) from error
 
     async def _ended(self, call: _Call, time_left: TimeLeft) -> asyncio.Task[Any] | None:
-        """The task of a call, which is cancelled if it does not end in time, or if nobody waits any more."""
+        """Run a call and return its task; cancels it and returns None if it does not end in time."""
         task = None
         self._loop.soon(call.begin)
         timer = asyncio.get_running_loop().call_later(time_left.seconds, call.give_up)
@@ -194,7 +194,7 @@ class InLoop:
         result: Any = self._function(**taken(arguments, self._calling))
         try:
             return await result
-        except (SystemExit, KeyboardInterrupt) as error:  # these would end the loop, and with it all other samples
+        except (SystemExit, KeyboardInterrupt) as error:  # these would end the loop, and all other samples with it
             raise RewardFailed(arguments, f"it raised {type(error).__name__}: {error}") from error
 
 

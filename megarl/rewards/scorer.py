@@ -1,4 +1,4 @@
-"""Scoring beside the rollout: samples come in as they are generated, scores are ready soon after the last."""
+"""Scoring during the rollout: samples are scored as they arrive, and the last score is ready soon after the last."""
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Outcome = Score | RewardFailed
 """Result of scoring a sample."""
 Samples = Mapping[Hashable, Mapping[str, Any]]
-"""Samples to score, `reward_arguments` each, by keys that name them."""
+"""Key of a sample -> its `reward_arguments`."""
 
 _CLOSE_WAIT_S = 10.0
 
@@ -35,12 +35,12 @@ _CLOSE_WAIT_S = 10.0
 class Scorer:
     """Scores samples while others are still being generated; one per run, a context manager.
 
-    Plain functions run in `config.workers` processes of their own, which are killed at the timeout and restarted, so
-    that no response can hang or end the run; async ones in an event loop, for `config.async_samples` samples at a time.
-    The first process starts at once where a function is a user's, and loads it, so that a file which fails, hangs or
-    exits does so there; the others start with the samples that need them.
+    Plain functions run in `config.workers` separate processes, which are killed at the timeout and restarted, so that
+    no response can hang or end the run. Async functions run in an event loop, for `config.async_samples` samples at a
+    time. If any function is a user's, the first process starts at once and loads it, so that a file that fails, hangs
+    or exits does so in there; the others start when samples need them.
 
-    Raises `UserError` for what `terms_of` and `load_reward` refuse.
+    Raises `UserError` as `terms_of` and `load_reward`.
     """
 
     def __init__(self, config: "RewardConfig") -> None:
@@ -64,29 +64,29 @@ class Scorer:
         self.close()
 
     def close(self) -> None:
-        """End all processes; what is not scored yet is not scored any more."""
+        """End all processes; samples that are not scored yet are abandoned."""
         self._loop.begin(self._pool.close()).result(_CLOSE_WAIT_S)
         self._loop.close(_CLOSE_WAIT_S)
         self._functions_loop.close(_CLOSE_WAIT_S)
 
     def start_noting(self) -> None:
-        """Begin to note when which process answers."""
+        """Start recording when which process answers."""
         self._pool.answered = []
 
     def stop_noting(self) -> list[Answered]:
-        """The answers since `start_noting`."""
+        """Stop recording, and return the answers since `start_noting`."""
         answered, self._pool.answered = self._pool.answered, None
         return answered or []
 
     def check_data_sources(self, data_sources: Iterable[str]) -> None:
-        """Raise `UserError` for the first data_source that no term is for."""
+        """Raise `UserError` for the first data_source that no term covers."""
         for data_source in data_sources:
             check_data_source(self._terms, data_source)
 
     def check_questions(self, questions: Iterable[Question]) -> None:
-        """Raise `UserError` for the first that no term is for, or whose ground truth a built-in reward would not take.
+        """Raise `UserError` for the first question that no term covers, or whose ground truth a term would not accept.
 
-        Where `reward.on_error` is to drop, only the former.
+        Ground truths are those of built-in rewards, and are checked only with `reward.on_error=stop`.
         """
         questions = list(questions)
         self.check_data_sources({question.data_source for question in questions})
@@ -94,22 +94,22 @@ class Scorer:
             check_ground_truths(self._terms, questions)
 
     def begin(self) -> "PendingScores":
-        """Scores of samples that are added from now on."""
+        """Return a new set of pending scores, to add samples to."""
         return PendingScores(self)
 
     def score(self, samples: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-        """Score samples, `reward_arguments` each, and wait for it; raises what `PendingScores.finish` raises."""
+        """Score samples, `reward_arguments` each, and wait for them. Raises as `PendingScores.finish`."""
         pending = self.begin()
         pending.add(dict(enumerate(samples)))
         return list(pending.finish().values())
 
     def submit(self, samples: Samples, pending: "PendingScores") -> "Future[dict[Hashable, Outcome | None]]":
-        """Begin to score samples. Raises `UserError` if no term is for the data_source of one."""
+        """Begin scoring samples. Raises `UserError` if no term covers the data_source of one."""
         self.check_data_sources(arguments["data_source"] for arguments in samples.values())
         return self._loop.begin(self._score_all(samples, pending))
 
     async def _score_all(self, samples: Samples, pending: "PendingScores") -> dict[Hashable, Outcome | None]:
-        """Score samples side by side: those that others wait for come together, and their scores go together."""
+        """Score samples concurrently, under one future for all, since they are awaited together."""
         scoring = [asyncio.ensure_future(self._score(arguments, pending)) for arguments in samples.values()]
         try:
             outcomes = await asyncio.gather(*scoring)
@@ -119,7 +119,7 @@ class Scorer:
         return dict(zip(samples, outcomes, strict=True))
 
     async def _score(self, arguments: Mapping[str, Any], pending: "PendingScores") -> Outcome | None:
-        """Score a sample; None if what it is added to was stopped while it waited."""
+        """Score a sample; None if `pending` was stopped while the sample waited."""
         time_left = TimeLeft(self.config.timeout_s)
         terms = zip(self._terms, self._runners, strict=True)
         asked = [pair for pair in terms if pair[0].applies_to(arguments["data_source"])]
@@ -156,27 +156,27 @@ class Scorer:
 
 
 class PendingScores:
-    """Scores of samples that are added, each of which is scored from then on."""
+    """Scores of added samples; scoring of a sample begins when it is added."""
 
     def __init__(self, scorer: Scorer) -> None:
         self.is_stopped = False
-        """Whether a sample has failed such that no further one is begun."""
+        """Whether no further sample is begun, since one has failed in a way that stops the step."""
         self._scorer = scorer
         self._added: list[Future[dict[Hashable, Outcome | None]]] = []
 
     def add(self, samples: Samples) -> None:
-        """Begin to score samples, which no others have the keys of.
+        """Begin scoring samples, whose keys must be new.
 
-        Raises `UserError` if no term is for the data_source of one.
+        Raises `UserError` if no term covers the data_source of one.
         """
         self._added.append(self._scorer.submit(samples, self))
 
     def when_finished(self, on_scored: Callable[[], None]) -> None:
-        """Call `on_scored` once all that was added is scored or has failed: `finish` then does not wait."""
+        """Call `on_scored` once all samples added so far are scored or have failed: `finish` then does not wait."""
         left, added = count(1), len(self._added)
 
         def note(_: object) -> None:
-            # One thread ends them all.
+            # No lock: one thread completes all of them.
             if next(left) == added:
                 on_scored()
 
@@ -184,10 +184,10 @@ class PendingScores:
             each.add_done_callback(note)
 
     def finish(self) -> dict[Hashable, Outcome]:
-        """Wait for all scores; returns each sample's by its key, in the order in which they were added.
+        """Wait for all scores and return them by key, in the order in which the samples were added.
 
-        Raises the first failure, in that order, that `reward.on_error` or `reward.on_timeout` says to
-        stop for; what has not begun by then is not scored.
+        Raises the first failure, in that order, for which `reward.on_error` or `reward.on_timeout` is to stop; samples
+        that have not begun by then are not scored.
         """
         outcomes: dict[Hashable, Outcome | None] = {}
         try:
@@ -196,7 +196,7 @@ class PendingScores:
         except BaseException:
             self.cancel()
             raise
-        # They hold who is told of their end, and so what was scored.
+        # The futures keep their callbacks alive, and these the samples.
         self._added.clear()
         for outcome in outcomes.values():
             if isinstance(outcome, RewardFailed) and _stops(outcome, self._scorer.config):
@@ -204,14 +204,14 @@ class PendingScores:
         return {key: outcome for key, outcome in outcomes.items() if outcome is not None}
 
     def cancel(self) -> None:
-        """Score nothing more of it."""
+        """Stop scoring the samples."""
         self.is_stopped = True
         for each in self._added:
             each.cancel()
 
 
 async def _score_by(term: Term, runner: Runner, arguments: Mapping[str, Any], time_left: TimeLeft) -> Score:
-    """The score of one term; 0 if the response has no answer that the term can read."""
+    """Score one term; 0 if the response has no answer that the term could read."""
     read = term.arguments(arguments)
     if read is None:
         assert term.source.builtin is not None

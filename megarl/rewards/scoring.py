@@ -1,4 +1,4 @@
-"""Calls of reward functions, the scores they give, and the ways in which they fail."""
+"""Arguments of reward functions, their scores, and their failures."""
 
 import math
 import reprlib
@@ -12,13 +12,13 @@ from converters.errors import UserError
 
 RewardResult = float | Mapping[str, Any]
 RewardFunction = Callable[..., RewardResult | Awaitable[RewardResult]]
-"""Called with the keywords of `reward_arguments`: data_source, solution_str, ground_truth, extra_info, as verl does,
-and response_tokens where it names that one, too. A mapping must hold "score"; its other numbers become named parts."""
+"""Called with keyword arguments as in verl: data_source, solution_str, ground_truth, extra_info; and response_tokens
+if it has a parameter of this name. A mapping must hold "score"; its other numbers become named parts."""
 
 UNCHECKED = "unchecked"
-"""The part that is 1 where a built-in reward could not be decided."""
+"""Name of the part that is 1 if a built-in reward could not be decided."""
 LONGEST_SCORED_CHARACTERS = 4 * 1024**2
-"""Limit of the text sent to a reward function: a longer response loses its beginning, as answers are at the end."""
+"""Limit of the text sent to a reward function: the beginning of longer responses is cut, as answers are at the end."""
 
 _SHOWN_CHARACTERS = 500
 
@@ -26,10 +26,10 @@ _SHOWN_CHARACTERS = 500
 def reward_arguments(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any], response_tokens: int = 0
 ) -> dict[str, Any]:
-    """Keywords of a `RewardFunction` for one response: what travels to whoever scores it.
+    """Build the keyword arguments of a `RewardFunction` for one response.
 
-    `solution_str` is the response's text without its prompt and special tokens, of which the last
-    `LONGEST_SCORED_CHARACTERS` are kept; `response_tokens` its length in tokens, special ones included.
+    `solution_str` is the text of the response without prompt and special tokens; its last `LONGEST_SCORED_CHARACTERS`
+    are kept. `response_tokens` is its length in tokens, including special ones.
     """
     return {
         "data_source": data_source,
@@ -44,8 +44,8 @@ def reward_arguments(
 class Score:
     """The reward of one response.
 
-    `parts` are the named numbers that are logged beside it. `terms` are what it is the sum of: each named reward with
-    its weight applied; a single reward is the one term "score".
+    `parts` are named numbers that are logged beside it. `terms` are its summands: each named reward times its weight; a
+    single reward is the one term "score".
 
     Example: Score(0.9, parts={"unchecked": 0.0}, terms={"score": 1.0, "overlong": -0.1})
     """
@@ -56,12 +56,12 @@ class Score:
 
     @property
     def is_decided(self) -> bool:
-        """Whether every built-in reward in it came to a result."""
+        """Whether every built-in reward in it reached a decision."""
         return not any(value for name, value in self.parts.items() if name.split("/")[-1] == UNCHECKED)
 
 
 class RewardFailed(UserError):  # noqa: N818 - says what happened
-    """A reward function raised, gave no finite number, or ended its process. The details hold its arguments."""
+    """A reward function raised, returned no finite number, or ended its process. The details show its arguments."""
 
     remedy = "repair the function, or set reward.on_error=drop to leave such samples out"
 
@@ -84,33 +84,33 @@ class RewardFailed(UserError):  # noqa: N818 - says what happened
 
 
 class RewardTimedOut(RewardFailed):
-    """A reward function took longer than it may."""
+    """A reward function exceeded its time limit."""
 
     remedy = "make the function faster, raise reward.timeout_s, or set reward.on_timeout to drop or zero"
 
 
 class RewardLost(RewardFailed):
-    """Every process that scored the sample was killed: it is left out, whatever `reward.on_error` says."""
+    """Every process that scored the sample was killed: the sample is left out, whatever `reward.on_error` is."""
 
     remedy = "see who kills the processes that score; the kernel does it where memory runs out (dmesg tells)"
 
 
 class WeightedSumFailed(RewardFailed):
-    """The weighted sum of a sample's terms is no finite number."""
+    """The weighted sum of a sample's terms is not finite."""
 
     remedy = "lower the weights of the terms (reward.functions), or let the functions score less"
 
 
 def as_score(result: object) -> Score:
-    """The score that a reward function's result stands for.
+    """Convert the result of a reward function.
 
-    Raises `ValueError` for a result that is no finite number, nor a mapping with one as its "score".
+    Raises `ValueError` unless it is a finite number, or a mapping with finite "score" and parts.
     """
     try:
         return _read(result)
     except ValueError:
         raise
-    except Exception as error:  # a mapping of a user's own may do anything
+    except Exception as error:  # a user-defined mapping may raise anything
         raise ValueError(f"its result cannot be read, that raised {type(error).__name__}") from error
 
 
@@ -128,7 +128,7 @@ def _is_part(name: object, part: object) -> bool:
 
 
 def _is_real(value: object) -> TypeGuard[SupportsFloat]:
-    # Who has a truth value of numpy's has loaded numpy; whoever scores without does not wait for that.
+    # A result can be a numpy.bool_ only if numpy is loaded already: processes without it do not import it here.
     numpy = sys.modules.get("numpy")
     return isinstance(value, Real) or (numpy is not None and isinstance(value, numpy.bool_))
 

@@ -1,4 +1,4 @@
-"""Terms whose sum is the reward of a response, as the configuration names them."""
+"""The terms of the configuration, whose weighted sum is the reward of a response."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from megarl.schema import RewardConfig
 
 SINGLE = "score"
-"""The name of a reward that is alone."""
+"""Name of the only term of a single reward."""
 OVERLONG = "overlong"
-"""The name of the term that `reward.overlong_buffer_tokens` adds."""
+"""Name of the term that `reward.overlong_buffer_tokens` adds."""
 REWARD_MODEL = "reward_model"
-"""The name of the term that `reward_model.path` adds."""
+"""Name of the term that `reward_model.path` adds."""
 
 
 @dataclass(frozen=True)
 class Term:
-    """One named reward: the function of `source` scores samples of `data_sources`, or all."""
+    """One named reward: the function of `source` scores samples of `data_sources`, or all samples if that is empty."""
 
     name: str
     source: Source
     weight: float = 1.0
     data_sources: Sequence[str] = ()
     answer_after: str = ""
-    """A built-in reward reads what stands behind the last of these; see `reward.answer_after`."""
+    """Built-in rewards read the text after the last occurrence of this; see `reward.answer_after`."""
 
     def arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Arguments that the function is called with; None where the response gives no answer that it could read."""
+        """Arguments to call the function with; None if the response lacks the `answer_after` that precedes answers."""
         builtin = self.source.builtin
         if not self.answer_after or builtin is None or not builtin.reads_answer:
             return arguments
@@ -40,7 +40,7 @@ class Term:
         return {**arguments, "solution_str": answer} if marker else None
 
     def applies_to(self, data_source: str) -> bool:
-        """Whether samples of `data_source` are scored by it."""
+        """Whether the term scores samples of `data_source`."""
         return not self.data_sources or any(
             data_source.startswith(each[:-1]) if each.endswith("*") else data_source == each
             for each in self.data_sources
@@ -48,9 +48,9 @@ class Term:
 
 
 def terms_of(config: "RewardConfig") -> list[Term]:
-    """The terms of a configuration: those of `functions`, or the one that is `function`; nothing is loaded.
+    """The terms of a configuration, from `functions` or else the single `function`, without loading anything.
 
-    Raises `UserError` for `function` beside `functions`, and for a name or a weight that cannot be one.
+    Raises `UserError` for `function` beside `functions`, and for an invalid name or weight.
     """
     if not config.functions:
         return [Term(SINGLE, Source(config.function), answer_after=config.answer_after)]
@@ -72,7 +72,7 @@ def terms_of(config: "RewardConfig") -> list[Term]:
 
 
 def check_data_source(terms: Sequence[Term], data_source: str) -> None:
-    """Raise `UserError` if no term is for `data_source`."""
+    """Raise `UserError` if no term covers `data_source`."""
     if not any(term.applies_to(data_source) for term in terms):
         raise UserError(
             f"no term of reward.functions is for the data_source {data_source!r}: add it to data_sources of one of "
@@ -81,26 +81,26 @@ def check_data_source(terms: Sequence[Term], data_source: str) -> None:
 
 
 class Question(Protocol):
-    """Part of a prompt that scoring needs, and where it comes from."""
+    """The part of a prompt that scoring needs, and its origin for messages."""
 
     @property
     def where(self) -> str:
-        """The file and the row."""
+        """File and row."""
         ...
 
     @property
     def data_source(self) -> str:
-        """The name by which terms choose."""
+        """Name that decides which terms score the prompt."""
         ...
 
     @property
     def ground_truth(self) -> Any:
-        """As the reward function gets it."""
+        """Ground truth, as passed to the reward function."""
         ...
 
 
 def check_ground_truths(terms: Sequence[Term], questions: Iterable[Question]) -> None:
-    """Raise `UserError` for the first ground truth that a built-in reward would not take."""
+    """Raise `UserError` for the first ground truth that a built-in reward would not accept."""
     checks = [(term, check) for term in terms if (check := term.source.truth_check()) is not None]
     right = set[tuple[str, str]]()
     for question in questions:
@@ -119,10 +119,10 @@ def check_ground_truths(terms: Sequence[Term], questions: Iterable[Question]) ->
 
 
 def combine(scored: Sequence[tuple[Term, Score]]) -> Score:
-    """The sum of the terms by their weights.
+    """Sum the terms by their weights.
 
-    A single reward keeps the names of its parts. Each of several is a part under its own name, by its weight, and
-    its parts are under name/part. Raises `ValueError` where the sum is no finite number.
+    A single reward keeps the names of its parts. With several, each weighted term is a part under its own name, and
+    its parts are named term/part. Raises `ValueError` if the sum is not finite.
     """
     terms = {term.name: term.weight * score.value for term, score in scored}
     if set(terms) == {SINGLE}:

@@ -13,12 +13,12 @@ _ANY = re.compile(rf"-?{_NUMBER}")
 _MEASURE = re.compile(rf"(?:(?<![0-9])[-+])?{DIGITS}%?")
 _POWER = re.compile(r"\^\s{0,9}\{?[-+]?[0-9.]+\}?")
 _STATED = re.compile(r"\banswer\b[\s:*]*(.*?)(?:\n|\.\s|$)", re.IGNORECASE | re.DOTALL)
-"""A sentence that states an answer, from there to its end."""
+"""The rest of a sentence after the word "answer"."""
 _SEARCHED_CHARACTERS = 300
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:  # noqa: ARG001
-    """Return 1.0 where the response is the ground truth, white space at the ends aside, else 0.0."""
+    """Return 1.0 if the response equals the ground truth, ignoring white space at the ends, else 0.0."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
 
@@ -30,14 +30,14 @@ def gsm8k(
     *,
     method: Literal["strict", "flexible"] = "strict",
 ) -> float:
-    """Return 1.0 where the response's final number is the ground truth, else 0.0.
+    """Return 1.0 if the response's final number is the ground truth, else 0.0.
 
-    As verl's `utils/reward_score/gsm8k.py`: "strict" takes the last number after "####", "flexible" the last number
-    at all, both from the last 300 characters, commas and dollar signs left out. Other than there, numbers are
-    compared as numbers: "18.", "18.00" and "18" are the same; and a minus sign may be Unicode's (U+2212), and stand
-    apart from the number behind "####".
+    As verl's `utils/reward_score/gsm8k.py`: "strict" takes the last number after "####", "flexible" the last number of
+    all, both from the last 300 characters, ignoring commas and dollar signs. Unlike in verl, numbers are compared by
+    value, so "18.", "18.00" and "18" are equal; a minus sign may be Unicode's (U+2212), and may be separated from the
+    number after "####".
 
-    Raises `ValueError` if the ground truth is no number.
+    Raises `ValueError` if the ground truth is not a number.
     """
     expected = gsm8k_truth(ground_truth)
     pattern = {"strict": _MARKED, "flexible": _ANY}[method]
@@ -46,7 +46,7 @@ def gsm8k(
 
 
 def gsm8k_truth(ground_truth: Any, **_options: Any) -> Decimal:
-    """The number of a ground truth. Raises `ValueError` if it is none."""
+    """Read the number of a ground truth. Raises `ValueError` if it is not one."""
     expected = _as_number(ascii_minus(str(ground_truth)))
     if expected is None:
         raise ValueError(f"the ground truth of gsm8k must be a number, found {ground_truth!r}")
@@ -62,13 +62,14 @@ def numeric_match(
     relative: float = 0.0,
     absolute: float = 0.0,
 ) -> float:
-    """Return 1.0 where the response's number is the ground truth within a tolerance, else 0.0.
+    """Return 1.0 if |found - truth| <= max(relative * |truth|, absolute) for the response's number, else 0.0.
 
-    It is the last number in the last \\boxed{...}; without one, in the last sentence that says "answer"; without
-    either, in the last 300 characters. Exponents behind a ^ do not count, as in m^2, but for those of 10.
-    |found - truth| <= max(relative * |truth|, absolute). Numbers may have an exponent (1.5e-3, 1.5 \\times 10^{-3}), a
-    percent sign (12% is 0.12) and commas between digits; \\frac{a}{b} is one, and a/b where it fills the box. Raises
-    `ValueError` if the ground truth is no number.
+    That is the last number in the last \\boxed{...}; without one, in the last sentence with the word "answer"; without
+    either, in the last 300 characters.
+
+    Numbers may have an exponent (1.5e-3, 1.5 \\times 10^{-3}), a percent sign (12% is 0.12) and commas between digits.
+    \\frac{a}{b} is a number, and so is a/b if it fills the box. Exponents after ^ are ignored, as in m^2, except for
+    powers of 10. Raises `ValueError` if the ground truth is not a number.
     """
     expected = numeric_truth(ground_truth)
     found = _stated_number(solution_str)
@@ -77,7 +78,7 @@ def numeric_match(
 
 
 def numeric_truth(ground_truth: Any, **_options: Any) -> Decimal:
-    """The number of a ground truth. Raises `ValueError` if it is none."""
+    """Read the number of a ground truth. Raises `ValueError` if it is not one."""
     expected = _as_measure(boxed_number(str(ground_truth)).strip())
     if expected is None:
         raise ValueError(f"the ground truth of numeric_match must be a number, found {ground_truth!r}")
@@ -85,20 +86,20 @@ def numeric_truth(ground_truth: Any, **_options: Any) -> Decimal:
 
 
 def _stated_number(solution: str) -> Decimal | None:
-    """The last number of the first of the places that hold any: the box, the sentence that answers, the end."""
+    """Last number of the first place that has one: the box, the sentence with "answer", the end of the text."""
     end = solution[-_SEARCHED_CHARACTERS:]
     places = (boxed_number((last_boxed(solution) or "")[-_SEARCHED_CHARACTERS:]), *_STATED.findall(end)[-1:], end)
     return next((numbers[-1] for place in places if (numbers := _measures(place))), None)
 
 
 def _measures(text: str) -> list[Decimal]:
-    """The numbers at the end of a text."""
+    """All numbers in the last `_SEARCHED_CHARACTERS` of a text."""
     read = _POWER.sub(" ", decimal_numbers(text[-_SEARCHED_CHARACTERS:]).replace("\\%", "%"))
     return [number for each in _MEASURE.findall(read) if (number := _as_measure(each)) is not None]
 
 
 def check_tolerances(relative: float = 0.0, absolute: float = 0.0) -> None:
-    """Raise `ValueError` for options of numeric_match that cannot be."""
+    """Raise `ValueError` unless both tolerances are at least 0."""
     if not (relative >= 0 and absolute >= 0):
         raise ValueError(f"relative={relative} and absolute={absolute} must be at least 0")
 

@@ -1,4 +1,4 @@
-"""Processes that score, seen from the one that asks."""
+"""The asking side of the scoring processes."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ from megarl.rewards.registry import Calling, Source
 from megarl.rewards.worker_main import CONNECTION_LOST, LONGEST_REPLY_BYTES
 
 MOST_TRIES = 3
-"""How many processes a sample, or the start of one, may cost."""
+"""How many killed processes a sample, or the start of a worker, may cost."""
 _PROGRAM = Path(__file__).with_name("worker_main.py")
 _MEMORY_BYTES = 4 * 1024**3
 _LOAD_TIMEOUT_S = 300.0
@@ -30,26 +30,26 @@ _FORGED = "it wrote to the connection that its scores go through"
 
 
 class WorkerLostError(Exception):
-    """A function ended its process, left it without memory, or made its answers worthless."""
+    """A function ended its process, exhausted its memory, or corrupted its replies."""
 
 
 class WorkerKilledError(WorkerLostError):
-    """Somebody killed the process by force: the kernel, for want of memory, or whoever may."""
+    """The process was killed by SIGKILL, for example by the kernel when out of memory."""
 
 
 class Worker:
-    """One process with all functions loaded; it answers one question at a time.
+    """One process with all functions loaded; it scores one sample at a time.
 
-    It dies with the thread that made it, and so with its process.
+    The process dies with the thread that started it, and so with the asking process.
     """
 
     def __init__(self) -> None:
-        # Not asyncio's own subprocesses: one whose start is cancelled is never waited for to its end (Python 3.11).
+        # Not asyncio's subprocesses: one whose start is cancelled is never reaped (Python 3.11).
         self._channel, theirs = socket.socketpair()
         self._printed = Printed()
         with theirs:
-            # -P keeps the folder of the program, and with it this package's own files, off the child's import path. A
-            # session of its own keeps Ctrl-C for the parent.
+            # -P keeps the program's folder, and so this package's files, off the child's import path. With a session of
+            # its own the child does not get Ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(_PROGRAM), str(os.getpid()), str(_MEMORY_BYTES)],
                 stdin=theirs.fileno(),
@@ -62,37 +62,37 @@ class Worker:
 
     @property
     def process(self) -> int:
-        """The number of its process."""
+        """Process id."""
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be asked."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     async def load(self, sources: Sequence[Source], timeout_s: float) -> list[Calling]:
-        """Load the functions, which are then asked by their places.
+        """Load the functions, which requests then name by index; returns how to call each.
 
-        Raises UserError for one that cannot be loaded, and WorkerKilledError, which is no fault of theirs.
+        Raises UserError for one that cannot be loaded, and WorkerKilledError if the process is killed meanwhile.
         """
         self._streams = await asyncio.open_connection(sock=self._channel, limit=2 * LONGEST_REPLY_BYTES)
         self._printed.begin()
-        with suppress(ConnectionError):  # it died; whoever asks it next hears how
+        with suppress(ConnectionError):  # the process died; the next `ask` raises how
             await self._send({"path": sys.path})
         return [await self._load(source, timeout_s) for source in sources]
 
     async def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply. Raises `WorkerLostError` if there will be none that can be trusted."""
-        # Not guessable: what a function writes where replies go is no reply to anything.
+        """Send a request and return the reply. Raises `WorkerLostError` if there is no trustworthy reply."""
+        # Not guessable, so that a function cannot forge a reply by writing to the connection.
         number = secrets.randbits(64)
         self._printed.allow_more()
         assert self._streams is not None
         try:
             await self._send({"number": number, **request})
             line = await self._streams[0].readline()
-        except ConnectionError:  # it died while it read
+        except ConnectionError:  # the process died while reading
             line = b""
-        except ValueError as error:  # no line ends within the limit
+        except ValueError as error:  # the line exceeds the limit
             raise WorkerLostError(_FORGED) from error
         if not line.endswith(b"\n"):
             code = await asyncio.to_thread(self._process.wait)
@@ -100,12 +100,12 @@ class Worker:
         return _reply(line, number)
 
     async def end(self) -> None:
-        """End the process, and all that came of it; when this returns, they are gone."""
+        """End the process and all of its descendants; they are gone when this returns."""
         if self._process.poll() is None:
-            self._process.terminate()  # it ends the others, then itself
+            self._process.terminate()  # it ends its descendants, then itself
             with suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, _END_TIMEOUT_S)
-        with suppress(ProcessLookupError):  # for one that a function has stopped or killed
+        with suppress(ProcessLookupError):  # in case a function has stopped or killed that process
             os.killpg(self._process.pid, signal.SIGKILL)
         if self._streams is not None:
             self._streams[1].close()
@@ -136,7 +136,7 @@ class Worker:
 
 
 class Answered(NamedTuple):
-    """A question that a worker's process answered: its number, and seconds since 1970."""
+    """A request that a worker answered: process id, and start and end in seconds since 1970."""
 
     process: int
     start_s: float
@@ -144,24 +144,24 @@ class Answered(NamedTuple):
 
 
 class WorkerPool:
-    """Workers that are lent one by one, started as they are needed."""
+    """Pool of workers, which are started when needed and lent one at a time."""
 
     def __init__(self, sources: Sequence[Source], load_timeout_s: float = _LOAD_TIMEOUT_S) -> None:
         self._sources = sources
         self._load_timeout_s = load_timeout_s
         self._idle: list[Worker] = []
         self.answered: list[Answered] | None = None
-        """Questions that were answered; None where nobody asks for them."""
+        """Answered requests while they are recorded; None otherwise."""
         self._all: set[Worker] = set()
 
     async def load_first(self) -> list[Calling]:
-        """Start a worker before one is needed: how the functions are called. Raises UserError as `Worker.load`."""
+        """Start a worker ahead of need; returns how to call the functions. Raises UserError as `Worker.load`."""
         worker, callings = await self._start()
         self.give_back(worker)
         return callings
 
     async def take(self) -> Worker:
-        """A worker that is ready. Raises UserError as `Worker.load`."""
+        """Take an idle worker, or start one. Raises UserError as `Worker.load`."""
         while self._idle:
             worker = self._idle.pop()
             if worker.is_alive:
@@ -170,7 +170,7 @@ class WorkerPool:
         return (await self._start())[0]
 
     async def ask(self, worker: Worker, request: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Worker.ask`, of one that was taken."""
+        """Ask a worker that was taken; see `Worker.ask`."""
         start = time.time()
         reply = await worker.ask(request)
         if self.answered is not None:
@@ -178,23 +178,23 @@ class WorkerPool:
         return reply
 
     def give_back(self, worker: Worker) -> None:
-        """Lend it to the next."""
+        """Return a worker that was taken to the pool."""
         self._idle.append(worker)
 
     async def end(self, worker: Worker) -> None:
-        """End a worker that was taken."""
+        """End a worker that was taken, and remove it from the pool."""
         self._all.discard(worker)
         await worker.end()
 
     async def close(self) -> None:
-        """End them all."""
+        """End all workers."""
         self._idle.clear()
         await asyncio.gather(*(self.end(worker) for worker in list(self._all)))
 
     async def _start(self) -> tuple[Worker, list[Calling]]:
-        """Start a worker; try again, MOST_TRIES times in all, if it is killed while loading.
+        """Start a worker, with MOST_TRIES tries in all if it is killed while loading.
 
-        Raises UserError where it is killed each time, and where loading fails.
+        Raises UserError if it is killed each time, or if loading fails.
         """
         for _ in range(MOST_TRIES):
             worker = Worker()

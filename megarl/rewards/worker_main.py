@@ -1,9 +1,9 @@
-"""A process that scores: a program of its own, because what a policy wrote may make any function hang or crash.
+"""The scoring process: a program of its own, since a response may make any reward function hang or crash.
 
-It is two processes. The one that was started watches the other, ends all that functions have started when that one
-has ended or the asking process says so, and then ends in the same manner. The other reads pickled requests, each behind
-its length, and answers each by a line of JSON with the number of the request. Both die with the process that started
-them, also if that one is killed, and import nothing but the reward functions.
+It consists of two processes. The first is a supervisor: when its child ends or the asking process terminates it, it
+kills all descendants and then ends in the same way as the child. The child reads pickled requests, each preceded by
+its length, and answers each with a line of JSON that contains the number of the request. Both die with the process
+that started them, even if that is killed, and import only the reward functions.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NoReturn
 
 LONGEST_REPLY_BYTES = 16 * 1024**2
 CONNECTION_LOST = 113
-"""The exit code of a process whose functions have closed the connection to the asking process."""
+"""Exit code if a function has closed the connection to the asking process."""
 
 _SHOWN_CHARACTERS = 2000
 
@@ -30,19 +30,19 @@ def main(parent: int, memory_bytes: int) -> None:
     sys.path[:] = _read(requests)["path"]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _supervise(parent, requests, replies)
-    # Private writable memory counts, other than under RLIMIT_AS: libraries of a user's function may map a lot.
+    # RLIMIT_DATA, not RLIMIT_AS: it counts private writable memory only, and libraries of a function may map a lot.
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     process, functions = os.getpid(), list[Any]()
     while True:
         request = _read(requests)
         reply = _load(functions, request) if "load" in request else _score(functions[request["call"]], request)
         if os.getpid() != process:
-            os._exit(0)  # the function forked and let its child return, too: its parent's answer is the one
+            os._exit(0)  # the function forked and its child returned, too: only the parent answers
         _write(replies, {"number": request["number"], **reply})
 
 
 def _supervise(parent: int, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Go on in a child of this process, which stays behind."""
+    """Fork: return in the child, and stay in the parent as its supervisor."""
     from megarl.sandbox import process_tree
 
     process_tree.die_with(parent, signal.SIGTERM)
@@ -52,7 +52,7 @@ def _supervise(parent: int, requests: BinaryIO, replies: BinaryIO) -> None:
     if not child:
         process_tree.die_with(supervisor, signal.SIGKILL)
         return
-    requests.close()  # the asking process is to hear of the child's end at once
+    requests.close()  # so that the asking process notices the end of the child at once
     replies.close()
     ended = process_tree.wait_end(child)
     process_tree.kill_descendants()
@@ -82,7 +82,7 @@ def _score(function: Any, request: Mapping[str, Any]) -> dict[str, Any]:
         result = function(**request["arguments"])
         if inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
-    except BaseException as error:  # noqa: BLE001 - also SystemExit is the function's failure, not the process's end
+    except BaseException as error:  # noqa: BLE001 - even SystemExit is a failure of the function, not our end
         exhausted = isinstance(error, MemoryError | RecursionError)
         return {"error": f"it raised {_shown(error)}", "exhausted": exhausted}
     try:
@@ -99,18 +99,18 @@ async def _wait(result: Awaitable[Any]) -> Any:
 def _shown(error: BaseException) -> str:
     try:
         message = str(error)
-    except BaseException:  # noqa: BLE001 - a class of a user's own may do anything
+    except BaseException:  # noqa: BLE001 - a user-defined class may raise anything
         message = "(it cannot be shown)"
     return f"{type(error).__name__}: {message}"[:_SHOWN_CHARACTERS]
 
 
 def _own_streams() -> tuple[BinaryIO, BinaryIO]:
-    """The connection to the asking process, out of reach of what functions read and print."""
+    """Move the connection to the asking process away from stdin and stdout, which functions may use."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # Its own buffer keeps lines back until there are many, and nobody would see those of a last sample.
+    # stdout's own buffer would hold lines back, and those of the last sample would be lost.
     sys.stdout = sys.stderr
     return requests, replies
 
@@ -141,7 +141,7 @@ def _write(replies: BinaryIO, reply: dict[str, Any]) -> None:
 
 
 def _wait_for(stream: BinaryIO) -> None:
-    """Make reads of a stream block again: a reward function may have made them non-blocking."""
+    """Make a stream blocking again, in case a reward function has made it non-blocking."""
     os.set_blocking(stream.fileno(), True)
 
 
