@@ -1,1 +1,1 @@
-"""Weights from Megatron's ranks to engines: `direct` into their parameters, or by `loader`, tensor by tensor."""
+"""Moves weights from Megatron's ranks to engines: `direct` into their parameters, `loader` through their own loader."""

@@ -5,5 +5,5 @@ ALIGNMENT_BYTES = 64
 
 
 def aligned(size_bytes: int) -> int:
-    """The least multiple of the alignment that holds `size_bytes`."""
+    """Round `size_bytes` up to a multiple of the alignment."""
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

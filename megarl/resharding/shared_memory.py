@@ -1,6 +1,7 @@
-"""Shared-memory segments of one host: memory without a name, which any process of the host can map.
+"""Shared-memory segments without a name, which any process of the host can map.
 
-A segment that nothing maps or holds open is gone, so no end of a process, `kill -9` included, leaves anything behind.
+The kernel frees a segment that nothing maps or holds open, so no death of a process, even by `kill -9`, leaves one
+behind.
 """
 
 import errno
@@ -20,13 +21,13 @@ _FOLDER = Path("/dev/shm")
 class Segment:
     """A new segment of zeros: `memory` (uint8 [size_bytes]) in this process, and a handle for others of this host.
 
-    The memory is reserved here: without that, writing to a full file system would kill the writer.
-    Raises UserError if there is not enough.
+    The memory is reserved at creation: otherwise a write without enough memory left would kill the writer. Raises
+    UserError if there is not enough.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self._descriptor = os.open(_FOLDER, os.O_RDWR | os.O_TMPFILE, 0o600)
-        # Where connecting fails, nobody is left to close what was made for it.
+        # If connecting fails, nobody is left to call `close`.
         self._close = weakref.finalize(self, os.close, self._descriptor)
         try:
             os.posix_fallocate(self._descriptor, 0, size_bytes)
@@ -45,11 +46,11 @@ class Segment:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def all_mapped(self) -> None:
-        """Take note that whoever is to map the segment has: nobody else can any more."""
+        """Called when all receivers have mapped the segment; no other process can map it afterwards."""
         self._close()
 
     def close(self) -> None:
-        """Let nobody else map the segment; its end does that, too. The memory stays until the last mapping is gone."""
+        """Invalidate the handle; garbage collection does it, too. The memory stays until the last mapping is gone."""
         self._close()
 
 

@@ -1,1 +1,1 @@
-"""Shards straight into the parameters of an engine, along a plan that all ranks replay."""
+"""Writes shards straight into an engine's parameters, following a plan that every rank derives for itself."""

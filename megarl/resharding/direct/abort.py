@@ -1,4 +1,4 @@
-"""Calling a meeting off: ranks that wait for one that will not come are told so by who knows it."""
+"""Aborts a rendezvous: ranks waiting for a peer that will never come are told so instead of timing out."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -9,12 +9,12 @@ from megarl.resharding.direct.transports import TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 from megarl.resharding.direct.wire import Failure
 
-# A rank that has all its peers listens no more, and is told by them.
+# Short: a rank that has all its peers has stopped listening, and those peers tell it.
 _ANSWER_S = 5.0
 
 
 def abort_rendezvous(rendezvous: Rendezvous, reason: str) -> None:
-    """Let all ranks that have not met yet give up, for this reason; those that do not answer are left alone."""
+    """Make all ranks that are still waiting for peers fail with `reason`; ranks that do not answer are skipped."""
     hurried = replace(rendezvous, timeout_s=min(_ANSWER_S, rendezvous.timeout_s))
     TRANSPORTS[rendezvous.transport].abort_rendezvous(hurried, reason)
     listeners = enumerate((*rendezvous.listeners, *rendezvous.relay_listeners))

@@ -1,7 +1,7 @@
-"""Changes of a message since it was last sent: the bitwise difference, deflated.
+"""Changes of a message since it was last sent: the XOR of both versions, deflated.
 
-A step of RL leaves nearly all weights in bf16 as they are, so that the difference is zeros but for a few per cent of
-the elements (benchmarks/results/weight_changes_cpu.md). It is exact for every type, and nothing has to know which.
+An RL step leaves nearly all bf16 weights unchanged, so the XOR is zero except in a few per cent of the elements
+(benchmarks/results/weight_changes_cpu.md). It is exact for every dtype, and the code need not know which one.
 """
 
 from collections.abc import Iterator
@@ -17,28 +17,28 @@ from megarl.resharding.transfer_stats import TransferStats
 UNIT = torch.int16
 """The unit in which changes are counted: an element of bf16, half of a float32, two codes of FP8."""
 
-# A chunk is deflated by itself, and is still in a processor's cache when it is. Its length stands before all of them.
+# Each chunk is deflated separately, while it is still in the CPU cache. A table of their lengths precedes the chunks.
 _CHUNK_BYTES = 2**20
 _LENGTH = torch.int32
-# Level 1 of ISA-L is as fast as 0 here and makes less; negative window bits leave out head and checksum.
+# ISA-L's level 1 is as fast as 0 here and compresses better; negative window bits omit the zlib header and checksum.
 _LEVEL, _RAW = 1, -15
 
 
 class SentMessages:
-    """The messages as they were last sent, on the host: as much memory as a rank sends in a refit."""
+    """Host copies of the messages as last sent: they take as much memory as a rank sends in one refit."""
 
     def __init__(self) -> None:
         self._sent: dict[MessageId, tuple[int, Tensor]] = {}
 
     def forget(self, message: MessageId) -> None:
-        """Let a message travel whole when it is next sent."""
+        """Send this message whole next time."""
         del self._sent[message]
 
     def replace(self, message: MessageId, version: int, memory: Tensor) -> tuple[TransferStats, int | None]:
-        """Keep a packed message (uint8) as that of `version`, and let `memory` begin with its changes.
+        """Store the packed message in `memory` (uint8) as `version`, and overwrite its start with the changes.
 
-        It does if these are fewer bytes; returned are the bytes to send and the version that they are changes of, None
-        where they are the message.
+        `memory` keeps the whole message if that is no larger. Returns the bytes to send, and the version that the
+        changes are relative to: None if the message travels whole.
         """
         if message not in self._sent:
             self._sent[message] = version, memory.to("cpu", copy=True)
@@ -54,9 +54,10 @@ class SentMessages:
 
 
 def changes_of(memory: Tensor, before: Tensor) -> tuple[Tensor | None, int]:
-    """How a message (uint8 in `memory`) differs from the one `before` (uint8, on the host), which becomes it.
+    """Return the changes from `before` (uint8, on the host) to `memory` (uint8), and update `before` to match.
 
-    The changes (uint8, on the host), None where they would be no fewer bytes, and how many units have changed.
+    Returns the changes (uint8, on the host; None if they would be no smaller than the message) and the number of
+    changed units.
     """
     deflated: list[bytes] = []
     size, changed = len(_chunks(memory)) * _LENGTH.itemsize, 0
@@ -75,9 +76,9 @@ def changes_of(memory: Tensor, before: Tensor) -> tuple[Tensor | None, int]:
 
 
 def apply_changes(changes: Tensor, memory: Tensor) -> None:
-    """Turn the message in `memory` (uint8) into the one that it was changed to.
+    """Apply `changes` to the message in `memory` (uint8), in place.
 
-    Raises ValueError if these are not changes of a message of this size.
+    Raises ValueError if the changes are not of a message of this size.
     """
     chunks = _chunks(memory)
     for chunk, deflated in zip(chunks, _deflated(changes.cpu(), len(chunks)), strict=True):
@@ -101,10 +102,10 @@ def _deflated(changes: Tensor, chunks: int) -> Iterator[Tensor]:
 
 
 def _chunks(message: Tensor) -> list[Tensor]:
-    """The message in words: its size is a multiple of its alignment, which is several."""
+    """The message as int64 chunks: its size is a multiple of the alignment, so whole words fit."""
     return list(message.view(torch.int64).split(_CHUNK_BYTES // torch.int64.itemsize))
 
 
 def _bytes(read: bytes) -> Tensor:
-    # A copy: torch warns of memory that cannot be written.
+    # Copied because torch warns about read-only memory.
     return torch.frombuffer(bytearray(read), dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Connections between the ranks of a refit: few small messages about the large ones, and the first news of a death.
+"""Control connections between the ranks of a refit: small messages about the large ones, and detection of dead peers.
 
-They are TCP, on loopback where all ranks are on one machine. No read and no write waits longer than the deadline that
-was set when the connection was made; the end of a peer's process is seen at once. Ranks get to them by `handshake.py`.
+They use TCP, on loopback if all ranks are on one machine. No read or write blocks longer than the timeout that was set
+when the connection was made, and the exit of a peer's process is seen at once. `handshake.py` establishes them.
 """
 
 import math
@@ -22,26 +22,26 @@ _RAISED_S = "raised_s"
 
 
 class TransferError(RuntimeError):
-    """A transfer that cannot come to its end: a peer is gone, silent, failed, or not the one that was expected."""
+    """A transfer that cannot complete: a peer is gone, silent, failed, or not the expected one."""
 
 
 class Link:
-    """A connection to one `peer`, which is how errors call it."""
+    """A connection to one peer; `peer` is its name in error messages."""
 
     def __init__(self, connection: Connection, peer: str, timeout_s: float) -> None:
         self.peer = peer
         self._connection = connection
         self._timeout_s = timeout_s
         self._kept: list[Any] = []
-        """Messages that came while something else was waited for."""
+        """Messages that arrived while another kind was awaited."""
 
     @property
     def has_kept(self) -> bool:
-        """Whether there is a message that came before it was waited for."""
+        """Whether a message has already been read but not yet received."""
         return bool(self._kept)
 
     def fileno(self) -> int:
-        """For `selectors`."""
+        """The file descriptor, for `selectors`."""
         return self._connection.fileno()
 
     def send(self, message: Any) -> None:
@@ -49,20 +49,22 @@ class Link:
         try:
             self._connection.send_bytes(encode(message))
         except OSError as error:
-            # The peer's last message is worth more than the fact that it went.
+            # The peer's last message says why it left, which is worth more than that it left.
             if self._connection.poll():
                 self.receive(Failure)
             raise TransferError(f"{self.peer} is gone") from error
 
     def receive(self, kind: type[Kind]) -> Kind:
-        """The next message, of this kind. Raises TransferError if none comes, with the peer's reason if it failed."""
+        """Return the next message of this kind. Raises TransferError if none comes, with the peer's reason if it
+        failed.
+        """
         message = self._kept.pop(0) if self._kept else self._next()
         if not isinstance(message, kind):
             raise TransferError(f"{self.peer} said {message} in place of {kind.__name__}")
         return message
 
     def check(self) -> None:
-        """Raise TransferError if the peer is gone or has said that it failed; all else is kept for `receive`."""
+        """Raise TransferError if the peer is gone or has reported failure; other messages are kept for `receive`."""
         try:
             has_come = self._connection.poll()
         except OSError as error:
@@ -88,9 +90,9 @@ class Link:
 
 @contextmanager
 def listening(links: Collection[Link]) -> Iterator[BaseSelector]:
-    """A selector for links that are listened to again and again, so that silent ones cost nothing each time.
+    """Open a selector for links that are polled repeatedly, so that silent links cost nothing per poll.
 
-    Who has heard all from a link unregisters it.
+    The caller unregisters a link that has nothing more to say.
     """
     with DefaultSelector() as selector:
         for link in links:
@@ -99,9 +101,9 @@ def listening(links: Collection[Link]) -> Iterator[BaseSelector]:
 
 
 def ready(selector: BaseSelector, links: Collection[Link], timeout_s: float) -> list[Link]:
-    """The links that have something to `receive`, at least one; `links` are all that are registered.
+    """Wait for and return the links that have something to `receive`, at least one; `links` are all registered links.
 
-    Raises TransferError if none has within the time.
+    Raises TransferError if none has within `timeout_s`.
     """
     if found := _wait(selector, links, timeout_s):
         return found
@@ -115,7 +117,7 @@ def ready_now(selector: BaseSelector, links: Collection[Link]) -> list[Link]:
 
 
 def as_they_come(links: Collection[Link], kind: type[Kind], timeout_s: float) -> Iterator[tuple[Link, Kind]]:
-    """The next message, of this kind, of every link: the failure of one is heard while another is silent.
+    """Yield the next message of this kind from every link, in arrival order: a silent link hides no failure.
 
     Raises TransferError as `ready` and `Link.receive`.
     """
@@ -136,11 +138,11 @@ def _wait(selector: BaseSelector, links: Collection[Link], timeout_s: float) -> 
 
 @contextmanager
 def notify_peers_on_error(links: Mapping[int, Link]) -> Iterator[None]:
-    """Tell all peers why if what is done inside fails, so that none of them has to wait for its deadline."""
+    """If the body fails, tell all peers why, so that none of them waits for its timeout."""
     try:
         yield
     except BaseException as error:
-        # Before anybody is told: what comes back from peers is a consequence, and has to look younger.
+        # Stamped before peers are told: the errors that they send back are consequences, and must have later times.
         vars(error)[_RAISED_S] = time.monotonic()
         notify_failure(links, reason_of(error))
         raise
@@ -152,12 +154,12 @@ def raised_s(error: BaseException | None) -> float:
 
 
 def notify_failure(links: Mapping[int, Link], reason: str) -> None:
-    """Tell all peers that are still there that this rank has failed."""
+    """Tell all peers that are still connected that this rank has failed."""
     for link in list(links.values()):
         with suppress(TransferError):
             link.send(Failure(reason))
 
 
 def reason_of(error: BaseException) -> str:
-    """Reason of an error, worded for peers that have not had it themselves."""
+    """Describe an error for peers that did not see it themselves."""
     return str(error) or type(error).__name__

@@ -1,7 +1,7 @@
-"""A destination rank: what sources send to it, what it relays to its neighbours, and what they relay to it.
+"""A destination rank: receives from sources, relays to its neighbours on the node, and receives their relays.
 
-Elements that several ranks of a node want enter the node once (`Plan.node_once`): each rank gets a part from the
-sources and relays it, message by message as it comes, through memory that the ranks of a node map.
+Elements that several ranks of a node need enter the node once (`Plan.node_once`): each rank gets a part from the
+sources and relays it, message by message as it arrives, through memory that the ranks of the node map.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +25,10 @@ from megatron_ext.loopback import LOOPBACK
 
 
 class Destination:
-    """The part of destination rank `rank` in every refit: `messages` says what comes into its `tensors` and goes on.
+    """Destination rank `rank` of every refit: `messages` says what is written to its `tensors` and what it relays.
 
-    `connect` brings it together with its peers; after an error of any method only `disconnect` and `close` are left.
-    Raises ValueError for a relay of something that no source sends.
+    `connect` connects it with its peers. After any method fails, only `disconnect` and `close` may be called. Raises
+    ValueError if a relayed message contains something that no source sends.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Destination:
         tensors: Mapping[str, Tensor],
         staging: Staging | None = None,
     ) -> None:
-        """`staging` has the tensors of which values come, and quantises them when all is there."""
+        """`staging` holds the tensors that arrive as values, and quantises them when they are complete."""
         self._rank = rank
         self._messages = messages
         self._staging = staging
@@ -68,13 +68,14 @@ class Destination:
         else:
             self._to_neighbours.close()
         self._at_once(connecting)
-        # In this thread, and not in those that take and pass on, of which two may need the same kernel at once.
+        # Done here in one thread: the receiving and relaying threads could launch the same kernel for the first time at
+        # once.
         for each in (self._from_sources, self._from_neighbours, self._to_neighbours):
             if each is not None:
                 each.load_kernels()
 
     def receive(self, version: int) -> None:
-        """Write everything that belongs to `version`. Raises TransferError as `Receiver.receive`."""
+        """Receive and write all weights of `version`. Raises TransferError as `Receiver.receive`."""
         self._take(version, lambda receiver: receiver.receive(version))
         if self._staging is not None:
             self._staging.quantise()
@@ -90,23 +91,26 @@ class Destination:
         return names | self._staging.differing() if self._staging is not None else names
 
     def disconnect(self) -> Sequence[RecvEndpoint]:
-        """End the links and let go of what peers gave. Neighbours may map what this rank gave them until `close`.
+        """Close the links and unmap the peers' memory. This rank's own memory stays mapped by neighbours until `close`.
 
-        Returns the endpoints that are to be closed again later. See `RecvEndpoint.close`.
+        Returns the endpoints that must be closed again later; see `RecvEndpoint.close`.
         """
         self._to_neighbours.disconnect()
         receivers = filter(None, (self._from_sources, self._from_neighbours))
         return [each for receiver in receivers for each in receiver.close()]
 
     def close(self) -> Sequence[RecvEndpoint]:
-        """End the links and let go of all memory but that of the endpoints returned; neighbours have let go of it."""
+        """Close the links and free all memory, except that of the returned endpoints.
+
+        Neighbours must have unmapped it before.
+        """
         kept = self.disconnect()
         self._to_neighbours.close()
         return kept
 
     def _take(self, version: int, take: Callable[[Receiver], None]) -> None:
         assert self._from_sources is not None
-        # Nothing that was asked of the device before may read or write the tensors any more.
+        # Wait for work queued on the device: it may still read or write the tensors.
         device.synchronize()
         self._readiness.expect()
         moving: list[Callable[[], object]] = [partial(take, self._from_sources)]
@@ -117,21 +121,22 @@ class Destination:
         self._at_once(moving)
 
     def _at_once(self, tasks: Sequence[Callable[[], object]]) -> None:
-        """Do all of them at the same time. Raises the error that began it, after which the others end, too."""
+        """Run the tasks concurrently. If one fails, the others are aborted, and the original error is raised."""
         if len(tasks) == 1:
             tasks[0]()
             return
         with ThreadPoolExecutor(len(tasks)) as pool:
             running = as_completed([pool.submit(device.with_device(task)) for task in tasks])
             failed = [task for task in running if self._has_failed(task)]
-        # An error holds the frames that it passed, and what they hold is to be freed: nothing here may hold the error.
+        # Keep no reference to an error here: its traceback keeps frames alive, and with them memory that must be freed.
         if failed:
-            # Not the task that ended first: while one still tells its peers, their answers may end the others.
+            # The original error is not always that of the task that ended first: while it notifies its peers, their
+            # answers may already end other tasks.
             failed.sort(key=lambda task: raised_s(task.exception()), reverse=True)
             failed.pop().result()
 
     def _has_failed(self, task: Future[object]) -> bool:
-        """Tell all other tasks and peers if a task that has ended did so with an error; returns whether it did."""
+        """Return whether a finished task failed; if so, abort all other tasks and notify the peers."""
         error = task.exception()
         if error is None:
             return False
@@ -148,7 +153,7 @@ class Destination:
 
 
 def _inside_nodes(rendezvous: Rendezvous) -> Rendezvous:
-    """The rendezvous of neighbours, in which destination ranks send."""
+    """The rendezvous for relays within nodes, in which destination ranks are the senders."""
     return replace(
         rendezvous,
         transport=MAPPED_MEMORY_TRANSPORT[device.backend()],

@@ -1,7 +1,7 @@
-"""How ranks get to their connections: one side listens, the other comes.
+"""Establishes authenticated connections between ranks: one side listens, the other connects.
 
-Both ends prove that they know the key of the rendezvous before anything of the other is unpickled. A rank is in the
-middle of that with all its peers at a time: it waits for the slowest of them, and not for one after the other.
+Both ends prove that they know the key of the rendezvous before either unpickles anything from the other. A rank runs
+its handshakes with all peers concurrently, so it waits for the slowest, not for the sum.
 """
 
 import os
@@ -24,11 +24,11 @@ from megarl.resharding.direct.wire import Failure, Hello
 _BACKLOG = 4096
 _COMES, _LISTENS = b"comes", b"listens"
 _BYTES = 32
-"""Bytes of a nonce, and of a proof."""
+"""Length of a nonce, and of a proof."""
 
 
 class Listener:
-    """Listens for peers, at any free port of `host`."""
+    """Listens for peers on a free port of `host`."""
 
     def __init__(self, host: str) -> None:
         self._socket = socket.create_server((host, 0), backlog=_BACKLOG)
@@ -40,13 +40,12 @@ class Listener:
         self._selector.register(self._aborted, EVENT_READ)
         self._reason = ""
         self._coming: set[_Handshake | Link] = set()
-        """Peers that have not proved yet that they know the key, or not said who they are since."""
+        """Peers that have not yet finished the handshake, or have not yet sent their `Hello`."""
 
     def accept(self, key: bytes, timeout_s: float) -> tuple[Link, Hello]:
-        """The next peer that knows the key and has said who it is; all else is turned away.
+        """Return the next peer that has proved that it knows the key, and its `Hello`; all others are turned away.
 
-        Raises TransferError if none comes in time, or one that came before, which has no more to say, is heard of, or
-        for the reason of an `abort`.
+        Raises TransferError if none comes in time, if a peer accepted earlier fails or disconnects, or on `abort`.
         """
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -66,13 +65,13 @@ class Listener:
         raise TransferError(f"no peer came to {self.address} within {timeout_s:g} s (refit.timeout_s)")
 
     def abort(self, reason: str) -> None:
-        """Let `accept` raise TransferError for this reason, also in another thread that is in it."""
+        """Make `accept` raise TransferError with this reason, even while another thread is blocked in it."""
         self._reason = reason
         with suppress(OSError):  # nobody waits at a closed listener
             self._abort.send(b"\0")
 
     def close(self) -> None:
-        """Stop listening; those that have not come yet see it."""
+        """Stop listening; peers that have not been accepted see the connection close."""
         for each in (*self._coming, self._socket, self._aborted, self._abort, self._selector):
             each.close()
         self._coming = set()
@@ -80,7 +79,7 @@ class Listener:
     def _let_in(self, key: bytes) -> None:
         try:
             connected = self._socket.accept()[0]
-        except OSError:  # it has gone again
+        except OSError:  # the peer has left again
             return
         handshake = _Handshake(connected, key, _LISTENS, _COMES)
         self._coming.add(handshake)
@@ -96,7 +95,7 @@ class Listener:
 
 
 def connect_all(listeners: Mapping[str, Address], key: bytes, timeout_s: float) -> Iterator[Link | TransferError]:
-    """Connect to the listeners of peers, all at the same time: the link of each when it answers, or why it does not."""
+    """Connect to all listeners concurrently; yield each link as its peer answers, or the error if it does not."""
     deadline = time.monotonic() + timeout_s
     coming: dict[_Handshake, str] = {}
     with DefaultSelector() as selector:
@@ -120,9 +119,9 @@ def connect_all(listeners: Mapping[str, Address], key: bytes, timeout_s: float) 
 
 
 def _go_on(selector: DefaultSelector, handshake: "_Handshake", peer: str, timeout_s: float) -> Link | Exception | None:
-    """Take the next step of a handshake whose socket the selector found ready.
+    """Take the next step of a handshake whose socket is ready; return the link when it is done.
 
-    Returns the link after the last one, or the error that ended it.
+    Returns None if steps are left, and the error if the handshake failed.
     """
     try:
         if not handshake.go_on():
@@ -141,10 +140,10 @@ def _no_answer(peer: str, address: Address, reason: object) -> TransferError:
 
 
 class _Handshake:
-    """The steps in which two ends prove to each other that they know the key; none of them waits.
+    """A non-blocking mutual authentication by a shared key.
 
-    Each end sends a nonce, and then a digest of both nonces by the key, in which it says which end it is: what came
-    from one cannot be sent back to it.
+    Each end sends a nonce, then an HMAC of both nonces and its own role. The role prevents reflection attacks: an end
+    does not accept its own proof.
     """
 
     def __init__(self, connected: socket.socket, key: bytes, own: bytes, other: bytes, error: int = 0) -> None:
@@ -157,20 +156,20 @@ class _Handshake:
 
     @classmethod
     def begun(cls, address: Address, key: bytes) -> "_Handshake":
-        """With whoever listens at an address, if that turns out to be so."""
+        """Start connecting to an address; a refusal shows at the first step."""
         connecting = socket.socket()
         connecting.setblocking(False)
         error = connecting.connect_ex(address)
         return cls(connecting, key, _COMES, _LISTENS, 0 if error == EINPROGRESS else error)
 
     def fileno(self) -> int:
-        """For a selector: of writing before the first step, and then of reading."""
+        """The file descriptor, for a selector: wait for writing before the first step, for reading after it."""
         return self._socket.fileno()
 
     def go_on(self) -> bool:
-        """Take the next step; whether the other end has proved that it knows the key.
+        """Take the next step. Returns whether the other end has proved that it knows the key.
 
-        Raises OSError or EOFError if it is not there, AuthenticationError if it does not know the key.
+        Raises OSError or EOFError if the other end is gone, AuthenticationError if it does not know the key.
         """
         if not self._nonce:
             self._begin()
@@ -187,8 +186,8 @@ class _Handshake:
         return True
 
     def connection(self, timeout_s: float) -> Connection:
-        """The connection over which both go on; no read and no write waits longer than the time."""
-        # The kernel keeps the deadline, also in the middle of a message.
+        """Turn the authenticated socket into a connection in which no read or write blocks longer than `timeout_s`."""
+        # The kernel enforces the timeout, even in the middle of a message.
         interval = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6) or 1)
         self._socket.setblocking(True)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

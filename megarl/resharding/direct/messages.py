@@ -1,6 +1,6 @@
 """Messages: what one source rank sends to one destination rank, cut into pieces that fit a bucket.
 
-Sender and receiver derive the same messages from the transfers of their pair and say no more about them than a digest.
+Sender and receiver each derive the same messages from the transfers of their pair, and only compare digests.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from megarl.resharding.direct.typed_transfers import Scales, TypedTransfer
 
 @dataclass(frozen=True, slots=True)
 class PieceScales:
-    """The scales of a piece that is quantised at its source; they lie after the codes, `offset_bytes` into a bucket."""
+    """The scales of a piece that is quantised at its source. They follow the codes, `offset_bytes` into the bucket."""
 
     destination_name: str
     destination_box: Box
@@ -35,15 +35,15 @@ class PieceScales:
 
     @property
     def size_bytes(self) -> int:
-        """Without what aligns the next piece."""
+        """Size without the padding that aligns the next piece."""
         return self.destination_box.size * self.number_format.scales.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor of the source and the box of the destination's tensor that it fills.
+    """A box of a source tensor, and the box of a destination tensor that it fills.
 
-    In between it lies contiguously, in the destination's `dtype`, `offset_bytes` after the start of a bucket.
+    In the bucket it is contiguous, in the destination's `dtype`, at `offset_bytes`.
 
     Example: `Piece("linear_fc2.weight", Box((0, 0), (64, 128)), "down_proj.weight", Box((64, 0), (128, 128)),
     torch.bfloat16, offset_bytes=0)` has 16 KiB.
@@ -56,11 +56,11 @@ class Piece:
     dtype: torch.dtype
     offset_bytes: int
     scales: PieceScales | None = None
-    """Present where `dtype` are codes of the source's values."""
+    """Present if the piece is quantised at the source; `dtype` is then that of the codes."""
 
     @property
     def size_bytes(self) -> int:
-        """Without scales, and without what aligns the next piece."""
+        """Size without scales and without the padding that aligns the next piece."""
         return self.source_box.size * self.dtype.itemsize
 
     @property
@@ -83,10 +83,10 @@ class Message:
 
 
 def cut_into_messages(typed_transfers: Iterable[TypedTransfer], bucket_bytes: int) -> list[Message]:
-    """Cut the typed transfers of a pair of ranks, in their order, into messages of at most `bucket_bytes`.
+    """Cut the typed transfers of a pair of ranks, in order, into messages of at most `bucket_bytes`.
 
-    A typed transfer that is larger than a bucket is cut along its first dimensions, one that is quantised between its
-    blocks. Raises UserError if a bucket does not hold a single element, or block.
+    A transfer larger than a bucket is cut along its first dimensions; one that is quantised is cut between its blocks.
+    Raises UserError if a bucket cannot hold a single element or block.
     """
     if bucket_bytes < ALIGNMENT_BYTES:
         raise UserError(
@@ -126,7 +126,7 @@ def _parts_of(typed_transfer: TypedTransfer, room: int) -> Iterator[Box]:
 
 
 def parts_of_blocks(shape: Shape, block: tuple[int, int], blocks: int) -> Iterator[Box]:
-    """Cut a matrix of `shape` between its blocks into boxes of at most so many, in order."""
+    """Cut a matrix of `shape` between its blocks into boxes of at most `blocks` blocks, in order."""
     for part in parts(tuple(-(-length // size) for length, size in zip(shape, block, strict=True)), blocks):
         start = tuple(at * size for at, size in zip(part.start, block, strict=True))
         stop = (min(at * size, length) for at, size, length in zip(part.stop, block, shape, strict=True))
@@ -152,7 +152,7 @@ def parts(shape: Shape, elements: int) -> Iterator[Box]:
 
 
 def digest(messages: Sequence[Message]) -> str:
-    """The same for two ranks that derived the same messages, and only then."""
+    """A digest that is equal for two ranks only if they derived the same messages."""
     hashed = hashlib.blake2b(digest_size=16)
     for message in messages:
         hashed.update(repr(message).encode())

@@ -1,4 +1,4 @@
-"""The messages between a rank and each of its peers, made from its own part of a plan."""
+"""The messages between a rank and each of its peers, derived from its own part of the plan."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,16 +30,16 @@ class DestinationMessages:
     """
 
     direct: MessagesByPeer
-    """By source rank: what that sends to it."""
+    """Messages from each source rank, by its rank."""
     relays_in: MessagesByPeer
-    """By destination rank: what that neighbour relays to it."""
+    """Messages that each neighbour relays to this rank, by the neighbour's rank."""
     relays_out: MessagesByPeer
-    """By destination rank: what it relays to that neighbour, a part of what comes directly."""
+    """Messages that this rank relays to each neighbour, by the neighbour's rank: a part of what it gets directly."""
 
 
 @dataclass(frozen=True)
 class _Workers:
-    """The workers of a replica: the types of their tensors and, if they hold a number format, where."""
+    """The workers of a replica: the dtypes of their tensors, and their quantised tensors, if any."""
 
     dtypes: Sequence[DTypes]
     quantised: Sequence[QuantisedShard]
@@ -66,9 +66,9 @@ def outgoing(
     bucket_bytes: int,
     quantised: Sequence[QuantisedShard] = (),
 ) -> MessagesByPeer:
-    """The messages of a source rank, by destination rank; `dtypes` are those of each worker of a replica.
+    """The messages that a source rank sends, by destination rank; `dtypes` holds those of each worker of a replica.
 
-    `quantised` are the workers' tensors, if these are in a number format. Raises as `Plan.transfers_from` and
+    `quantised` describes the workers' quantised tensors, if they have any. Raises as `Plan.transfers_from` and
     `cut_into_messages`.
     """
     by_destination = _by_peer((transfer.destination_rank, transfer) for transfer in plan.transfers_from(source_rank))
@@ -82,12 +82,12 @@ def incoming(
     bucket_bytes: int,
     quantised: Sequence[QuantisedShard] = (),
 ) -> DestinationMessages:
-    """The messages that a destination rank gets and relays, the same as its peers have; arguments as `outgoing`.
+    """The messages that a destination rank receives and relays, as its peers derive them; arguments as `outgoing`.
 
     Raises as `Plan.destination_part` and `cut_into_messages`.
     """
     part = plan.destination_part(destination_rank)
-    # Neighbours may have their tensors in another order; both ends have to find the same one.
+    # Neighbours may order their tensors differently; sort so that both ends derive the same messages.
     place = {name: number for number, name in enumerate(plan.source.hf_shapes)}
 
     def in_order(relays: Iterable[Transfer]) -> list[Transfer]:
@@ -105,7 +105,7 @@ def incoming(
 
 
 def largest_bytes(messages: MessagesByPeer) -> int:
-    """Size of the largest message, 0 without any: the size of a bucket that holds each."""
+    """Size of the largest message, 0 if there is none: the bucket size that fits every message."""
     return max((message.size_bytes for with_peer in messages.values() for message in with_peer), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Packs a message into a bucket and unpacks it: views that are made once and copied in every refit by the kernels."""
+"""Packs a message into a bucket and unpacks it: views are built once, and copied by the kernels in every refit."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ from megatron_ext.memory.host_copies import bytes_of
 
 _End: TypeAlias = Literal["source", "destination"]
 
-# A pass of the host over so many bytes is still in the processor's cache when it is checksummed.
+# A block of this size is still in the CPU cache when it is checksummed.
 _HOST_BLOCK_BYTES = 2**20
-# A kernel on a GPU counts the elements of a box with 32 bits.
+# GPU kernels index the elements of a box with 32 bits.
 _DEVICE_BOX_BYTES = 2**30
 
 
@@ -32,12 +32,12 @@ def blocks(
     *,
     in_bucket: bool = False,
 ) -> list[Block]:
-    """The views of `message` at its source or its destination, where `bucket` (uint8) and `tensors` lie.
+    """Build the views of `message` into `bucket` (uint8) and `tensors`, for its source or its destination.
 
-    Together the blocks hold each element of the message once. Pieces that are `zero_copy`, by their numbers, are on the
-    host and skip the bucket: their blocks are checksummed where they lie, and not copied. With `in_bucket` these too
-    lie in the bucket and are copied, in blocks of the same bytes. The views stay good as long as the tensors' memory.
-    Raises ValueError for a box that leads out of its tensor.
+    Together the blocks hold each element of the message once. Pieces whose numbers are in `zero_copy` are on the host
+    and skip the bucket: their blocks are checksummed in place and not copied. With `in_bucket` they are in the bucket
+    after all and are copied, in blocks of the same bytes. The views are valid as long as the tensors' memory stays
+    where it is. Raises ValueError for a box that exceeds its tensor.
     """
     limit = _HOST_BLOCK_BYTES if bucket.device.type == "cpu" else _DEVICE_BOX_BYTES
     found: list[Block] = []
@@ -46,7 +46,7 @@ def blocks(
         if is_zero_copy and not in_bucket:
             found += [_in_place(piece, tensors, end) for piece in pieces]
             continue
-        # Bytes that align the next piece are in a checksum within a group alone.
+        # Alignment padding between pieces is part of the checksum only within a group.
         for together in [[piece] for piece in pieces] if is_zero_copy else [pieces]:
             ranges = list(_ranges(together, bucket, tensors, end, limit))
             runs = _runs(ranges, limit) if bucket.device.type == "cpu" else [ranges]
@@ -55,22 +55,22 @@ def blocks(
 
 
 def addresses(tensors: Mapping[str, Tensor]) -> list[int]:
-    """Where tensors lie: views of messages are good as long as this stays the same."""
+    """The addresses of tensors: views of messages are valid as long as these do not change."""
     return [tensor.data_ptr() for tensor in tensors.values()]
 
 
 def pack(message: Sequence[Block], *, with_checksum: bool) -> int | None:
-    """Copy this rank's boxes into the bucket, converting them to the destination's types; the checksum if asked for."""
+    """Copy this rank's boxes into the bucket, in the destination's dtypes. Returns the checksum, if asked for."""
     return _one_after_the_other(gather, message, with_checksum)
 
 
 def unpack(message: Sequence[Block], *, with_checksum: bool) -> int | None:
-    """Copy the boxes out of the bucket into this rank's tensors; the checksum of what was copied, if asked for."""
+    """Copy the boxes from the bucket into this rank's tensors. Returns their checksum, if asked for."""
     return _one_after_the_other(scatter, message, with_checksum)
 
 
 def differing(message: Sequence[Block], written: Collection[str] = ()) -> Iterator[str]:
-    """The names of local tensors in which a byte is not that of the bucket; nothing but the tensors `written` is."""
+    """Yield the names of local tensors that differ from the bucket in a byte; those in `written` are copied instead."""
     for block in message:
         for name, packed, local in zip(block.names, block.packed, block.local, strict=True):
             if name in written:
@@ -90,7 +90,7 @@ def _one_after_the_other(
 
 @dataclass(frozen=True, slots=True)
 class _BucketRange:
-    """A part of a bucket: values are copied into it, quantised into it, or are already there."""
+    """A range of a bucket whose bytes are copied, quantised, or already there."""
 
     start: int
     stop: int
@@ -101,7 +101,7 @@ class _BucketRange:
 
     @property
     def takes_a_pass(self) -> bool:
-        """Whether the host makes it in another pass than that of the checksum."""
+        """Whether the host needs a pass of its own for it, besides that of the checksum."""
         if self.quantised is not None:
             return rule_of(self.quantised) is None
         return self.view is not None and self.dtype is not None and not is_known(self.dtype, self.view)
@@ -110,7 +110,7 @@ class _BucketRange:
 def _ranges(
     pieces: Iterable[Piece], bucket: Tensor, tensors: Mapping[str, Tensor], end: _End, limit: int
 ) -> Iterator[_BucketRange]:
-    """Cut the pieces, in the order of their bytes."""
+    """Cut the pieces into ranges, in the order of their bytes."""
     for piece in pieces:
         name, box = _place(piece, end)
         _check_inside(name, box, tensors)
@@ -135,7 +135,7 @@ def _in_place(piece: Piece, tensors: Mapping[str, Tensor], end: _End) -> Block:
 
 
 def _moved(name: str, whole: Tensor, start: int, dtype: torch.dtype, limit: int) -> Iterator[_BucketRange]:
-    """The ranges of a local tensor that lies in the bucket in `dtype`, from `start` on."""
+    """The ranges of a local tensor whose copy in the bucket has `dtype` and begins at `start`."""
     elements = whole.numel() if is_known(dtype, whole) else limit // dtype.itemsize
     for part in parts(tuple(whole.shape), elements):
         stop = start + part.size * dtype.itemsize
@@ -146,7 +146,7 @@ def _moved(name: str, whole: Tensor, start: int, dtype: torch.dtype, limit: int)
 def _quantised(
     name: str, whole: Tensor, piece: Piece, scales: PieceScales, bucket: Tensor, limit: int
 ) -> Iterator[_BucketRange]:
-    """The ranges of the codes, then that of the scales, which are written with the codes."""
+    """The ranges of the codes, then the range of the scales, which the kernel writes together with the codes."""
     number_format, shape = scales.number_format, piece.source_box.shape
     block = number_format.block_in(shape)
     codes = _packed(bucket, piece.offset_bytes, piece.dtype, shape)
@@ -178,7 +178,7 @@ def _packed(bucket: Tensor, start: int, dtype: torch.dtype, shape: Shape) -> Ten
 
 
 def _runs(ranges: Iterable[_BucketRange], limit: int) -> Iterator[list[_BucketRange]]:
-    """Neighbours that together reach over `limit` bytes at most, or over any number if one pass is all they take."""
+    """Group neighbouring ranges: up to `limit` bytes if they need a pass of their own, else without a limit."""
     for takes_a_pass, neighbours in groupby(ranges, key=lambda each: each.takes_a_pass):
         run: list[_BucketRange] = []
         for part in neighbours:
@@ -190,7 +190,7 @@ def _runs(ranges: Iterable[_BucketRange], limit: int) -> Iterator[list[_BucketRa
 
 
 def _blocks(runs: Sequence[Sequence[_BucketRange]], bucket: Tensor) -> Iterator[Block]:
-    """Blocks that follow each other without gaps, so that the checksum is the same however they are cut."""
+    """Yield blocks that follow each other without gaps, so that the checksum does not depend on how they are cut."""
     stops = [run[0].start for run in runs[1:]] + [runs[-1][-1].stop]
     for run, stop in zip(runs, stops, strict=True):
         yield _block(run, bucket[run[0].start : stop], bucket)

@@ -1,7 +1,7 @@
-"""A worker's tensors in a number format: what of a transfer travels as codes and scales, and what as values.
+"""A worker's quantised tensors: which parts of a transfer travel as codes and scales, and which as values.
 
-A box of whole blocks is quantised at its source. A block that a cut of the source goes through travels as values into a
-staging tensor of the worker, which quantises the block when all of it is there (`staging`). Both make the same bits.
+A box of whole blocks is quantised at its source. A block that the source's sharding splits travels as values into a
+staging tensor of the worker, which quantises it once it is complete (`staging`). Both ways give the same bits.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from megarl.resharding.direct.typed_transfers import Scales, TypedTransfer, plai
 
 
 class CutBlocksError(Exception):
-    """The engine's own cut goes through blocks, so that it holds scales of its own making; the message says where."""
+    """The engine's sharding splits quantisation blocks, so it makes scales of its own. The message says where."""
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The number format of the engines of a transfer, and the type of the policy's matrices that become it.
+    """The number format that the engines hold, and the dtype of the policy's matrices that are quantised to it.
 
     Example: `Quantisation(FP8_BLOCK, torch.bfloat16)`.
     """
@@ -35,7 +35,7 @@ class Quantisation:
 
 
 class Place(NamedTuple):
-    """A box of a HuggingFace tensor in a worker: its codes, its scales, and where values of it are put together."""
+    """A box of a HuggingFace tensor on a worker: where its codes, its scales and its staged values are."""
 
     hf_name: str
     hf_box: Box
@@ -47,9 +47,9 @@ class Place(NamedTuple):
 
 
 class QuantisedShard:
-    """The tensors of one worker, of which `names` are in a number format.
+    """The tensors of one worker; the HuggingFace tensors `names` are in a number format.
 
-    Raises CutBlocksError where the worker does not hold whole blocks.
+    Raises CutBlocksError if the worker does not hold whole blocks.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class QuantisedShard:
 
     @cached_property
     def without_scales(self) -> Shard:
-        """The shard in tensors of the policy: the scales go with their codes."""
+        """The shard without its scales, as the policy has no such tensors: scales travel with their codes."""
         scales = {place.scales_name for places in self._places.values() for place in places}
         return Shard(
             {name: shape for name, shape in self._shard.local_shapes.items() if name not in scales},
@@ -76,11 +76,11 @@ class QuantisedShard:
 
     @cached_property
     def staged(self) -> Mapping[str, Place]:
-        """The places, by the names of the tensors in which values of them may be put together."""
+        """The places by the name of their staging tensor."""
         return {place.staging_name: place for places in self._places.values() for place in places}
 
     def typed_transfers(self, transfer: Transfer, dtypes: Mapping[str, torch.dtype]) -> Iterator[TypedTransfer]:
-        """Yield what travels of a transfer from a source, which has values; `dtypes` are those of this worker."""
+        """Yield the typed transfers of a transfer from a source, which holds values; `dtypes` are this worker's."""
         found = self._find(transfer.destination_name, transfer.destination_box)
         source = transfer.source_name, transfer.source_box
         if found is None:
@@ -96,7 +96,7 @@ class QuantisedShard:
     def relayed(
         self, transfer: Transfer, neighbour: "QuantisedShard", dtypes: Mapping[str, torch.dtype]
     ) -> Iterator[TypedTransfer]:
-        """Yield what travels of a relay from a neighbour, which has codes and scales already, or values of blocks."""
+        """Yield the typed transfers of a relay from a neighbour, which holds codes and scales, or staged values."""
         there = neighbour._find(transfer.source_name, transfer.source_box)
         here = self._find(transfer.destination_name, transfer.destination_box)
         if there is None or here is None:
@@ -127,7 +127,7 @@ class QuantisedShard:
                 yield Place(*codes, own.local_name, own.local_box, staging)
 
     def _find(self, name: str, box: Box) -> tuple[Place, Box] | None:
-        """The place in which a box of a tensor lies, and the box of the HuggingFace tensor that it is."""
+        """The place that contains a box of a local tensor, and the corresponding box of the HuggingFace tensor."""
         for place in self._places.get(name, ()):
             if place.codes_box.intersect(box) == box:
                 return place, box.shift(_distance(place.hf_box, place.codes_box))
@@ -137,7 +137,7 @@ class QuantisedShard:
         return self._number_format.is_whole(piece, self._shapes[place.hf_name])
 
     def _scales_of(self, place: Place, piece: Box) -> Box:
-        """The box of the tensor of scales that belongs to a piece of the HuggingFace tensor."""
+        """The box of the scales tensor that belongs to a box of the HuggingFace tensor."""
         origin = self._number_format.scales_box(place.hf_box)
         return self._number_format.scales_box(piece).shift(_distance(place.scales_box, origin))
 

@@ -1,4 +1,4 @@
-"""The receiving side: takes a rank's messages from all sources as they come, straight into its tensors."""
+"""The receiving side: writes a rank's messages from all sources straight into its tensors, in arrival order."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -39,13 +39,13 @@ class _Incoming:
     announcement: Announcement
     pull: Callable[[], Tensor]
     in_bucket: bool
-    """Whether the pieces that can skip the buckets lie there, too."""
+    """Whether the pieces that could skip the bucket are in it, too."""
 
 
 class Receiver:
-    """The part of destination rank `rank` in every refit: `messages` says what it gets from whom, into its `tensors`.
+    """Receives for destination rank `rank` in every refit: `messages` says what comes from whom into its `tensors`.
 
-    `connect` goes to the sources; after an error of any method only `close` is left.
+    `connect` connects to the sources. After any method fails, only `close` may be called.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Receiver:
         rendezvous: Rendezvous,
         on_taken: Callable[[int, Announcement], None] = lambda _source, _announcement: None,
     ) -> None:
-        """`on_taken` is called with every message that was taken, and its source."""
+        """`on_taken` is called with the source and announcement of every message that was written."""
         self._rank = rank
         self._on_taken = on_taken
         self._messages = messages
@@ -67,17 +67,17 @@ class Receiver:
         self._endpoint: RecvEndpoint | None = None
         self._views: dict[tuple[int, int, int, bool, bool], list[Block]] = {}
         self._addresses: list[int] = []
-        """Where the tensors lay when the views were made."""
+        """Addresses of the tensors when the views were built."""
         self._zero_copy: dict[int, dict[int, dict[int, ZeroCopyPiece]]] = {}
-        """By source, and the number of a message among its own, the pieces that can skip the buckets."""
+        """Source rank -> message number -> piece number -> the pieces that can skip the buckets."""
         self._held: dict[MessageId, int] = {}
-        """The version of each message that is in the tensors, by this connection."""
+        """The version of each message that this connection has written to the tensors."""
         self._whole: OwnMemory | None = None
-        """Memory in which a message becomes whole that comes as changes."""
+        """Memory in which a message that comes as changes is reassembled."""
         self._stream = device.SideStream()
 
     def connect(self) -> None:
-        """Connect with all sources. Raises TransferError if one does not answer or has another plan."""
+        """Connect to all sources. Raises TransferError if one does not answer or has another plan."""
         rendezvous = self._rendezvous
         with notify_peers_on_error(self._links):
             self._connect()
@@ -85,7 +85,7 @@ class Receiver:
                 raise TransferError(self._aborted)
             largest = largest_bytes(self._messages)
             if rendezvous.with_changes and largest:
-                # Now, while it can be refused: an engine takes more of a GPU once it serves.
+                # Allocated now, when a failure can still be reported cleanly: a serving engine takes more GPU memory.
                 self._whole = own_memory(largest)
             self._endpoint = transport_of(rendezvous).recv_endpoint(rendezvous, self._rank, largest, self._check_on_all)
             source_of = {link: source for source, link in self._links.items()}
@@ -100,7 +100,7 @@ class Receiver:
                 link.send(Connected({number: tuple(each) for number, each in self._zero_copy[source].items()}))
 
     def load_kernels(self) -> None:
-        """Launch once what unpacks the messages, after `connect`; no other thread launches anything meanwhile."""
+        """Launch the unpacking kernels once, after `connect`, while no other thread launches any."""
         if any(self._messages.values()):
             launch_scatter(with_checksum=self._rendezvous.with_checksum)
             if self._rendezvous.with_changes:
@@ -108,17 +108,17 @@ class Receiver:
                 launch_gather(None, with_checksum=False)
 
     def receive(self, version: int) -> None:
-        """Write everything that the sources send as `version`; returns when all of it came, each message once.
+        """Write everything that the sources send as `version`; returns when each message has come once.
 
-        Raises TransferError if a source is gone, silent or failed, or if a checksum is wrong. The tensors may have been
-        written in part then.
+        Raises TransferError if a source is gone, silent or failed, or if a checksum is wrong; the tensors may then be
+        partly written.
         """
         self._take_all(version, self._write, in_place=True)
 
     def compare(self, version: int, written: Collection[str] = ()) -> set[str]:
         """The names of tensors in which `receive` would change a byte; nothing is written. Raises as `receive`.
 
-        But the tensors `written` are written, and not compared.
+        The tensors in `written` are the exception: they are written, not compared.
         """
         names: set[str] = set()
 
@@ -127,7 +127,7 @@ class Receiver:
                 raise TransferError("weights are compared whole, and changes came")
             found = set(differing(self._views_of(incoming), written))
             names.update(found)
-            # The bucket belongs to the next message as soon as this one is acknowledged.
+            # The sender reuses the bucket as soon as this message is acknowledged.
             self._stream.synchronize()
             if not found:
                 self._note(incoming)
@@ -137,13 +137,13 @@ class Receiver:
         return names
 
     def abort(self, reason: str) -> None:
-        """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
+        """Abort a method running in another thread: peers are told the reason, so neither side waits for the other."""
         self._aborted = reason
-        # `connect` notifies over links that are made from here on.
+        # For links made from here on, `connect` raises and notifies.
         notify_failure(self._links, reason)
 
     def close(self) -> Sequence[RecvEndpoint]:
-        """End the links and let go of all memory but that of an endpoint returned. See `RecvEndpoint.close`."""
+        """Close the links and free all memory, except that of a returned endpoint; see `RecvEndpoint.close`."""
         for link in self._links.values():
             link.close()
         self._views, self._held = {}, {}
@@ -154,7 +154,7 @@ class Receiver:
         return () if endpoint is None else endpoint.close()
 
     def _check_on_all(self) -> None:
-        """Raise TransferError if what is done here is aborted, or if a source is gone or failed."""
+        """Raise TransferError after `abort`, or if a source is gone or failed."""
         if self._aborted:
             raise TransferError(self._aborted)
         for link in self._links.values():
@@ -164,7 +164,7 @@ class Receiver:
         rendezvous, reasons = self._rendezvous, []
         source_of = {f"{rendezvous.senders} {source}": source for source in self._messages}
         listeners = {peer: rendezvous.listeners[source] for peer, source in source_of.items()}
-        # Also after an error: those that wait for this rank are to be told.
+        # Go on after an error: the remaining sources wait for this rank and must be told.
         for found in connect_all(listeners, rendezvous.key, rendezvous.timeout_s):
             if isinstance(found, TransferError):
                 reasons.append(str(found))
@@ -178,9 +178,10 @@ class Receiver:
             raise TransferError(reasons[0])
 
     def _take_all(self, version: int, take: Callable[[_Incoming], bool], *, in_place: bool) -> None:
-        """Call `take` with each message of all sources, as they come; one that it cannot take comes again, whole.
+        """Call `take` with each message in arrival order; a message that it rejects is sent again, whole.
 
-        With `in_place` what can skip the buckets is in its place before; without, all of a message is in a bucket.
+        With `in_place`, zero-copy pieces are already in their tensors when `take` is called; without, the whole message
+        is in the bucket.
         """
         assert self._endpoint is not None
         if self._addresses != (now := addresses(self._tensors)):
@@ -215,10 +216,10 @@ class Receiver:
     def _announcements(
         self, selector: BaseSelector, missing: dict[Link, tuple[int, set[int]]], version: int, *, wait: bool
     ) -> Iterator[tuple[int, Announcement]]:
-        """Yield the announcements that have come, each with its source; at least one if it may `wait`.
+        """Yield the announcements that have arrived, each with its source; at least one with `wait`.
 
-        `missing` is the source behind each link, and the numbers of the messages that have not come from it; a link
-        that has brought all leaves it and the selector.
+        `missing` maps each link to its source and the numbers of messages still to come. A link that has none left is
+        removed from `missing` and from the selector.
         """
         timeout_s = self._rendezvous.timeout_s
         for link in ready(selector, missing, timeout_s) if wait else ready_now(selector, missing):
@@ -244,7 +245,7 @@ class Receiver:
 
     def _zero_copy_of(self, source: int, announcement: Announcement, *, in_place: bool) -> list[ZeroCopyPiece]:
         found = self._zero_copy[source].get(announcement.number, {}).values() if announcement.zero_copy else ()
-        # Weights that were freed for a sleep may have come back elsewhere, into memory that is not registered.
+        # Weights freed for a sleep may have been reallocated elsewhere, in memory that is not registered.
         if in_place and all(each.into is not None and each.into.data_ptr() == each.into_address for each in found):
             return list(found)
         return [replace(each, into=None) for each in found]
@@ -254,11 +255,11 @@ class Receiver:
         self._held[incoming.source, announcement.number] = announcement.version
 
     def _write(self, incoming: _Incoming) -> bool:
-        """Write a message into the tensors. False if these have other bytes than its changes are of."""
+        """Write a message into the tensors. Returns False if they do not hold what its changes apply to."""
         announcement = incoming.announcement
         since = announcement.changes_since
         if since is not None and since != self._held.get((incoming.source, announcement.number)):
-            # Some transports end a message when it is pulled.
+            # Pull it anyway: some transports complete a message only then.
             incoming.pull()
             return False
         with named("write a message"):
@@ -275,7 +276,7 @@ class Receiver:
         return True
 
     def _views_of(self, incoming: _Incoming) -> list[Block]:
-        """The views of a whole message, wherever it is whole."""
+        """The views of a message in its bucket, or in the memory where changes are applied."""
         bucket = incoming.pull()
         if incoming.announcement.changes_since is None:
             return self._views_in(bucket, incoming)
@@ -296,7 +297,7 @@ class Receiver:
         return self._views[key]
 
     def _become_whole(self, views: list[Block], whole: Tensor, bucket: Tensor, incoming: _Incoming) -> None:
-        """Have in `whole`, which `views` are of, what is in the tensors, with the changes in `bucket`."""
+        """Gather the tensors into `whole`, which `views` refer to, and apply the changes in `bucket` to it."""
         announcement = incoming.announcement
         memory = whole[: self._messages[incoming.source][announcement.number].size_bytes]
         memory.zero_()

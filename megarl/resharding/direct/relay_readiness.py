@@ -1,4 +1,4 @@
-"""Tracks which direct messages have arrived, so that a rank can relay what is in them."""
+"""Tracks which direct messages have arrived, so that a rank can relay their contents."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,40 +10,40 @@ from megarl.resharding.direct.messages_by_peer import DestinationMessages, Messa
 
 
 class RelayReadiness:
-    """Lets the thread that relays messages wait for the one that receives what is in them, once in every refit.
+    """Lets the relaying thread wait for the receiving thread, once per refit.
 
-    Raises ValueError for a relay of something that does not come directly.
+    Raises ValueError if a relayed message contains something that does not arrive directly.
     """
 
     def __init__(self, messages: DestinationMessages) -> None:
         self._needs = _needs(messages)
         self.timeout_s = 0.0
-        """How long to wait for any message."""
+        """How long to wait for the next message."""
         self._changed = Condition()
         self.expect()
 
     def expect(self) -> None:
-        """Begin a refit: nothing has come."""
+        """Begin a refit, in which nothing has arrived yet."""
         with self._changed:
             self._came: set[MessageId] = set()
             self._failure: str | None = None
 
     def add(self, incoming: MessageId) -> None:
-        """Note that a message is here."""
+        """Note that a message has arrived."""
         with self._changed:
             self._came.add(incoming)
             self._changed.notify()
 
     def fail(self, failure: str) -> None:
-        """Let `ready` raise this `failure`: nothing more will come."""
+        """Make `ready` raise `failure`: nothing more will arrive."""
         with self._changed:
             self._failure = failure
             self._changed.notify()
 
     def ready(self, outgoing: Iterable[MessageId]) -> Iterator[MessageId]:
-        """Yield all messages, each when what it holds is all here; the first of several.
+        """Yield all messages, each once its contents have arrived; if several are ready, the first in order.
 
-        Raises TransferError after a failure, or if nothing comes for the time.
+        Raises TransferError after `fail`, or if nothing arrives for `timeout_s`.
         """
         left = dict.fromkeys(outgoing)
         while left:
@@ -63,7 +63,7 @@ class RelayReadiness:
 
 
 def _needs(messages: DestinationMessages) -> Mapping[MessageId, set[MessageId]]:
-    """For each message that is relayed, the messages that bring it."""
+    """Map each relayed message to the direct messages that bring its contents."""
     coming: dict[str, list[tuple[Box, MessageId]]] = defaultdict(list)
     for source, from_source in messages.direct.items():
         for number, message in enumerate(from_source):

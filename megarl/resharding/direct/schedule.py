@@ -1,4 +1,4 @@
-"""The order in which a source rank sends: a rule that each rank follows alone, and that keeps every port busy."""
+"""The order in which a source rank sends: each rank computes its own, and together they keep every port busy."""
 
 from math import gcd
 
@@ -21,10 +21,11 @@ def sending_order(
     Message `i` is number `part[i]` of those to rank `to[i]` of `destinations` and has `nbytes[i]` > 0 bytes. Messages
     to one destination stay in the order of their numbers.
 
-    Destinations and sources lie on one ring, and a source begins with the destination at its own place: so the
-    sources, all at the same pace, are never at the same destination. They keep pace where messages are of one size.
-    Destinations of large messages therefore come first, by powers of two; of one size, each gets its first message,
-    then each its second, since one to which several sources have much to send would hold up all of them at once.
+    Destinations and sources lie on one ring, and a source begins with the destination at its own place, so that sources
+    in lockstep never share a destination. They stay in lockstep while messages have one size: destinations are
+    therefore grouped by message size, in powers of two, the largest first. Within a group every destination gets its
+    first message, then every one its second: a destination to which several sources send much would otherwise hold up
+    all of them at once.
     """
     largest = np.zeros(destinations, np.int64)
     np.maximum.at(largest, to, nbytes)
@@ -36,8 +37,8 @@ def sending_order(
 def _place(rank: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
     """The place of each `rank` on a ring of length 1 that `ranks` ranks share evenly.
 
-    Ranks that follow each other are far apart: they are often of one pipeline stage and have as little, or as much, to
-    send as each other, and some part of the ring would be done before the others.
+    Consecutive ranks are placed far apart: they often share a pipeline stage and have equally much to send, so that a
+    part of the ring would finish before the others.
     """
     stride = max(1, round(ranks * _GOLDEN))
     while gcd(stride, ranks) > 1:

@@ -44,9 +44,9 @@ class _InFlight:
 
 
 class Sender:
-    """The part of sending rank `rank` in every refit: `messages` says what it sends to whom, out of its `tensors`.
+    """Sends for rank `rank` in every refit: `messages` says what goes from its `tensors` to whom.
 
-    `connect` waits for its receivers; after an error of any method only `disconnect` and `close` are left.
+    `connect` waits for the receivers. After any method fails, only `disconnect` and `close` may be called.
     """
 
     def __init__(self, rank: int, messages: MessagesByPeer, tensors: Mapping[str, Tensor], host: str) -> None:
@@ -61,13 +61,13 @@ class Sender:
         self._with_checksum = True
         self._order: list[MessageId] = []
         self._views: dict[tuple[MessageId, int, bool], list[Block]] = {}
-        """Views of a message in one bucket, with or without what can skip it, made when they are first needed."""
+        """Views of a message in one bucket, with or without its zero-copy pieces, built when first needed."""
         self._addresses: list[int] = []
-        """Where the tensors lay when the views were made."""
+        """Addresses of the tensors when the views were built."""
         self._shared: dict[str, int] = {}
-        """Addresses of the tensors that receivers may read where they are."""
+        """Addresses of the tensors that receivers may read in place."""
         self._zero_copy: dict[int, Mapping[int, tuple[int, ...]]] = {}
-        """By destination, the pieces of each message that it reads so."""
+        """Destination rank -> message number -> numbers of the pieces that it reads in place."""
         self._in_flight: list[_InFlight | None] = [None] * BUCKETS
         """The message in each bucket, until its peer has acknowledged it."""
         self._sent: SentMessages | None = None
@@ -79,7 +79,7 @@ class Sender:
         return self._listener.address
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """Wait for all receivers and let them take part. Raises TransferError if one does not come."""
+        """Wait for all receivers and exchange offers. Raises TransferError if one does not come."""
         self._timeout_s, self._with_checksum = rendezvous.timeout_s, rendezvous.with_checksum
         self._sent = SentMessages() if rendezvous.with_changes else None
         self._name = f"{rendezvous.senders} {self._rank}"
@@ -88,7 +88,7 @@ class Sender:
                 for _ in self._messages:
                     self._welcome(*self._listener.accept(rendezvous.key, rendezvous.timeout_s))
             finally:
-                # After an error, those that stand before the listener are to know.
+                # After an error, receivers still waiting at the listener see it close.
                 self._listener.close()
             largest = largest_bytes(self._messages)
             self._endpoint = transport_of(rendezvous).send_endpoint(rendezvous, self._rank, largest)
@@ -104,59 +104,60 @@ class Sender:
         self._order = self._in_order(len(rendezvous.listeners), rendezvous.destinations)
 
     def load_kernels(self) -> None:
-        """Launch once what packs the messages, after `connect`; no other thread launches anything meanwhile."""
+        """Launch the packing kernels once, after `connect`, while no other thread launches any."""
         formats = {self._quantised(message) for messages in self._messages.values() for message in messages}
         for each in formats:
             launch_gather(each, with_checksum=self._with_checksum)
 
     def send(self, version: int) -> TransferStats:
-        """Send everything, as it is now, as `version`; returns when all receivers have it. How much was sent.
+        """Send the current weights as `version`; return how much was sent, once all receivers have them.
 
-        Where the rendezvous is `with_changes`, a message travels as its changes since the last version that went over
-        this connection, if there was one and changes are fewer bytes; its checksum is that of the whole message. A
-        receiver that has another version, or other weights, gets it whole. Raises TransferError if a receiver is gone,
-        silent or failed.
+        With `Rendezvous.with_changes`, a message travels as its changes since the last version sent over this
+        connection, if there is one and the changes are smaller. Its checksum is still that of the whole message. A
+        receiver that holds another version, or other weights, is sent the whole message. Raises TransferError if a
+        receiver is gone, silent or failed.
         """
-        # The tensors are to be as all that was asked of the device before leaves them; from here on nothing else is
-        # waited for.
+        # Let all work queued on the device finish writing the tensors; later waits are for this transfer's stream
+        # alone.
         device.synchronize()
         return self.send_as_ready(version, iter)
 
     def send_as_ready(self, version: int, ready: Callable[[Iterable[MessageId]], Iterator[MessageId]]) -> TransferStats:
-        """Send everything in the order in which `ready` gives it; receivers are told what that raises.
+        """Send all messages in the order in which `ready` yields them; receivers are told of any error that it raises.
 
-        `ready` is given all messages in this rank's own order.
+        `ready` gets all messages in this rank's sending order.
         """
         moved = TransferStats()
         if self._addresses != (now := addresses(self._tensors)):
             self._views, self._addresses = {}, now
-        # Changes are made of whole messages, and what was moved to other memory is not where receivers read it.
+        # No zero copy when sending changes, which are made of whole messages, or if a shared tensor has moved:
+        # receivers would read its old address.
         skips = self._sent is None and all(self._tensors[name].data_ptr() == at for name, at in self._shared.items())
         links = self._links.values()
         with notify_peers_on_error(self._links), self._stream.entered(), listening(links) as selector:
             for position, message in enumerate(ready(self._order)):
                 with named("send a message"):
                     moved += self._send(message, version, position % BUCKETS, skips=skips)
-                # The next message is chosen when there is a bucket for it.
+                # Wait before asking `ready` for the next message, so that it is chosen as late as possible.
                 moved += self._wait_for_bucket(selector, (position + 1) % BUCKETS)
             for bucket in range(BUCKETS):
                 moved += self._wait_for_bucket(selector, bucket)
         return moved
 
     def abort(self, reason: str) -> None:
-        """Let what another thread does here end: peers are told the reason, and do not wait nor let it wait."""
-        # Peers that have not come yet are not to be waited for.
+        """Abort a method running in another thread: peers are told the reason, so neither side waits for the other."""
+        # `connect` may be waiting for peers that have not come yet.
         self._listener.abort(reason)
         notify_failure(self._links, reason)
 
     def disconnect(self) -> None:
-        """End the links. The buckets stay until `close`: receivers may map them still."""
+        """Close the links. The buckets stay until `close`, as receivers may still map them."""
         self._listener.close()
         for link in self._links.values():
             link.close()
 
     def close(self) -> None:
-        """End the links and free the buckets, of which all receivers that live have let go."""
+        """Close the links and free the buckets; every live receiver must have unmapped them before."""
         self.disconnect()
         self._views, self._sent = {}, None
         if self._endpoint is not None:
@@ -171,7 +172,7 @@ class Sender:
             raise TransferError(f"{self._name} and {link.peer} do not have the same plan")
 
     def _quantised(self, message: Message) -> tuple[NumberFormat, torch.dtype] | None:
-        """The number format of the codes that are made in a message, if there are any, and the type of the values."""
+        """The number format to which a message is quantised, and the dtype of its values; None if it is not."""
         return next(
             (
                 (piece.scales.number_format, self._tensors[piece.source_name].dtype)
@@ -203,7 +204,7 @@ class Sender:
         if key not in self._views:
             self._views[key] = blocks(message, self._endpoint.buckets[bucket], self._tensors, "source", zero_copy)
         if self._sent is not None:
-            # Between pieces, too, both ends have the same bytes.
+            # Padding between pieces must be the same bytes at both ends.
             memory.zero_()
         checksum = pack(self._views[key], with_checksum=self._with_checksum)
         moved, since = TransferStats(message.size_bytes), None
@@ -217,11 +218,11 @@ class Sender:
         return moved
 
     def _wait_for_bucket(self, selector: BaseSelector, bucket: int) -> TransferStats:
-        """Wait until a bucket is free. How much was sent meanwhile: messages that have to come whole."""
+        """Wait until a bucket is free. Returns how much was sent meanwhile, in messages that had to be resent whole."""
         moved = TransferStats()
         while self._in_flight[bucket]:
             reading = {each.link for each in self._in_flight if each}
-            # Others that are heard of have failed.
+            # Links that are not waited for are ready only if their peer has failed.
             for link in ready(selector, reading, self._timeout_s):
                 acknowledgement = link.receive(Acknowledgement)
                 sent, self._in_flight[acknowledgement.bucket] = self._in_flight[acknowledgement.bucket], None

@@ -1,4 +1,4 @@
-"""Staging: values of blocks of which several sources have a part each, put together and quantised by the worker."""
+"""Staging: assembles blocks that are split over several sources, and quantises them on the worker."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ from megatron_ext.memory.host_copies import bytes_of
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Whole blocks in a staging tensor, and the codes and scales that become of them."""
+    """Whole blocks in a staging tensor, and the codes and scales that they are quantised to."""
 
     values: Tensor
     codes: Tensor
@@ -26,9 +26,9 @@ class _Blocks:
 
 
 class Staging:
-    """The staging tensors of a worker that gets `messages`: one for each place of which it gets values.
+    """The staging tensors of a worker that receives `messages`: one for each place that receives values.
 
-    They hold what the policy's matrices would, in the policy's type, and nothing where no cut goes through a block.
+    They have the shape of the policy's matrices and the policy's dtype. There are none if no block is split.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class Staging:
                 self._blocks.append(_Blocks(*found))
 
     def quantise(self) -> None:
-        """Write codes and scales where the engine keeps them. Raises ValueError for values that have none."""
+        """Write codes and scales to the engine's tensors. Raises ValueError for values that cannot be quantised."""
         for blocks, codes, scales in self._quantised():
             blocks.codes.copy_(codes)
             blocks.scales.copy_(scales)
 
     def differing(self) -> set[str]:
-        """The names of the engine's tensors in which `quantise` would change a byte; nothing is written."""
+        """The names of the engine's tensors in which `quantise` would change a byte; writes nothing."""
         found: set[str] = set()
         for blocks, codes, scales in self._quantised():
             for name, there, here in (
@@ -77,13 +77,13 @@ class Staging:
 
 
 def staged_bytes(shard: QuantisedShard, messages: DestinationMessages) -> int:
-    """Bytes of the staging tensors of a worker that gets `messages`."""
+    """Size of the staging tensors of a worker that receives `messages`."""
     places = (shard.staged[name].codes_box for name in _values_that_come(shard, messages))
     return sum(place.size for place in places) * shard.quantisation.values.itemsize
 
 
 def _values_that_come(shard: QuantisedShard, messages: DestinationMessages) -> dict[str, list[Box]]:
-    """Name of a staging tensor -> its boxes that are written."""
+    """Map the name of each staging tensor to the boxes of it that are written."""
     found: dict[str, list[Box]] = defaultdict(list)
     for by_peer in (messages.direct, messages.relays_in):
         for of_peer in by_peer.values():
@@ -116,7 +116,7 @@ def _hull(boxes: Iterable[Box], number_format: NumberFormat, shape: tuple[int, .
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Half-open intervals that hold just these ascending `numbers`."""
+    """The half-open intervals that contain exactly these ascending `numbers`."""
     start = stop = None
     for number in numbers:
         if number == stop:

@@ -1,4 +1,4 @@
-"""The specification of a transfer: all that a rank has to know to find its own part of every refit."""
+"""The specification of a transfer: everything a rank needs to derive its part of every refit."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,9 +24,10 @@ from megarl.resharding.direct.staging import staged_bytes
 
 @dataclass(frozen=True)
 class TransferSpec:
-    """From a Megatron job to equal engines. Small, and travels between processes.
+    """A transfer from a Megatron job to equal engines; small enough to send to every process.
 
-    `traces` are those of the workers of one engine. `bucket_bytes` is half of what a rank may have in buckets.
+    `traces` are the load traces of one engine's workers. `bucket_bytes` is half of the memory that a rank may use for
+    buckets.
 
     Example: from 512 trainer ranks to `replicas=8` engines of 32 workers: 32 `traces`, and a `topology` of 512 and 256
     ranks, in place of a plan of millions of transfers.
@@ -40,15 +41,15 @@ class TransferSpec:
     topology: Topology
     bucket_bytes: int
     quantisation: Quantisation | None = None
-    """Present where the engines hold a number format; `traces` are of a checkpoint in it."""
+    """Present if the engines hold a number format; `traces` are then of a checkpoint in it."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # Each rank makes the plan itself, in less time than it takes to send it.
+        # Leave out the cached plan: each rank computes it in less time than it takes to send.
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan. Raises UserError where engine and policy are not the same model."""
+        """The plan of a refit. Raises UserError if engine and policy are not the same model."""
         return Plan(
             source=megatron_layout(self.architecture, self.parallel, module_names=self.module_names),
             destination=self._destination,
@@ -59,7 +60,7 @@ class TransferSpec:
 
     @cached_property
     def quantised(self) -> list[QuantisedShard]:
-        """The tensors of each worker, where these are in a number format. Raises CutBlocksError as `QuantisedShard`."""
+        """The quantised tensors of each worker, if any. Raises CutBlocksError as `QuantisedShard`."""
         if self.quantisation is None:
             return []
         names = self.quantisation.number_format.quantised_names(self.architecture)
@@ -71,16 +72,17 @@ class TransferSpec:
         shards = [trace.shard for trace in self.traces]
         if self.quantisation is None:
             return traced_layout(shards, self.architecture.hf_shapes)
-        # Whole with scales; what the plan moves are tensors of the policy, with which their scales go.
+        # Check that the shards are complete, scales included. The plan itself moves only the policy's tensors; scales
+        # travel with their codes.
         traced_layout(shards, self.quantisation.number_format.checkpoint(self.architecture)[0])
         without_scales = [shard.without_scales for shard in self.quantised]
         return Layout(len(shards), self.architecture.hf_shapes, without_scales.__getitem__)
 
     @property
     def node_once(self) -> bool:
-        """Whether workers relay to their neighbours what would enter their node several times.
+        """Whether workers relay to their neighbours what would otherwise enter their node several times.
 
-        Nothing would where all sources are on it.
+        False if all sources are on the engine's node.
         """
         source_nodes = set(self.topology.source_node)
         on_node = Counter(self.topology.destination_node)
@@ -91,17 +93,17 @@ class TransferSpec:
         return outgoing(self.plan, source_rank, self._dtypes, self._message_bytes, self.quantised)
 
     def incoming(self, destination_rank: int) -> DestinationMessages:
-        """The messages that a destination rank gets and relays."""
+        """The messages that a destination rank receives and relays."""
         return incoming(self.plan, destination_rank, self._dtypes, self._message_bytes, self.quantised)
 
     def staged_bytes(self, destination_rank: int) -> int:
-        """Bytes of values that a destination rank keeps because cuts of the trainer go through blocks."""
+        """Size of the values that a destination rank stages because the trainer's sharding splits blocks."""
         if not self.quantised:
             return 0
         return staged_bytes(self.quantised[destination_rank % len(self.traces)], self.incoming(destination_rank))
 
     def check(self, policy_dtypes: Mapping[str, torch.dtype]) -> None:
-        """Raise UserError, before a byte moves, if the engines are not such that the policy's weights fit into them.
+        """Raise UserError, before a byte moves, if the policy's weights do not fit into the engines.
 
         `policy_dtypes` are those of the policy's HuggingFace tensors; see `check_traces`.
         """
@@ -114,7 +116,7 @@ class TransferSpec:
 
     @property
     def _message_bytes(self) -> int:
-        # A worker that relays has two buckets more; all four together take the memory of two.
+        # A worker that relays has four buckets in place of two; together they must take no more memory.
         half = max(self.bucket_bytes // 2, min(self.bucket_bytes, ALIGNMENT_BYTES))
         return half if self.node_once else self.bucket_bytes
 
@@ -122,16 +124,16 @@ class TransferSpec:
 def held_dtypes(
     architecture: Architecture, policy_dtypes: Mapping[str, torch.dtype], quantisation: Quantisation | None
 ) -> Mapping[str, torch.dtype]:
-    """The types of the tensors of a checkpoint as the engines hold it."""
+    """The dtype of each tensor of the checkpoint in the form that the engines hold."""
     if quantisation is None:
         return policy_dtypes
     return quantisation.number_format.checkpoint(architecture, policy_dtypes)[1]
 
 
 def check_traces(traces: Sequence[LoadTrace], policy_dtypes: Mapping[str, torch.dtype]) -> None:
-    """Raise UserError if what is traced, be it all or not, shows an engine that does not fit the policy.
+    """Raise UserError if the traces, which may be incomplete, show an engine that does not fit the policy.
 
-    An engine may keep a tensor in a type that holds all values of the policy's, and in no other.
+    An engine may hold a tensor only in a dtype that represents all values of the policy's dtype.
     """
     for trace in traces:
         for name, reason in trace.refused.items():

@@ -1,4 +1,4 @@
-"""Typed transfers: the transfers of a plan as they travel, in which type and with which scales."""
+"""Typed transfers: the transfers of a plan with the dtype in which they travel, and their scales."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from converters.plan import Transfer
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The box of a destination's tensor in which the scales of some codes lie."""
+    """The box of a destination tensor that receives the scales of some codes."""
 
     name: str
     box: Box
@@ -21,9 +21,9 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class TypedTransfer:
-    """A box of a source's tensor on its way into a box of a destination's, in `dtype`.
+    """A box of a source tensor, and the box of a destination tensor that it goes to, in `dtype`.
 
-    With `scales` it is quantised at the source: `dtype` are codes then, and the scales travel with them.
+    With `scales` it is quantised at the source: `dtype` is that of the codes, and the scales travel with them.
     """
 
     source_name: str
@@ -35,6 +35,6 @@ class TypedTransfer:
 
 
 def plain(transfer: Transfer, dtypes: Mapping[str, torch.dtype]) -> TypedTransfer:
-    """The typed transfer of a transfer whose elements stay numbers; `dtypes` are those of the destination's tensors."""
+    """The typed transfer of a transfer that is not quantised; `dtypes` are those of the destination's tensors."""
     name = transfer.destination_name
     return TypedTransfer(transfer.source_name, transfer.source_box, name, transfer.destination_box, dtypes[name])

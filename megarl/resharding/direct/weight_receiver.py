@@ -1,4 +1,4 @@
-"""The receiving side of an engine's worker: weights straight into its parameters, whatever the engine is."""
+"""The receiving side of an engine worker: writes weights straight into its parameters, for any engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, TypeVarTuple
@@ -20,19 +20,19 @@ Ts = TypeVarTuple("Ts")
 
 
 class ReceivingModel(Protocol):
-    """The model of one worker, as an engine shows it to the receiver."""
+    """The model of one worker, as the receiver sees it."""
 
     def loaded_parameters(self) -> Mapping[str, Tensor]:
-        """The parameters that the engine's loader fills, by the names that its trace has for them."""
+        """The parameters that the engine's loader fills, by their names in its trace."""
 
     def after_direct_write(self) -> None:
-        """Recompute what the engine derives from weights, after these were written past its loader."""
+        """Recompute everything that the engine derives from weights, as they were written without its loader."""
 
 
 class WeightReceiver:
-    """Worker number `worker` of an engine, as a destination of direct transfers, one after the other.
+    """Worker number `worker` of an engine, as the destination of one direct transfer after the other.
 
-    It is connected for none after an error of any method.
+    After any method fails, it is disconnected until the next `open`.
     """
 
     def __init__(self, model: ReceivingModel, worker: int) -> None:
@@ -41,15 +41,15 @@ class WeightReceiver:
         self._destination: Destination | None = None
         self._is_disconnected = False
         self._still_read: list[RecvEndpoint] = []
-        """Endpoints of transfers that are closed, into whose memory something may still be read."""
+        """Endpoints of closed transfers into whose memory reads may still be in flight."""
 
     def open(self, spec: TransferSpec, replica: int) -> Address:
-        """Prepare to be written along `spec`, of which the engine is number `replica`; an earlier transfer is closed.
+        """Prepare for the transfer of `spec`, as engine number `replica`; an earlier transfer is closed.
 
-        Where neighbours that pass something on find this worker.
+        Returns the address at which neighbours that receive relays find this worker.
         """
         self.close()
-        # A read that a lost machine does not answer ends by itself, over InfiniBand after eight seconds.
+        # A read from a lost machine ends by itself; over InfiniBand that takes eight seconds.
         self._still_read = [each for endpoint in self._still_read for each in endpoint.close()]
         rank = replica * len(spec.traces) + self._worker
         tensors = local_tensors(self._model.loaded_parameters(), spec.traces[self._worker].shard)
@@ -60,16 +60,19 @@ class WeightReceiver:
         return self._destination.address
 
     def connect(self, rendezvous: Rendezvous) -> None:
-        """Meet the trainer's ranks, and the workers that pass something on. Raises TransferError as `Destination`."""
+        """Connect to the trainer's ranks and to neighbours that relay.
+
+        Raises TransferError as `Destination.connect`.
+        """
         self._of_transfer(lambda destination: destination.connect(rendezvous))
 
     def receive(self, version: int) -> None:
-        """Let the weights of `version` be written, and what the engine derives from them. Raises TransferError."""
+        """Receive the weights of `version`, and recompute everything derived from them. Raises TransferError."""
         self._of_transfer(lambda destination: destination.receive(version))
         self._model.after_direct_write()
 
     def compare(self, version: int) -> set[str]:
-        """The parameters that `receive` would change; nothing is written. Raises TransferError."""
+        """The names of parameters that `receive` would change; writes nothing. Raises TransferError."""
         return self._of_transfer(lambda destination: destination.compare(version))
 
     def has_rdma_port(self) -> bool:
@@ -77,7 +80,7 @@ class WeightReceiver:
         return has_port()
 
     def has_nixl(self) -> bool:
-        """Whether this worker's environment, which may be of its engine's own, has what rdma needs."""
+        """Whether NIXL, which rdma needs, is installed in this worker's environment, which may be the engine's own."""
         return is_installed()
 
     def gpudirect_obstacle(self) -> str:
@@ -85,16 +88,16 @@ class WeightReceiver:
         return gpudirect_obstacle()
 
     def disconnect(self) -> None:
-        """Let go of what others gave for the transfer that was opened, if any, before they free it.
+        """Release the peers' memory of the open transfer, if any, before they free it.
 
-        Neighbours may map what this worker gave them until `close`.
+        Neighbours may map this worker's own memory until `close`.
         """
         self._is_disconnected = True
         if self._destination is not None:
             self._still_read += self._destination.disconnect()
 
     def close(self) -> None:
-        """Free what belongs to the transfer that was opened, if any, when neighbours have let go of it."""
+        """Free the memory of the open transfer, if any; neighbours must have unmapped it before."""
         if self._destination is not None:
             self._still_read += self._destination.close()
             self._destination = None
@@ -110,9 +113,9 @@ class WeightReceiver:
 
 
 def outcome(method: Callable[[WeightReceiver, *Ts], R], receiver: WeightReceiver, *arguments: *Ts) -> R | Failure:
-    """The result of a method of a worker's receiver, or why it failed: exceptions do not get through every engine.
+    """Call a method of a worker's receiver; return its result, or a `Failure`: not all engines propagate exceptions.
 
-    `results` of all workers are for the engine to return.
+    The engine passes the outcomes of all workers to `results`.
     """
     try:
         return method(receiver, *arguments)

@@ -1,7 +1,7 @@
-"""Messages between a source and a destination over their link, and their bytes.
+"""Messages between a source and a destination over their link, and their encoding.
 
-A message that goes with every bucket has fixed bytes of its own: pickle's code is large, and has left the processor's
-caches whenever a bucket has gone through them. All else pickles.
+Messages that go with every bucket have a fixed binary encoding: pickle's code is large, and each bucket evicts it from
+the CPU caches. All others are pickled.
 """
 
 import pickle
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Hello:
-    """The first message of a destination: its number, and a digest of the messages that it expects.
+    """The first message of a destination: its rank, and a digest of the messages that it expects.
 
     Example: `Hello(destination=4, digest="9f86...")`.
     """
@@ -24,19 +24,19 @@ class Hello:
 
 @dataclass(frozen=True)
 class Connected:
-    """The destination has taken up the source's offer.
+    """The destination has accepted the source's offer.
 
-    Example: `Connected({0: (0, 1), 3: (0,)})`: it reads the first two pieces of message 0, and all of message 3, where
-    they are in the source's tensors.
+    Example: `Connected({0: (0, 1), 3: (0,)})`: it reads the first two pieces of message 0 and the first piece of
+    message 3 in place, in the source's tensors.
     """
 
     zero_copy: Mapping[int, tuple[int, ...]]
-    """Message number -> pieces that skip the buckets."""
+    """Message number -> numbers of the pieces that skip the buckets."""
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """Message `number` of the pair lies in a bucket of the source, or is on its way from there.
+    """Message `number` of the pair is in a bucket of the source, or on its way from there.
 
     Example: `Announcement(version=7, number=0, bucket=1, size_bytes=33_554, checksum=0x1C291CA3, changes_since=6)`.
     """
@@ -46,23 +46,23 @@ class Announcement:
     bucket: int
     size_bytes: int
     checksum: int | None
-    """Checksum of the whole message, however it travels; None where nobody asked for one."""
+    """Checksum of the whole message, even if only its changes travel; None without checksums."""
     changes_since: int | None = None
-    """Version that the bytes are changes of; None if they are the message."""
+    """Version that the changes are relative to; None if the message travels whole."""
     zero_copy: bool = False
-    """Whether the pieces that can skip the bucket are not in it, but where they are."""
+    """Whether the pieces that can skip the bucket are left out of it, to be read in place."""
 
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """The destination needs what is in the bucket no more.
+    """The destination no longer needs the contents of the bucket.
 
     Example: `Acknowledgement(bucket=1)`.
     """
 
     bucket: int
     resend_whole: bool = False
-    """Whether the message came as changes of another one than is there, and has to come whole."""
+    """Whether the changes do not apply to what the destination holds, so that the message must be sent whole."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ class Failure:
 
 _ANNOUNCED, _ACKNOWLEDGED, _PICKLED = b"a", b"k", b"p"
 _ANNOUNCEMENT = Struct("<c4qQq3?")
-"""Checksum and earlier version are followed by whether there is one."""
+"""The flags at the end say whether there is a checksum, whether there is an earlier version, and `zero_copy`."""
 _ACKNOWLEDGEMENT = Struct("<cq?")
 
 
 def encode(message: Any) -> bytes:
-    """The bytes of anything that pickles."""
+    """Encode a message that pickles."""
     if isinstance(message, Announcement):
         checksum, since = message.checksum, message.changes_since
         numbers = message.version, message.number, message.bucket, message.size_bytes, checksum or 0, since or 0
@@ -93,7 +93,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """The message of such bytes, from a peer that knows the key of the run."""
+    """Decode a message; unpickles, so only for peers that have proved that they know the key."""
     kind = data[:1]
     if kind == _ANNOUNCED:
         _, version, number, bucket, size_bytes, checksum, since, *is_so = _ANNOUNCEMENT.unpack(data)

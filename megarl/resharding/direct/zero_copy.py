@@ -1,7 +1,8 @@
-"""Zero-copy pieces: large ones that are contiguous at both ends are read from tensor to tensor, past the buckets.
+"""Zero-copy pieces: large ones that are contiguous at both ends are read from tensor to tensor, without the buckets.
 
-The rules of a transfer stay. A message has the same checksum, taken of the tensors themselves; it is acknowledged when
-it is there, and until then nothing changes what the source has; and a refit that fails leaves the engine fenced.
+The guarantees of a transfer stay the same. A message has the same checksum, computed over the tensors themselves. It is
+acknowledged once it has arrived, and until then the source's tensors do not change. A refit that fails leaves the
+engine fenced.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,11 @@ from megarl.resharding.direct.messages_by_peer import MessagesByPeer
 from megarl.resharding.direct.transports.endpoint import Readable, ZeroCopyPiece
 
 SMALLEST_BYTES = 2**18
-"""Size of the smallest piece that is worth a read of its own."""
+"""Smallest piece that is worth a read of its own, in bytes."""
 
 
 def shared_tensors(messages: MessagesByPeer, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A source's tensors with at least one piece that may be read in place."""
+    """The source's tensors of which at least one piece may be read in place."""
     names = {
         piece.source_name
         for of_peer in messages.values()
@@ -34,7 +35,7 @@ def shared_tensors(messages: MessagesByPeer, tensors: Mapping[str, Tensor]) -> d
 def zero_copy_pieces(
     messages: Sequence[Message], readable: Mapping[str, Readable], tensors: Mapping[str, Tensor]
 ) -> dict[int, dict[int, ZeroCopyPiece]]:
-    """Message number -> number of a piece -> the piece, of those that a destination can read past the buckets.
+    """The pieces that a destination can read without the buckets: message number -> piece number -> piece.
 
     `readable` are the source's tensors, `tensors` those of the destination.
     """
@@ -69,7 +70,7 @@ def _is_on_host_in_one(tensor: Tensor) -> bool:
 
 
 def _offset(box: Box, shape: Shape) -> int | None:
-    """The first element of a box in a contiguous tensor of `shape`; None where its elements do not lie together."""
+    """The index of a box's first element in a contiguous tensor of `shape`; None if the box is not contiguous."""
     if box.intersect(Box.whole(shape)) != box:
         return None
     first = next((number for number, length in enumerate(box.shape) if length > 1), len(shape))

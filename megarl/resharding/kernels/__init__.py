@@ -1,7 +1,7 @@
-"""Kernels of a refit: one pass that moves a block's boxes, takes their checksum, and quantises them.
+"""Kernels of a refit: one pass that moves a block's boxes, checksums them, and quantises them.
 
-On a CPU in machine code, and in torch what that does not know; on a GPU in Triton, in one launch for a whole bucket.
-Both make the same bytes.
+On a CPU they are machine code, with torch for what it does not support; on a GPU they are Triton, with one launch per
+bucket. Both make the same bytes.
 """
 
 from types import ModuleType
@@ -15,18 +15,18 @@ __all__ = ["Block", "Quantised", "gather", "is_known", "rule_of", "scatter"]
 
 
 def gather(block: Block, before: int | None) -> int | None:
-    """Copy this rank's boxes into the bucket, in the bucket's types; the checksum of what lies there then.
+    """Copy this rank's boxes into the bucket, in the bucket's dtypes. Returns the checksum of the bucket's bytes.
 
-    It is continued from that of the memory `before` the block, or not taken where `before` is None. Raises ValueError,
-    naming the tensor, for a box that cannot be quantised.
+    The checksum continues from `before`, that of the memory before the block; with None no checksum is computed. Raises
+    ValueError, naming the tensor, for a box that cannot be quantised.
     """
     return _kernels(block).gather(block, before)
 
 
 def scatter(block: Block, before: int | None) -> int | None:
-    """Copy the boxes out of the bucket into this rank's tensors; the checksum of what was copied, as `gather`.
+    """Copy the boxes from the bucket into this rank's tensors. Returns the checksum of the copied bytes, as `gather`.
 
-    Codes and scales are boxes as any others here: engines keep them.
+    Codes and scales are plain boxes here, as engines hold them as they are.
     """
     assert not block.quantised
     return _kernels(block).scatter(block, before)
@@ -35,7 +35,7 @@ def scatter(block: Block, before: int | None) -> int | None:
 def _kernels(block: Block) -> ModuleType:
     if block.memory.device.type == "cpu":
         return host
-    # Triton takes long to import, and is not there on every machine without a GPU.
+    # Imported late: Triton is slow to import, and not installed on every machine without a GPU.
     from megarl.resharding.kernels import on_gpu
 
     return on_gpu

@@ -1,4 +1,4 @@
-"""Block: what kernels move at once between a bucket and this rank's tensors."""
+"""Block: the unit that kernels move between a bucket and this rank's tensors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,42 +21,42 @@ class Block:
 
     memory: Tensor
     packed: list[Tensor]
-    """In the order in which they lie there."""
+    """In the order of the memory."""
     local: list[Tensor]
     names: Sequence[str]
     """Names of the local tensors."""
     quantised: Sequence[Quantised] = ()
-    """At the source alone, whose weights become codes."""
+    """Matrices that are quantised into the bucket; empty at the destination."""
 
     @cached_property
     def moves(self) -> Moves:
-        """The rows that machine code of the host moves, either way, made when they are first needed."""
+        """The table of rows that the host's machine code moves, in either direction; built when first needed."""
         return Moves.of(table_of_rows(self.memory, self.packed, self.local), self.memory)
 
     @cached_property
     def rule(self) -> Rule | None:
-        """How machine code of the host makes codes, if it knows how for a matrix of the block."""
+        """How the host's machine code quantises the block's matrices; None if it supports none of them."""
         return next(filter(None, map(rule_of, self.quantised)), None)
 
     @cached_property
     def moves_and_matrices(self) -> Moves:
-        """The same with the matrices that become codes by the rule."""
+        """The rows of `moves`, and the matrices that are quantised by `rule`."""
         known = [each for each in self.quantised if self.rule and rule_of(each) == self.rule]
         return Moves.of(with_matrices(self.moves.rows, self.memory, known), self.memory)
 
     @cached_property
     def in_torch(self) -> list[Quantised]:
-        """The matrices that become codes in torch on the host."""
+        """The matrices that are quantised by torch on the host."""
         return [each for each in self.quantised if self.rule is None or rule_of(each) != self.rule]
 
     @cached_property
     def conversions(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The rest of `packed` and `local`, which torch copies on the host: in other types, or with gaps in rows."""
+        """The pairs of `packed` and `local` that torch copies on the host: their dtypes differ, or rows are strided."""
         pairs = zip(self.packed, self.local, strict=True)
         rest = [(there, here) for there, here in pairs if not is_known(there.dtype, here)]
         return [there for there, _ in rest], [here for _, here in rest]
 
     @cached_property
     def table(self) -> LaunchTable:
-        """The block as a kernel on a GPU reads it, made when it is first needed."""
+        """The block's table for the GPU kernel; built when first needed."""
         return LaunchTable(self.memory, self.packed, self.local, self.quantised)

@@ -1,4 +1,4 @@
-"""Between a bucket and tensors in machine code: each byte is read once, written or quantised, and checksummed."""
+"""Moves between a bucket and tensors in machine code: each byte is read once, written or quantised, and checksummed."""
 
 import ctypes
 from functools import cache
@@ -15,23 +15,25 @@ from megarl.resharding.kernels.moves import NO_SCALES, Column, Moves, Rule
 
 Way: TypeAlias = Literal["pack", "unpack"]
 _LANES = 8
-"""64-bit lanes of the vectors that are moved where no checksum is taken."""
+"""64-bit lanes of the vectors that are moved when no checksum is computed."""
 
 
 def move(way: Way, moves: Moves) -> None:
-    """Copy rows between memory, part of a bucket, and tensors."""
+    """Copy rows between a bucket's memory and tensors."""
     _function(way, 0)(*moves.arguments, 0)
 
 
 def move_with_checksum(way: Way, moves: Moves, before: int, lanes: int) -> int:
-    """As `move`; the CRC-32 of what lies in the memory then, continued from `before`, by vectors of `lanes`."""
+    """Copy as `move`; return the CRC-32 of the bucket's memory, continued from `before`, by vectors of `lanes`."""
     return _function(way, lanes)(*moves.arguments, before)
 
 
 def pack_and_quantise(moves: Moves, rule: Rule, before: int, lanes: int) -> tuple[int, bool]:
-    """As `move_with_checksum` to a bucket, of a table in which there are matrices; and whether each weight has a code.
+    """Pack as `move_with_checksum`, and quantise the table's matrices.
 
-    No checksum is taken with no `lanes`.
+    Returns the checksum, and whether every weight could be quantised.
+
+    With `lanes` 0 no checksum is computed.
     """
     largest = ctypes.c_uint32()
     total = _function("pack", lanes, rule)(*moves.arguments, before, ctypes.addressof(largest))
@@ -40,10 +42,10 @@ def pack_and_quantise(moves: Moves, rule: Rule, before: int, lanes: int) -> tupl
 
 @cache
 def _function(way: Way, lanes: int, rule: Rule | None = None) -> Function:
-    """The function of a table, its length, the bucket's memory, its length, and the checksum of what comes before.
+    """Compile the function of (table, its length, bucket memory, its length, checksum of the preceding bytes).
 
-    A checksum is taken by vectors of so many lanes, and none with 0. With a rule, matrices are quantised by it, and
-    the bits of the largest magnitude go to the address that is the last argument.
+    It computes the checksum by vectors of `lanes` 64-bit lanes, or none with 0. With a rule, it quantises matrices by
+    it, and takes as its last argument the address to which it writes the bits of the largest magnitude.
     """
     build = Builder(way, [POINTER, BITS_64, POINTER, BITS_64, BITS_64] + [POINTER] * (rule is not None))
     table, count, memory, nbytes, before, *largest = build.function.args
@@ -64,13 +66,13 @@ def _function(way: Way, lanes: int, rule: Rule | None = None) -> Function:
                     _quantise_rows(written, row, quantisation, sums)
     if quantisation is not None:
         build.write(largest[0], quantisation.largest())
-    # Stores that went past the caches have to be visible to whoever is told of them.
+    # Non-temporal stores must be visible before anyone is told that the data is there.
     build.fence("seq_cst")
     return build.compiled(written.checksum(nbytes))
 
 
 class _Row(NamedTuple):
-    """A row of the table, as values of a function."""
+    """A row of the table, as values in the generated function."""
 
     offset: ir.Value
     local: ir.Value
@@ -87,21 +89,21 @@ class _Row(NamedTuple):
 
 
 class _Written:
-    """The part of a function that keeps the checksum of the bucket's memory, if there is one to be kept."""
+    """Generates the code that keeps the checksum of the bucket's memory, if there is one."""
 
     def __init__(self, build: Builder, memory: ir.Value, crc: Crc32 | None) -> None:
         self.build, self.memory, self.crc = build, memory, crc
         self.taken = build.variable(constant(BITS_64, 0))
-        """So many bytes of the memory are in the checksum."""
+        """Number of bytes of the memory that are in the checksum so far."""
 
     def take_up_to(self, end: ir.Value) -> None:
-        """Have in the checksum whole vectors of what was not taken on its way: gaps, codes, rows of odd sizes."""
+        """Add whole vectors of memory that was not checksummed while it was moved: gaps, codes, rows of odd sizes."""
         if self.crc is not None:
             taken = self.build.load(self.taken, typ=BITS_64)
             self.build.store(self.crc.add_memory(self.memory, taken, end), self.taken)
 
     def checksum(self, nbytes: ir.Value) -> ir.Value:
-        """The checksum of all of the memory; 0 if there is none."""
+        """The checksum of the whole memory; 0 without one."""
         if self.crc is None:
             return constant(BITS_32, 0)
         self.take_up_to(nbytes)
@@ -128,7 +130,7 @@ def _move_rows(written: _Written, row: _Row, way: Way, lanes: int) -> None:
 
 
 def _quantise_rows(written: _Written, row: _Row, quantisation: Quantisation, sums: "_SumsOfColumns | None") -> None:
-    """Write codes and scales of a matrix; codes are checksummed in registers where they can be, else as memory."""
+    """Write the codes and scales of a matrix. Codes are checksummed in registers if possible, else from memory."""
     build, zero, size = written.build, constant(BITS_64, 0), constant(BITS_64, BLOCK)
     columns = row.row_bytes
     blocks = build.udiv(build.add(columns, constant(BITS_64, BLOCK - 1)), size)
@@ -169,10 +171,10 @@ def _quantise_rows(written: _Written, row: _Row, quantisation: Quantisation, sum
 
 
 class _SumsOfColumns:
-    """Checksums of codes in registers, which come in another order than that of the bytes.
+    """Checksums codes in registers, where they come in another order than in memory.
 
-    The sum of a row of blocks is that of its last row, each of whose vectors is first added to what lies above it: all
-    these are as far apart as rows.
+    A CRC is linear: the sum over a row of blocks is folded column by column, by the distance of two rows, into the
+    vectors of its last row.
     """
 
     def __init__(self, build: Builder, crc: Crc32) -> None:
@@ -182,11 +184,11 @@ class _SumsOfColumns:
 
     @classmethod
     def of(cls, build: Builder, crc: Crc32) -> "_SumsOfColumns | None":
-        """None where a row of blocks side by side is not a step of the checksum."""
+        """None if the columns that are quantised side by side are not exactly one step of the checksum."""
         return cls(build, crc) if crc.step_bytes == SIDE_BY_SIDE_COLUMNS else None
 
     def skip_to_last_row(self, row: _Row, bottom: ir.Value) -> None:
-        """Before a row of blocks, have the checksum of all that came before as it will be at its last row."""
+        """Before a row of blocks, advance the checksum of all earlier bytes to the position of its last row."""
         build = self._build
         is_last = build.icmp_signed("==", bottom, row.rows)
         low = build.select(is_last, row.last_low, row.block_low)
@@ -212,14 +214,14 @@ class _SumsOfColumns:
 
 
 def _whole(build: Builder, nbytes: ir.Value, lanes: int) -> ir.Value:
-    """The bytes of whole vectors."""
+    """Round `nbytes` down to whole vectors."""
     return build.and_(nbytes, constant(BITS_64, -8 * lanes))
 
 
 def _copy_vectors(
     build: Builder, ends: tuple[ir.Value, ir.Value], nbytes: ir.Value, crc: Crc32 | None, lanes: int
 ) -> None:
-    """Copy whole vectors from one end to the other, past the caches where they are aligned."""
+    """Copy whole vectors from one end to the other, by non-temporal stores where the target is aligned."""
     source, target = ends
     kind = vector(BITS_64, lanes)
     size, zero = 8 * lanes, constant(BITS_64, 0)

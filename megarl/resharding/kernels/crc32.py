@@ -1,8 +1,8 @@
-"""CRC-32 in machine code: of vectors that a function has in its registers anyway, or of memory.
+"""CRC-32 in machine code, of vectors that a function already holds in registers, or of memory.
 
-Vectors are numbers whose bits are the coefficients of a polynomial. Each is added to the one a step before it, times
-the power of x that lies between them, modulo the CRC's polynomial: multiplications without carries (Gopal et al., "Fast
-CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009). The bits are those of zlib's crc32.
+A vector's bits are the coefficients of a polynomial. Each vector is XORed with the one a step before it, multiplied by
+the power of x between the two modulo the CRC's polynomial: carry-less multiplications (Gopal et al., "Fast CRC
+Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel, 2009). The result is that of zlib's crc32.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ from converters.machine_code import BITS_8, BITS_32, BITS_64, Builder, constant,
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
 _WIDTHS = {8: ("vpclmulqdq", "avx512f"), 4: ("vpclmulqdq", "avx2"), 2: ("pclmulqdq",)}
-"""64-bit lanes of a vector -> the features of a processor that multiplies vectors of so many."""
+"""64-bit lanes of a vector -> CPU features needed for carry-less multiplication of such vectors."""
 VECTORS = 4
-"""Vectors of a step: a multiplication takes as long as others need to be begun."""
+"""Vectors of a step: enough independent multiplications to hide the latency of one."""
 
 
 def known_lanes() -> list[int]:
-    """How many 64-bit lanes the vectors have that this processor multiplies without carries, the widest first."""
+    """The vector widths, in 64-bit lanes, for which this CPU has carry-less multiplication, widest first."""
     return [lanes for lanes, features in _WIDTHS.items() if all(map(processor_has, features))]
 
 
 @cache
 def widest_lanes() -> int:
-    """Lanes of the widest such vectors; 0 if there are none."""
+    """The widest of `known_lanes`; 0 if there are none."""
     return max(known_lanes(), default=0)
 
 
 class Crc32:
-    """The part of a function that computes a checksum; `before` is the 64-bit checksum of all earlier bytes."""
+    """Generates the code that computes a checksum; `before` is that of all earlier bytes, as a 64-bit value."""
 
     def __init__(self, build: Builder, before: ir.Value, lanes: int) -> None:
         self._build = build
@@ -40,14 +40,16 @@ class Crc32:
         self.vector_bytes = 8 * lanes
         self.step_bytes = VECTORS * self.vector_bytes
         self._last = [build.variable(constant(self.vector, 0)) for _ in range(VECTORS)]
-        """The sums of vectors that end a step before the next ones."""
+        """The running sums: one per vector of a step."""
         self._start = build.variable(constant(self.vector, 0))
-        """The bits that are added to the first vector: a CRC begins with ones, and ends with their opposite."""
+        """The initial value, which is XORed into the first vector: a CRC starts with all ones and is inverted at the
+        end.
+        """
         bits = build.zext(build.not_(build.trunc(before, BITS_32)), BITS_64)
         build.store(build.insert_element(constant(self.vector, 0), bits, constant(BITS_32, 0)), self._start)
 
     def add(self, vectors: Sequence[ir.Value]) -> None:
-        """Take in the next vectors: those of a step, or one."""
+        """Add the next vectors: a whole step, or one vector."""
         build = self._build
         last = [build.load(place, typ=self.vector) for place in self._last]
         for number, each in enumerate(vectors):
@@ -58,17 +60,17 @@ class Crc32:
             build.store(value, place)
 
     def skip(self, powers: tuple[ir.Value, ir.Value]) -> None:
-        """Take in so many zeros as `powers_of` was given: what is added next may lie on all of these."""
+        """Add as many zero bytes as `powers_of` was given; later data may be XORed onto their positions."""
         by = self._build.pairs(powers, self.vector)
         for place in (*self._last, self._start):
             self._build.store(self._times(self._build.load(place, typ=self.vector), by), place)
 
     def after(self, earlier: ir.Value, powers: tuple[ir.Value, ir.Value], vectors: ir.Value) -> ir.Value:
-        """The sum of a vector that was `earlier`, by so many bytes as `powers_of` was given, and of this one."""
+        """Shift `earlier` by as many bytes as `powers_of` was given, and XOR it with `vectors`."""
         return self._build.xor(self._times(earlier, self._build.pairs(powers, self.vector)), vectors)
 
     def add_memory(self, base: ir.Value, start: ir.Value, stop: ir.Value) -> ir.Value:
-        """Take in whole vectors that lie from `start` to `stop` bytes behind `base`; returns where these end."""
+        """Add the whole vectors of memory from `start` to `stop` bytes after `base`; return where they end."""
         build = self._build
         whole = build.add(start, build.and_(build.sub(stop, start), constant(BITS_64, -self.vector_bytes)))
         steps = build.add(start, build.and_(build.sub(stop, start), constant(BITS_64, -self.step_bytes)))
@@ -78,14 +80,14 @@ class Crc32:
         return whole
 
     def vectors_at(self, address: ir.Value, count: int) -> list[ir.Value]:
-        """So many vectors in memory."""
+        """Load `count` vectors from memory."""
         build = self._build
         return [
             build.read(build.element(address, constant(BITS_64, at), self.vector), self.vector) for at in range(count)
         ]
 
     def result(self, base: ir.Value, start: ir.Value, stop: ir.Value) -> ir.Value:
-        """The checksum, with the last bytes, fewer than a vector has: they lie from `start` to `stop` behind `base`."""
+        """The checksum, after the last bytes, fewer than a vector: those from `start` to `stop` after `base`."""
         build = self._build
         register = build.variable(constant(BITS_32, 0))
         lanes = build.alloca(vector(BITS_64, 2))
@@ -97,7 +99,7 @@ class Crc32:
         return build.not_(build.load(register, typ=BITS_32))
 
     def _sum(self) -> ir.Value:
-        """All that was taken in as two lanes with the same remainder."""
+        """Reduce everything added so far to two lanes with the same remainder."""
         build = self._build
         total = constant(vector(BITS_64, 2), 0)
         for place in self._last:
@@ -108,7 +110,7 @@ class Crc32:
         return total
 
     def _moved(self, value: ir.Value, bits: int) -> ir.Value:
-        """Each pair of lanes times x to the power of `bits`, modulo the polynomial."""
+        """Multiply each pair of lanes by x to the power of `bits`, modulo the polynomial."""
         return self._times(value, ir.Constant(value.type, _powers(bits) * (value.type.count // 2)))
 
     def _times(self, value: ir.Value, powers: ir.Value) -> ir.Value:
@@ -120,7 +122,7 @@ class Crc32:
         return self._build.xor(low, high)
 
     def _add_bytes(self, register: ir.Value, base: ir.Value, start: ir.Value, stop: ir.Value) -> None:
-        """Take in bytes by the definition, bit by bit."""
+        """Add bytes bit by bit, by the definition of the CRC."""
         build = self._build
         with build.loop(start, stop) as at:
             byte = build.zext(build.read(build.element(base, at, BITS_8), BITS_8), BITS_32)
@@ -134,19 +136,19 @@ class Crc32:
 
 
 def powers_of(nbytes: int) -> list[int]:
-    """The two numbers by which what is so many bytes before the next is multiplied, of 64 bits."""
+    """The two 64-bit multipliers that shift a sum by `nbytes` bytes."""
     return _powers(8 * nbytes)
 
 
 def _powers(bits: int) -> list[int]:
-    # Bits are in reverse order: the low lane is that of the higher powers.
+    # Bits are in reverse order, so the low lane holds the higher powers.
     return [_power(bits + 32), _power(bits - 32)]
 
 
 @cache
 def _power(exponent: int) -> int:
-    """x to a power, modulo the polynomial, its bits in reverse order as the higher ones of 33."""
-    # As primitive as the polynomial is, powers of x repeat after so many.
+    """x to the power of `exponent`, modulo the polynomial: its bits are reversed, in the upper 32 of 33 bits."""
+    # The polynomial is primitive, so powers of x have period 2^32 - 1.
     left, found, square = exponent % (2**32 - 1), _ONE, _ONE >> 1
     while left:
         if left & 1:
@@ -156,7 +158,7 @@ def _power(exponent: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """The product of two polynomials of 32 bits in reverse order, modulo the polynomial."""
+    """The product of two bit-reversed polynomials of 32 bits, modulo the polynomial."""
     total = 0
     for bit in range(32):
         if other & (_ONE >> bit):

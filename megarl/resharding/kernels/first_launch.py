@@ -1,7 +1,7 @@
-"""First launches: kernels move a few bytes as they will in a refit, so that they are compiled and loaded before it.
+"""First launches: kernels move a few bytes before the first refit, so that they are compiled and loaded by then.
 
-One thread does that: of two that launch a kernel of Triton for the first time at once, the second may find it half
-loaded and fail. And a first refit is not to wait for compilers while engines are fenced.
+This is done by one thread: if two launch a Triton kernel for the first time at once, the second may find it half loaded
+and fail. It also keeps the first refit from waiting for compilers while engines are fenced.
 """
 
 import math
@@ -19,12 +19,12 @@ _SHAPE = BLOCK, BLOCK
 
 
 def launch_scatter(*, with_checksum: bool) -> None:
-    """Move out of a bucket."""
+    """Launch the kernel that unpacks a bucket."""
     scatter(_copied(), 0 if with_checksum else None)
 
 
 def launch_gather(made: tuple[NumberFormat, torch.dtype] | None, *, with_checksum: bool) -> None:
-    """Move into a bucket, where codes are `made` of values of a type, if any are."""
+    """Launch the kernel that packs a bucket; `made` is the number format to quantise to, and the values' dtype."""
     gather(_copied() if made is None else _quantised(*made), 0 if with_checksum else None)
 
 

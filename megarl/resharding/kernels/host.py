@@ -1,4 +1,4 @@
-"""Kernels of the host: one pass of machine code, and torch for boxes and number formats that it does not know."""
+"""Kernels of the host: one pass of machine code, and torch for boxes and number formats that it does not support."""
 
 import torch
 from isal import isal_zlib
@@ -20,7 +20,7 @@ def gather(block: Block, before: int | None) -> int | None:
     lanes = widest_lanes() if before is not None else 0
     total, has_codes = pack_and_quantise(block.moves_and_matrices, block.rule, before or 0, lanes)
     if not has_codes:
-        # Raises, with the names of the tensor and the block.
+        # Quantise again in torch, which raises an error that names the tensor and the block.
         for each in block.quantised:
             each.quantise()
     return total if lanes else _checksum(block, before)

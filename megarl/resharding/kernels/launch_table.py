@@ -1,4 +1,4 @@
-"""Launch table: the boxes of a block as numbers in a tensor, from which one launch of a kernel reads what to move."""
+"""Launch table: a tensor that tells one launch of the GPU kernel which boxes of a block to move."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,15 +15,15 @@ from megarl.resharding.kernels.planes import Plane, in_largest_units, planes
 from megarl.resharding.kernels.quantised import Quantised
 
 COPY_UNITS = 2048
-"""Units that one program of a launch copies: 16 KiB of the largest."""
+"""Units that one Triton program copies: 16 KiB in the largest units."""
 SLAB_ROWS = 16
-"""Rows of a matrix that a program has in its registers at once."""
+"""Rows of a matrix that a program holds in registers at once."""
 
 
 class Kind(IntEnum):
-    """The work on a plane; the first four are copies of units of so many bytes.
+    """The work on a plane; the first four are copies in units of that many bytes.
 
-    Wide: bfloat16 of which each row begins aligned, and four weights lie side by side.
+    QUANTISED_WIDE is for contiguous, aligned rows of bfloat16.
     """
 
     COPY_1 = 0
@@ -36,7 +36,7 @@ class Kind(IntEnum):
 
 
 class CodeFormat(IntEnum):
-    """The codes that the kernel makes of the matrices of a launch."""
+    """The format to which a launch quantises its matrices."""
 
     NONE = 0
     BLOCK_FP8 = auto()
@@ -56,9 +56,9 @@ _TILES = {
     CodeFormat.MXFP8: (BLOCK, BLOCK),
     CodeFormat.INT8_CHANNEL: (SLAB_ROWS, WHOLE_ROW),
 }
-"""Rows and columns of a matrix on which one program works."""
+"""Rows and columns of a matrix that one program works on."""
 _WIDE_BYTES, _WIDE_ELEMENTS = 16, 8
-"""Two loads of four weights each; twice as many codes."""
+"""Alignment for two loads of four bfloat16 weights, which become eight codes."""
 _QUANTISED = {torch.bfloat16: Kind.QUANTISED_BFLOAT16, torch.float32: Kind.QUANTISED_FLOAT32}
 
 
@@ -67,27 +67,27 @@ class Column(IntEnum):
 
     KIND = 0
     FIRST_TILE = auto()
-    """Number of the plane's first program in the launch."""
+    """Index of the plane's first program in the launch."""
     LOCAL = auto()
     """Address of the local plane."""
     PACKED = auto()
     """Address of the plane in the bucket."""
     OFFSET_BYTES = auto()
-    """From the start of the block's memory to `PACKED`."""
+    """Offset of `PACKED` in the block's memory."""
     ROWS = auto()
     COLUMNS = auto()
     ROW_STRIDE = auto()
-    """Distance of rows of the local plane, in units, as the next."""
+    """Distance between rows of the local plane, in units; likewise the next."""
     COLUMN_STRIDE = auto()
     SCALES = auto()
-    """Address of the scales, where there are any."""
+    """Address of the scales, if there are any."""
     SCALES_OFFSET_BYTES = auto()
     POWER_OF_TWO = auto()
 
 
 @dataclass(frozen=True)
 class _Work:
-    """A plane and what is done with it, by `tiles` programs."""
+    """A plane, and the work on it by `tiles` programs."""
 
     kind: Kind
     plane: Plane
@@ -96,11 +96,11 @@ class _Work:
 
 
 class LaunchTable:
-    """The planes of a block on its device: one row for each, cut into tiles, of which a program works on one.
+    """The planes of a block, on its device: one row per plane. Planes are cut into tiles, one per program.
 
-    A box has fewer than 2^31 elements. `conversions` are pairs, in the bucket and local, of types between which the
-    kernels do not convert, and `in_torch` are matrices whose codes are not in `code_format`: torch does both, and a
-    launch only counts them in the checksum.
+    A box has fewer than 2^31 elements. `conversions` are pairs (bucket, local) of tensors between whose dtypes the
+    kernels do not convert, and `in_torch` are matrices that are quantised to another format than `code_format`: torch
+    handles both, and the launch only checksums them.
     """
 
     def __init__(
@@ -123,12 +123,12 @@ class LaunchTable:
         self.tiles = int(counts.sum())
         rows = [_row(work, first, memory.data_ptr()) for work, first in zip(self._work, self._first, strict=True)]
         self.rows = torch.tensor(rows, dtype=torch.int64).view(-1, len(Column)).to(memory.device)
-        # 4 bytes for up to 16 KiB that the tile moves.
+        # Affordable: 4 bytes per tile of up to 16 KiB.
         numbers = torch.arange(len(counts), dtype=torch.int32)
         self.row_of_tile = numbers.repeat_interleave(counts).to(memory.device)
 
     def matrix_of_tile(self, tile: int) -> Quantised:
-        """The matrix on which a program works."""
+        """The matrix that the program of this tile works on."""
         quantised = self._work[int(self.row_of_tile[tile])].quantised
         assert quantised is not None
         return quantised
@@ -142,7 +142,7 @@ def _code_format(matrix: Quantised) -> CodeFormat:
 def _copies(packed: Tensor, local: Tensor) -> Iterator[_Work]:
     if not local.numel():
         return
-    # A copy of the bucket onto itself is counted as any other.
+    # Other dtypes: torch converts, and the kernel copies the bucket onto itself, only to checksum it.
     for plane in planes(local if local.dtype == packed.dtype else packed, packed):
         cut = in_largest_units(plane)
         yield _Work(_COPIES[cut.unit_bytes], cut, -(-cut.rows * cut.columns // COPY_UNITS))

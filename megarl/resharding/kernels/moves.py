@@ -1,4 +1,4 @@
-"""Rows that machine code moves between a bucket and tensors of this rank, and matrices that it quantises."""
+"""Tables of rows that machine code moves between a bucket and this rank's tensors, and of matrices it quantises."""
 
 from collections.abc import Iterator, Sequence
 from enum import IntEnum, auto
@@ -16,7 +16,7 @@ from megarl.resharding.kernels.planes import planes
 from megarl.resharding.kernels.quantised import Quantised
 
 _POWERS_OF_TWO = {FP8_BLOCK.name: False, FP8_BLOCK_UE8M0.name: True}
-"""The number formats that are known, and whether their scales are powers of two."""
+"""Supported number formats -> whether their scales are powers of two."""
 NO_SCALES = -1
 _NO_POWERS = (0,) * 6
 
@@ -25,28 +25,29 @@ class Column(IntEnum):
     """Columns of the table."""
 
     OFFSET_BYTES = 0
-    """From the start of the bucket's memory."""
+    """Offset in the bucket's memory."""
     LOCAL = auto()
     """Address of the first row in the tensor."""
     ROWS = auto()
     ROW_BYTES = auto()
     STRIDE_BYTES = auto()
-    """From row to row of the tensor; in the bucket one follows the other."""
+    """Distance between rows of the tensor; in the bucket they are contiguous."""
     SCALES_BYTES = auto()
-    """From the start of the memory to the scales of a matrix that becomes codes, a byte each, or `NO_SCALES`."""
+    """Offset of the scales in the memory if the row is a matrix to quantise, with codes of one byte; else `NO_SCALES`.
+    """
     ROW_LOW = auto()
-    """The factor of a checksum of codes from row to row of a matrix, as `crc32.powers_of` makes it."""
+    """The multiplier that shifts a checksum by one row of codes, from `crc32.powers_of`; so are the following ones."""
     ROW_HIGH = auto()
     BLOCK_LOW = auto()
-    """From the first row of blocks to their last one."""
+    """Shifts from the first row of a row of blocks to its last row."""
     BLOCK_HIGH = auto()
     LAST_LOW = auto()
-    """The same of the last blocks, which may have fewer rows."""
+    """The same for the last row of blocks, which may have fewer rows."""
     LAST_HIGH = auto()
 
 
 class Moves(NamedTuple):
-    """A table of rows and the bucket's memory, as machine code is given them: once made, since every refit asks again.
+    """A table of rows and the bucket's memory, as arguments of machine code: built once, used in every refit.
 
     Example: `Moves.of(rows, memory)` of 3 rows and 1 MiB: `arguments` (140245101125632, 3, 140245099028480, 1048576).
     """
@@ -59,12 +60,12 @@ class Moves(NamedTuple):
 
     @classmethod
     def of(cls, rows: np.ndarray, memory: Tensor) -> "Moves":
-        """Keeps both alive."""
+        """Build the arguments; keeps the table and the memory alive."""
         return cls(rows, memory, (rows.ctypes.data, len(rows), memory.data_ptr(), memory.numel()))
 
 
 class Rule(NamedTuple):
-    """How all matrices of a table become codes.
+    """How machine code quantises the matrices of a table.
 
     Example: `Rule(torch.bfloat16, power_of_two=False)`.
     """
@@ -74,7 +75,7 @@ class Rule(NamedTuple):
 
 
 def is_known(dtype: torch.dtype, local: Tensor) -> bool:
-    """Whether machine code moves a box between a bucket in `dtype` and a tensor: no conversion, no gaps in a row.
+    """Whether machine code can move a box between a bucket in `dtype` and a tensor: same dtype, contiguous rows.
 
     Both are on the host.
     """
@@ -83,7 +84,7 @@ def is_known(dtype: torch.dtype, local: Tensor) -> bool:
 
 
 def rule_of(matrix: Quantised) -> Rule | None:
-    """How machine code quantises a matrix; None if it does not: in another format or type, or with gaps in a row."""
+    """How machine code quantises a matrix; None if it does not support the format or dtype, or the rows are strided."""
     power_of_two = _POWERS_OF_TWO.get(matrix.number_format.name)
     if power_of_two is None or not knows(matrix.local, matrix.codes, matrix.scales):
         return None
@@ -91,12 +92,12 @@ def rule_of(matrix: Quantised) -> Rule | None:
 
 
 def table_of_rows(memory: Tensor, packed: Sequence[Tensor], local: Sequence[Tensor]) -> np.ndarray:
-    """The table of what machine code moves, int64 [moves, columns], in the order of the memory.
+    """The table of what machine code moves, int64 [moves, columns], in memory order.
 
-    `packed` are views of `memory` in its order, `local` tensors of the same shapes; pairs that are not known to it are
-    left out.
+    `packed` are views of `memory` in order, `local` tensors of the same shapes. Pairs that machine code does not
+    support are left out.
     """
-    # Where nothing lies there is no address.
+    # Empty tensors have no address.
     pairs = [(there, here) for there, here in zip(packed, local, strict=True) if here.numel()]
     start = memory.data_ptr()
     rows = [row for there, here in pairs if is_known(there.dtype, here) for row in _rows(start, there, here)]
@@ -104,7 +105,7 @@ def table_of_rows(memory: Tensor, packed: Sequence[Tensor], local: Sequence[Tens
 
 
 def with_matrices(rows: np.ndarray, memory: Tensor, matrices: Sequence[Quantised]) -> np.ndarray:
-    """The table with matrices that become codes, whose rule is the same, in the order of the memory."""
+    """Merge `rows` with matrices to quantise, all of the same rule, in memory order."""
     start = memory.data_ptr()
     own = np.array([_row(start, matrix) for matrix in matrices], np.int64).reshape(-1, len(Column))
     every = np.concatenate([rows, own])

@@ -1,4 +1,4 @@
-"""Planes: a box of any strides as rows and columns of units that a kernel copies, on a GPU or on the host."""
+"""Planes: boxes with any strides as rows and columns of units that a kernel copies, on a GPU or on the host."""
 
 import itertools
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _UNIT_BYTES = (8, 4, 2, 1)
 
 @dataclass(frozen=True)
 class Plane:
-    """Rows and columns of a local tensor, at an address with strides, and where they lie in the bucket, contiguously.
+    """Rows and columns of a local tensor, by address and strides, and the address of the contiguous copy in the bucket.
 
     Sizes and strides count units of `unit_bytes`.
 
@@ -31,7 +31,7 @@ class Plane:
 
 
 def planes(local: Tensor, packed: Tensor) -> Iterator[Plane]:
-    """The planes of `local` and of `packed`, a contiguous tensor of its shape; their units are elements of `local`."""
+    """The planes of `local` and of `packed`, a contiguous tensor of the same shape; units are elements of `local`."""
     fewest = fewest_dimensions(local.shape, local.stride())
     dimensions = [(1, 0)] * (2 - len(fewest)) + fewest
     (rows, row_stride), (columns, column_stride) = dimensions[-2:]
@@ -50,7 +50,7 @@ def planes(local: Tensor, packed: Tensor) -> Iterator[Plane]:
 
 
 def in_largest_units(plane: Plane) -> Plane:
-    """The same plane in units of several elements, where these lie side by side and are aligned at both ends."""
+    """The same plane in units of several elements, if these are contiguous and aligned at both ends."""
     return next(
         Plane(
             plane.local,

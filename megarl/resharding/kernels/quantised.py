@@ -1,4 +1,4 @@
-"""Boxes that are in high precision in a rank's tensor and in a number format in a bucket."""
+"""Boxes that are in high precision in a rank's tensor, and quantised in a bucket."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from converters.number_formats import FP8_BLOCK, NumberFormat
 
 @dataclass(frozen=True)
 class Quantised:
-    """A box of one of this rank's tensors, in bfloat16 or float32, and what stands for it in the bucket.
+    """A box of one of this rank's tensors, in bfloat16 or float32, and its quantised form in the bucket.
 
-    `local` begins at the corner of a block. In the bucket lie `codes`, of its shape, and `scales`, one per block, both
-    contiguous.
+    `local` begins at the corner of a block. `codes`, of its shape, and `scales`, one per block, are contiguous views of
+    the bucket.
 
     Example: `local` bfloat16 [256, 384], `codes` [256, 384], `scales` [2, 3].
     """
@@ -25,7 +25,10 @@ class Quantised:
     number_format: NumberFormat = FP8_BLOCK
 
     def quantise(self) -> None:
-        """Make codes and scales in torch. Raises ValueError, naming the tensor, for what has none."""
+        """Write codes and scales in torch.
+
+        Raises ValueError, naming the tensor, for values that cannot be quantised.
+        """
         try:
             self.number_format.quantise_into(self.local, self.codes, self.scales)
         except ValueError as error:

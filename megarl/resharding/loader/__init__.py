@@ -1,1 +1,1 @@
-"""Whole HuggingFace tensors in shared memory, for the engine's own loader."""
+"""Passes whole HuggingFace tensors through shared memory to the engine's own loader."""

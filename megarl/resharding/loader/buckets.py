@@ -15,10 +15,10 @@ from megatron_ext import device
 
 @dataclass(frozen=True)
 class Entry:
-    """One whole HF tensor inside a bucket: contiguous, `offset_bytes` after the start of the segment.
+    """One whole HF tensor inside a bucket: contiguous, at `offset_bytes` of the segment.
 
-    One that the engine holds in a number format is there as codes and scales, or as the values of which the engine's
-    worker makes them.
+    If the engine holds the tensor in a number format, the entry has its codes and scales, or the values that the
+    engine's worker quantises.
 
     Example: `Entry("model.norm.weight", torch.bfloat16, (4096,), offset_bytes=64)`.
     """
@@ -28,20 +28,20 @@ class Entry:
     shape: tuple[int, ...]
     offset_bytes: int
     number_format: str = ""
-    """In which the engine holds the tensor; a name of `NUMBER_FORMATS`, or none."""
+    """Number format in which the engine holds the tensor, a name of `NUMBER_FORMATS`; empty if none."""
     scales_offset_bytes: int | None = None
-    """Where the scales lie, contiguously, if `dtype` are codes."""
+    """Offset of the contiguous scales, if `dtype` is that of codes."""
 
     @property
     def end_bytes(self) -> int:
-        """Where the entry ends."""
+        """End of the entry in the segment."""
         if self.scales_offset_bytes is None:
             return self.offset_bytes + _bytes(self.shape, self.dtype)
         return self.scales_offset_bytes + _bytes(self.scales_shape, NUMBER_FORMATS[self.number_format].scales)
 
     @property
     def scales_shape(self) -> tuple[int, ...]:
-        """The shape of the scales of all codes."""
+        """The shape of the tensor's scales."""
         return NUMBER_FORMATS[self.number_format].scales_box(Box.whole(self.shape)).shape
 
 
@@ -57,7 +57,7 @@ class Bucket:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the part of the segment that the entries reach over."""
+        """The size of the part of the segment that the entries span."""
         return max(entry.end_bytes for entry in self.entries)
 
 
@@ -72,7 +72,7 @@ class Quantised:
     number_format: NumberFormat
     names: Collection[str]
     as_values: Collection[str] = ()
-    """The ones among `names` that go as values: no sender has more than a part of a block, or codes share a byte."""
+    """The subset of `names` that is sent as values, because some block is split over senders or codes share a byte."""
 
 
 def cut_into_buckets(
@@ -124,7 +124,7 @@ def _entry(name: str, shape: tuple[int, ...], dtype: torch.dtype, start: int, qu
 def views(bucket: Bucket, memory: Tensor) -> dict[str, Tensor]:
     """The tensors of `bucket` as views of its segment's `memory` (uint8, one dimension), by HF name.
 
-    Scales have the names that they have in a checkpoint.
+    Scales are named as in a checkpoint.
     """
     found = {}
     for entry in bucket.entries:
@@ -137,10 +137,10 @@ def views(bucket: Bucket, memory: Tensor) -> dict[str, Tensor]:
 
 
 def loadable(bucket: Bucket, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Copies of the tensors of `bucket`, on the host, in the forms in which the engine's own loader takes them.
+    """Host copies of the tensors of `bucket`, in the form that the engine's own loader takes.
 
-    Codes are made on the device of this worker: beside a GPU it has one thread of the host, in which a refit of 30B
-    parameters in NVFP4 would take 14 minutes.
+    Values are quantised on this worker's device: a GPU worker has one CPU thread, in which a refit of 30B parameters in
+    NVFP4 would take 14 minutes.
     """
     as_values = {entry.name: entry for entry in bucket.entries if entry.number_format}
     for name, view in views(bucket, memory).items():
@@ -148,7 +148,8 @@ def loadable(bucket: Bucket, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
         if entry is None or entry.scales_offset_bytes is not None:
             yield name, view.clone()
         else:
-            # A loader may keep all tensors of a layer until it has the last: not on a GPU.
+            # Back to the host: a loader may hold all tensors of a layer until the last one comes, which a GPU may have
+            # no room for.
             for made_name, made in NUMBER_FORMATS[entry.number_format].tensors(name, view.to(device.device())):
                 yield made_name, made.to(view.device)
 

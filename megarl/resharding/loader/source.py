@@ -1,4 +1,4 @@
-"""A Megatron rank as a source of weights: its boxes of HF tensors, written where the receivers read them."""
+"""A Megatron rank as a source of weights: writes its boxes of HF tensors to segments that the receivers read."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -17,10 +17,10 @@ from megarl.resharding.shared_memory import map_segment
 
 
 class WeightSource:
-    """The part that one rank plays in every refit.
+    """The source of weights of one rank, in every refit.
 
-    The plan from the Megatron layout to whole HF tensors is made once. In each refit every rank copies its own
-    transfers into the bucket, so that a tensor cut over ranks is put together in the shared memory and nowhere else.
+    The plan from the Megatron layout to whole HF tensors is made once. In each refit every rank copies its own boxes
+    into the bucket, so a sharded tensor is assembled in the shared memory and nowhere else.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class WeightSource:
         self._segments: list[Tensor] = []
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The type of every HF tensor of which this rank sends a part."""
+        """The dtype of every HF tensor of which this rank sends a part."""
         return {name: self._tensors[sent[0].source_name].dtype for name, sent in self._transfers.items()}
 
     def cut_blocks(self, number_format: NumberFormat, names: Collection[str]) -> set[str]:
-        """Names of tensors with a block that this rank sends only in part, so it cannot quantise them."""
+        """The names of tensors of which this rank sends some block only in part, so that it cannot quantise them."""
         return {
             name
             for name in self._transfers.keys() & names
@@ -55,7 +55,7 @@ class WeightSource:
         }
 
     def sources(self, bucket: Bucket) -> set[str]:
-        """The names of this rank's tensors that the bucket's tensors are made of."""
+        """The names of this rank's tensors from which it fills the bucket."""
         return {sent.source_name for entry in bucket.entries for sent in self._transfers.get(entry.name, ())}
 
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
@@ -63,7 +63,7 @@ class WeightSource:
         self._segments = [map_segment(path, segment_bytes) for path in segments]
 
     def write(self, bucket: Bucket) -> None:
-        """Copy this rank's boxes of the bucket's tensors into the bucket's segment, or their codes and scales.
+        """Write this rank's boxes of the bucket's tensors, or their codes and scales, to the bucket's segment.
 
         Raises ValueError, naming the tensor, for weights that cannot be quantised.
         """
@@ -92,11 +92,11 @@ class WeightSource:
 
 
 def _quantise_into(number_format: NumberFormat, weight: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Write the codes and scales, on the host, of a weight wherever it is."""
+    """Quantise a weight on its own device, and write the codes and scales to the host."""
     if weight.is_cpu:
         number_format.quantise_into(weight, codes, scales)
         return
-    # Where the weight is: that is faster, and codes are half of the bytes to bring over.
+    # Quantising on the weight's device is faster, and codes are half the bytes to copy to the host.
     made_codes, made_scales = number_format.quantise(weight)
     codes.copy_(made_codes)
     scales.copy_(made_scales)

@@ -1,4 +1,4 @@
-"""Ways in which the bytes of a refit get from the trainer's ranks to the engines' workers."""
+"""Transports: how the bytes of a refit get from the trainer's ranks to the engines' workers."""
 
 from collections.abc import Mapping
 
@@ -17,11 +17,11 @@ TRANSPORTS: Mapping[str, Transport] = {
 }
 
 MAPPED_MEMORY_TRANSPORT: Mapping[str, str] = {"gloo": "shared_memory", "nccl": "cuda_ipc"}
-"""Name of the transport through memory that the ranks of one host map, by the collective backend of their device."""
+"""Collective backend of the device -> name of the transport through memory that the ranks of one host map."""
 
 
 def transport_of(rendezvous: Rendezvous) -> Transport:
-    """The transport of all ranks that meet there."""
+    """The transport of all ranks of a rendezvous."""
     between = TRANSPORTS[rendezvous.transport]
     if rendezvous.topology is None:
         return between

@@ -1,6 +1,6 @@
-"""A transport: two endpoints, between which the bytes of a bucket get from a source rank to a destination rank.
+"""Interfaces of a transport: a pair of endpoints that move a bucket's bytes from a source rank to a destination rank.
 
-Messages over a `Link` say which bytes were put where; a transport only moves bytes.
+A transport only moves bytes; messages over a `Link` say which bytes are where.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,17 +17,17 @@ from megatron_ext import device
 from megatron_ext.cuda_memory import CudaMemoryError, OwnMemory
 
 BUCKETS = 2
-"""Buckets of each rank: one is filled or emptied while the other one moves."""
+"""Buckets of each rank: one is filled or emptied while the other is in transfer."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
     """Addresses by which the ranks of a transfer find each other; the same for all of them.
 
-    `listeners` are the addresses of the sending ranks, and `senders` is how errors call one; `relay_listeners` are the
-    addresses of destination ranks that relay. `store` is the address of torch's key-value store, where one is
-    needed. `timeout_s` is how long a rank waits for any sign of another. With a `topology`, `transport` is that between
-    its nodes, and ranks of one node go through memory that both map.
+    `listeners` are the addresses of the sending ranks, and `senders` is what error messages call one; `relay_listeners`
+    are the addresses of destination ranks that relay. `store` is the address of torch's key-value store, if the
+    transport needs one. `timeout_s` is how long a rank waits for a sign of life from another. With a `topology`,
+    `transport` applies between its nodes, and ranks of one node use memory that both map.
 
     Example: two trainer ranks and four workers on one host: `Rendezvous("shared_memory", key, [("10.0.0.1", 40001),
     ("10.0.0.1", 40002)], store=None, destinations=4, timeout_s=600.0)`.
@@ -43,11 +43,13 @@ class Rendezvous:
     senders: str = "trainer rank"
     topology: Topology | None = None
     with_checksum: bool = True
-    """Whether all messages, relayed ones too, come with one."""
+    """Whether all messages, including relayed ones, carry a checksum."""
     with_changes: bool = False
-    """Whether messages of the sending ranks may come as changes; only with checksums."""
+    """Whether sources may send messages as changes; requires checksums."""
     by_hardware: bool = False
-    """Whether all ranks have ports for rdma, which are to read memory of GPUs by themselves, or not at all."""
+    """Whether all ranks have RDMA ports: network cards must then read GPU memory themselves, and UCX's slow copies in
+    software are an error.
+    """
 
     def __post_init__(self) -> None:
         if self.with_changes and not self.with_checksum:
@@ -56,7 +58,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Readable:
-    """A contiguous tensor that another process may read where it is.
+    """A contiguous tensor that another process may read in place.
 
     Example: `Readable(140245101125632, (4096, 2048), torch.bfloat16)`.
     """
@@ -68,82 +70,82 @@ class Readable:
 
 @dataclass(frozen=True)
 class ZeroCopyPiece:
-    """A piece that skips the buckets: its place in a message, its address at the source, and its own tensor.
+    """A piece that skips the buckets: its range in the message, its address at the source, and its target tensor.
 
-    Without `into` it is read into the bucket after all, at its place in the message.
+    If `into` is None, it is read into the bucket after all, at its range in the message.
     """
 
     start: int
     stop: int
-    """The aligned end."""
+    """End of the range, with the padding that aligns the next piece."""
     address: int
     size_bytes: int
     into: Tensor | None = None
     into_address: int = 0
-    """Where that tensor lay when its memory was registered: after a sleep it may lie elsewhere."""
+    """Address of `into` when its memory was registered; after a sleep it may be elsewhere."""
 
 
 class SendEndpoint(Protocol):
-    """The endpoint of a source rank, which has `BUCKETS` buckets (uint8, one dimension)."""
+    """The endpoint of a source rank, with `BUCKETS` buckets (uint8 [size])."""
 
     buckets: Sequence[Tensor]
 
     def share(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let destinations read these contiguous tensors where they are, if the transport can; before any `offer`."""
+        """Let destinations read these contiguous tensors in place, if the transport can. Called before any `offer`."""
 
     def offer(self, destination: int) -> Any:
-        """Information for the endpoint of one destination; it can be pickled."""
+        """Return what the endpoint of one destination needs to connect; it can be pickled."""
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
-        """Begin to move the first bytes of a bucket, which stays as it is until the destination acknowledged it."""
+        """Begin to move the first bytes of a bucket, which must not change until the destination acknowledges it."""
 
     def all_connected(self) -> None:
-        """Take note that all receivers have taken up the offer."""
+        """Called when all receivers have accepted their offers."""
 
     def close(self) -> None:
         """Free the buckets."""
 
 
 class RecvEndpoint(Protocol):
-    """The endpoint of a destination rank; at most `pulls_at_once` pulls are in flight, and end in their order."""
+    """The endpoint of a destination rank. At most `pulls_at_once` pulls are in flight, and they complete in order."""
 
     pulls_at_once: int
 
     def connect(self, source: int, offer: Any) -> None:
-        """Take up the offer of a source, or begin to."""
+        """Accept the offer of a source, or begin to."""
 
     def all_connected(self) -> None:
-        """Return when all offers are taken up. Raises TransferError if one cannot be."""
+        """Return when all offers are accepted. Raises TransferError if one cannot be."""
 
     def readable(self, source: int) -> Mapping[str, Readable]:
-        """The tensors of a source, by name, that can be read where they are; after `connect`."""
+        """The tensors of a source, by name, that can be read in place. Called after `connect`."""
 
     def take_into(self, places: Sequence[Tensor]) -> None:
-        """Let what is read go into these, too."""
+        """Prepare these tensors as targets of zero-copy reads."""
 
     def pull(
         self, source: int, bucket: int, size_bytes: int, zero_copy: Sequence[ZeroCopyPiece] = ()
     ) -> Callable[[], Tensor]:
         """Begin to fetch what a source has pushed; calling the result waits and gives the bucket it is in (uint8).
 
-        The `zero_copy` pieces, in the order of the message, are read where they are.
+        The `zero_copy` pieces, in message order, are read in place at the source.
         """
 
     def close(self) -> "Sequence[RecvEndpoint]":
-        """Free what belongs to the transfer, and return nothing; or the endpoints that are to be closed again later.
+        """Free the endpoint's memory. Returns the endpoints that must be closed again later, normally none.
 
-        Something may still be read into their memory, which has to stay until then.
+        A returned endpoint still has reads in flight into its memory, which must stay until then.
         """
 
 
 class OnlyBuckets:
-    """The part of an endpoint that reads nothing but buckets."""
+    """Mixin for endpoints without zero copy."""
 
     def share(self, tensors: Mapping[str, Tensor]) -> None:
         """Do nothing."""
 
     def readable(self, source: int) -> Mapping[str, Readable]:  # noqa: ARG002
-        """Nothing can be read."""
+        """No tensors can be read in place."""
         return {}
 
     def take_into(self, places: Sequence[Tensor]) -> None:
@@ -152,16 +154,16 @@ class OnlyBuckets:
 
 @dataclass(frozen=True)
 class Transport:
-    """Makers of both ends: (rendezvous, rank, bytes of a bucket).
+    """Factories of both endpoints, called with (rendezvous, rank, bucket size in bytes).
 
-    A sending end that goes between machines also gets its buckets, where there are some. A receiving end also gets what
-    it calls now and then while it waits, which raises what is to end that.
+    The sending endpoint of a transport between machines may also be given existing buckets. The receiving endpoint is
+    also given a function that it calls regularly while it waits; an error that it raises ends the wait.
     """
 
     send_endpoint: Callable[..., SendEndpoint]
     recv_endpoint: Callable[[Rendezvous, int, int, Callable[[], None]], RecvEndpoint]
     abort_rendezvous: Callable[[Rendezvous, str], None] = lambda _rendezvous, _reason: None
-    """Lets ranks that meet by the transport itself, and not over links, give up for a reason."""
+    """Makes ranks fail with a reason that wait for each other in the transport itself, not over links."""
     needs_store: bool = False
 
 
@@ -171,7 +173,7 @@ def new_buckets(size_bytes: int) -> list[Tensor]:
 
 
 def own_memory(size_bytes: int) -> OwnMemory:
-    """Memory for a bucket that others map, or read by a network card. Raises TransferError if there is none."""
+    """Allocate memory that other processes map or network cards read. Raises TransferError if there is not enough."""
     try:
         return OwnMemory(size_bytes)
     except CudaMemoryError as error:

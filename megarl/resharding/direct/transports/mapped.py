@@ -1,6 +1,6 @@
-"""Memory that both ranks have mapped: a destination reads the source's bucket where it is, and nothing is moved.
+"""Memory that both ranks map: a destination reads the source's bucket in place, and the transport moves nothing.
 
-On one host, that is shared memory; on GPUs which reach each other's memory, CUDA IPC.
+It is shared memory on a host, and CUDA IPC on GPUs that can access each other's memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _WITHOUT = "if the run is on one machine, refit.transport=rdma or tcp do without
 class CudaSegment:
     """New memory on this process's GPU: `memory` (uint8 [size_bytes]), and a handle for processes that reach the GPU.
 
-    It stays while receivers map it, and until `close`; no receiver has to live for that.
+    It stays allocated until `close` and as long as receivers map it, and does not depend on their staying alive.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -36,9 +36,9 @@ class CudaSegment:
         self.memory = self._own.tensor
 
     def handle(self) -> tuple[str, bytes]:
-        """The GPU's UUID and CUDA's handle, for any number of `MappedCudaSegment`.
+        """The GPU's UUID and the CUDA IPC handle, for any number of `MappedCudaSegment`.
 
-        Raises TransferError, with CUDA's reason, where memory of this GPU is not shared at all.
+        Raises TransferError, with CUDA's reason, if memory of this GPU cannot be shared.
         """
         try:
             return device.uuid(), self._own.handle()
@@ -49,7 +49,7 @@ class CudaSegment:
             ) from error
 
     def all_mapped(self) -> None:
-        """Do nothing: the memory is needed."""
+        """Do nothing: the handle stays valid until `close`."""
 
     def close(self) -> None:
         """Free the memory."""
@@ -57,17 +57,17 @@ class CudaSegment:
 
 
 class MappedCudaSegment:
-    """The segment of a handle: `memory` (uint8 [size_bytes]), for torch on this process's GPU, wherever it lies.
+    """A mapped CUDA segment: `memory` (uint8 [size_bytes]), a tensor on this process's GPU, wherever its memory is.
 
-    Raises TransferError, with CUDA's reason, where this GPU does not reach the memory of the other.
+    Raises TransferError, with CUDA's reason, if this GPU cannot access the other's memory.
     """
 
     def __init__(self, handle: tuple[str, bytes], size_bytes: int) -> None:
         uuid, there = handle
         if not device.reaches(uuid):
             raise _unreachable(uuid, "they are no peers")
-        # Each process numbers the GPUs that it sees, and may not see the other. CUDA maps memory of any GPU of the
-        # host, seen or not, into the address space of the one that is asked.
+        # GPU indices differ between processes, and the other GPU may not be visible here, hence the UUID. CUDA maps
+        # memory of any GPU of the host, visible or not, into the address space of this one.
         try:
             self._mapped = MappedMemory(there, size_bytes)
         except CudaMemoryError as error:
@@ -80,7 +80,7 @@ class MappedCudaSegment:
 
 
 class MappedSegment:
-    """The segment of a handle, on one host: `memory` (uint8 [size_bytes])."""
+    """A mapped segment of host memory: `memory` (uint8 [size_bytes])."""
 
     def __init__(self, handle: str, size_bytes: int) -> None:
         self.memory = map_segment(handle, size_bytes)
@@ -101,14 +101,14 @@ def _unreachable(uuid: str, reason: str) -> TransferError:
 
 
 class MappedSendEndpoint(OnlyBuckets):
-    """The buckets lie in `segments`."""
+    """The sending endpoint; its buckets are the `segments`."""
 
     def __init__(self, segments: Sequence[_Own]) -> None:
         self._segments = segments
         self.buckets: Sequence[Tensor] = [segment.memory for segment in segments]
 
     def offer(self, destination: int) -> Any:  # noqa: ARG002
-        """The segments' size and handles."""
+        """The size and handles of the segments."""
         return len(self.buckets[0]), [segment.handle() for segment in self._segments]
 
     def push(self, bucket: int, size_bytes: int, destination: int) -> None:
@@ -128,7 +128,7 @@ class MappedSendEndpoint(OnlyBuckets):
 
 
 class MappedRecvEndpoint(OnlyBuckets):
-    """The segments of all sources."""
+    """The receiving endpoint, which maps the segments of all sources."""
 
     pulls_at_once = 2**30
 
@@ -167,7 +167,7 @@ class MappedRecvEndpoint(OnlyBuckets):
 
 def _mapped(create: Callable[[int], _Own], map_memory: Callable[[Any, int], _Mapped]) -> Transport:
     def send_endpoint(_rendezvous: Rendezvous, _rank: int, bucket_bytes: int) -> MappedSendEndpoint:
-        # There is no memory of no bytes, which a rank has that sends nothing.
+        # A rank that sends nothing has buckets of 0 bytes, which cannot be allocated.
         return MappedSendEndpoint([create(max(bucket_bytes, 1)) for _ in range(BUCKETS)])
 
     def recv_endpoint(

@@ -1,7 +1,7 @@
-"""An agent of NIXL: it lets other processes read memory of this one, and reads theirs, without their help.
+"""An agent of NIXL: lets other processes read this one's memory, and reads theirs, without the other CPU's help.
 
-UCX, below NIXL, takes the best way that it finds between two processes: InfiniBand or RoCE, with GPUDirect where the
-memory is a GPU's; memory of the host between processes of one; else TCP.
+UCX, below NIXL, picks the best path between two processes: InfiniBand or RoCE, with GPUDirect for GPU memory; shared
+memory on one host; else TCP.
 """
 
 import sys
@@ -24,28 +24,29 @@ from megarl.resharding.direct.connections import TransferError
 from megatron_ext import device
 
 INSTALL = "pip install nixl-cu12, or nixl-cu13 beside a torch for CUDA 13"
-"""Advice where there is no NIXL."""
+"""How to install NIXL, for error messages."""
 _PACKAGES = ("nixl_cu12", "nixl_cu13")
 
-# An operator's own UCX_TCP_TX_SEG_SIZE wins. At UCX's 8 KiB a read over TCP moves half as many bytes a second.
+# The operator's own UCX_TCP_TX_SEG_SIZE takes precedence. UCX's default of 8 KiB halves the throughput of reads over
+# TCP.
 _UCX = ("TCP_TX_SEG_SIZE=512k", "TCP_RX_SEG_SIZE=512k")
-# A card of mlx5 that gets short answers inline (64 bytes, UCX 1.23) reads no fewer than 65, and below that UCX has but
-# software for memory of a GPU. Changes of a norm are fewer.
+# With inline responses (64 bytes by default, UCX 1.23), mlx5 cards only do reads of at least 65 bytes, and for shorter
+# reads of GPU memory UCX has only the software path. The changes of a norm can be shorter.
 _BY_HARDWARE = ("PROTO_EMULATION_ENABLE=n", "IB_TX_INLINE_RESP=0")
 _PROGRESS_US = 10_000
 _POLL_S = 1e-4
 _CHECK_S = 0.1
 _DRAIN_S = 2.0
-"""The time in which reads have to end before their agent is closed: those of ranks that live mostly take milliseconds,
-and those of a machine that is gone, over InfiniBand, eight seconds.
+"""How long `close` waits for reads in flight. Reads from live ranks mostly take milliseconds; reads from a dead machine
+over InfiniBand take eight seconds to fail.
 """
 
 
 @dataclass(frozen=True)
 class RemoteMemory:
-    """Everything an agent has to know to read regions of another agent's memory.
+    """Everything an agent needs to read regions of another agent's memory.
 
-    `index` is the number of the GPU if `kind` is cuda.
+    `index` is the GPU's index if `kind` is cuda.
 
     Example: `RemoteMemory(b"...", "cpu", 0, (140245101125632,))`.
     """
@@ -57,17 +58,20 @@ class RemoteMemory:
 
 
 def is_installed() -> bool:
-    """Whether a package of NIXL is here."""
+    """Whether a NIXL package is installed."""
     return _package() is not None
 
 
 def has_port(root: Path = Path("/")) -> bool:
-    """Whether this process may use a port of InfiniBand, RoCE or EFA that is up; UCX has memory and sockets else."""
+    """Whether this process can use an InfiniBand, RoCE or EFA port that is up.
+
+    Without one UCX has only shared memory and sockets.
+    """
     return bool(active_ports(root))
 
 
 def check_installed() -> None:
-    """Raise UserError if no package of NIXL is here."""
+    """Raise UserError if no NIXL package is installed."""
     if not is_installed():
         raise UserError(
             f"refit.transport=rdma needs NIXL, which is not installed for {sys.executable}: {INSTALL}, or set"
@@ -76,13 +80,13 @@ def check_installed() -> None:
 
 
 class NixlAgent:
-    """An agent; `name` is unique among its peers'. After a `close` that succeeds nothing reads or writes its memory.
+    """An agent; `name` must be unique among its peers. After a successful `close` nothing reads or writes its memory.
 
-    One that `is_read` has a thread of NIXL's, which answers where the way is not one-sided by itself, as sockets are,
-    and sleeps while nothing happens. One that only reads does all in the calls of its methods.
+    With `is_read` it has a NIXL progress thread, which answers reads over paths that are not one-sided, such as
+    sockets, and sleeps when idle. An agent that only reads makes progress inside its method calls.
 
-    Where no network card and no other way reaches memory by itself, UCX copies it in software, over sockets or not:
-    many times slower, with nothing said. With `by_hardware` such a read fails, unless UCX_PROTO_EMULATION_ENABLE=y.
+    If no network card or other path can access the memory directly, UCX silently emulates the read in software, which
+    is many times slower. With `by_hardware` such a read fails, unless UCX_PROTO_EMULATION_ENABLE=y.
     """
 
     def __init__(self, name: str, *, is_read: bool, by_hardware: bool = False) -> None:
@@ -96,11 +100,14 @@ class NixlAgent:
         self._reads: list[Read] = []
 
     def register(self, regions: Sequence[Tensor]) -> RemoteMemory:
-        """Let others read `regions`, and let own reads go there: contiguous tensors on one device, which stay alive."""
+        """Register `regions`, contiguous tensors on one device, for reads by peers and as targets of own reads.
+
+        The caller keeps them alive.
+        """
         first = regions[0]
         index = max(first.get_device(), 0)
         described = [(region.data_ptr(), region.numel() * region.element_size(), index, "") for region in regions]
-        # A region that is there twice ends the process (1.5) when it is registered no more.
+        # Deduplicated: NIXL 1.5 crashes the process when a region that was registered twice is deregistered.
         registration = self._nixl.nixlRegDList(self._kind(first.device.type), list(dict.fromkeys(described)))
         with self._errors(f"registering memory of {first.device} for RDMA (ulimit -l)"):
             self._agent.registerMem(registration)
@@ -108,14 +115,14 @@ class NixlAgent:
         return RemoteMemory(self._agent.getLocalMD(), first.device.type, index, [each[0] for each in described])
 
     def add(self, memory: RemoteMemory, peer: str) -> str:
-        """Get to know the agent of `peer`; its name, for reads."""
+        """Add the agent of `peer`. Returns the agent's name, for reads."""
         with self._errors(f"connecting with {peer}"):
             name = self._agent.loadRemoteMD(memory.metadata).decode()
         self._peers.append(name)
         return name
 
     def begin_reads(self, reads: Sequence[tuple[Tensor, int]], memory: RemoteMemory, name: str, peer: str) -> "Read":
-        """Begin to fill contiguous tensors, each from an address in registered memory of the agent, all in one read."""
+        """Begin one read that fills contiguous tensors, each from an address in the other agent's registered memory."""
         own = [(into.data_ptr(), into.nbytes, max(into.get_device(), 0)) for into, _ in reads]
         remote = [(address, into.nbytes, memory.index) for into, address in reads]
         nixl = self._nixl
@@ -132,9 +139,10 @@ class NixlAgent:
         return read
 
     def finish(self, read: "Read", timeout_s: float, check: Callable[[], None]) -> None:
-        """Wait for a read. Raises TransferError if it failed, or is not done within the time, and what `check` raises.
+        """Wait for a read.
 
-        It is called now and then, for news that make the wait vain.
+        Raises TransferError if it failed or takes longer than `timeout_s`, and whatever `check` raises. `check` is
+        called regularly, to learn of events that make waiting pointless.
         """
         now = time.monotonic()
         deadline, next_check = now + timeout_s, now + _CHECK_S
@@ -151,11 +159,12 @@ class NixlAgent:
         self._agent.releaseXferReq(read.handle)
 
     def close(self) -> bool:
-        """End all connections, and let nobody read any more; False if a read of its own goes on, and with it all else.
+        """Close all connections and deregister all memory.
 
-        This agent and the memory that it reads into have to stay then, until it is closed again. NIXL (1.5) does not
-        end what is under way: it frees what the read still needs, and that UCX uses it afterwards ends the process; the
-        other one, too, where UCX sends replies, as it does over sockets.
+        Returns False, and leaves all as it is, if own reads are in flight. This agent and the memory that it reads into
+        must then be kept until it is closed again. NIXL (1.5) does not cancel a read in flight: it frees what the read
+        still needs, and UCX's use after free crashes the process. It crashes the peer, too, on paths where UCX sends
+        replies, such as sockets.
         """
         if self._agent is None:
             return True
@@ -168,12 +177,15 @@ class NixlAgent:
         for registration in self._registered:
             self._agent.deregisterMem(registration)
         self._reads, self._peers, self._registered = [], [], []
-        # The end of the agent is that of its thread.
+        # Destroying the agent ends its thread.
         self._agent = None
         return True
 
     def _drain(self) -> bool:
-        """Wait for a short time until no read is under way, however reads end; whether that came to be."""
+        """Wait at most `_DRAIN_S` until no read is in flight; failed reads count as ended.
+
+        Returns whether that is so.
+        """
         deadline = time.monotonic() + _DRAIN_S
         while not all(map(self._is_over, self._reads)):
             if time.monotonic() > deadline:
@@ -205,7 +217,7 @@ class NixlAgent:
 
 @dataclass(eq=False)
 class Read:
-    """A read that has begun."""
+    """A read in flight."""
 
     agent: NixlAgent
     handle: int
@@ -218,11 +230,11 @@ class Read:
 
 
 def _create_agent(nixl: ModuleType, name: str, ucx: Sequence[str], *, with_thread: bool) -> Any:
-    """An agent whose thread, if it has one, sleeps until UCX has something to do.
+    """Create an agent whose thread, if it has one, sleeps until UCX has something to do.
 
-    The thread of an agent that `nixl_agent` of nixl 1.5 makes asks UCX without a pause, at the cost of a core of every
-    rank, since it sets `pthrDelay` to 0 and has no argument for it: hence the classes below it. In microseconds, it is
-    how long the thread sleeps where no event of UCX's wakes it.
+    Uses NIXL's low-level classes because `nixl_agent` of nixl 1.5 sets `pthrDelay` to 0 and has no argument for it: its
+    thread polls UCX without a pause, which costs every rank a core. `pthrDelay` is how long, in microseconds, the
+    thread sleeps if no UCX event wakes it.
     """
     config = nixl.nixlAgentConfig()
     config.useProgThread, config.pthrDelay = with_thread, _PROGRESS_US
@@ -237,7 +249,7 @@ def _bindings() -> ModuleType:
 
 
 def _package() -> str | None:
-    """The package for torch's CUDA, where there are several."""
+    """The installed NIXL package, preferably the one for torch's CUDA; None if there is none."""
     ending = f"_cu{device.cuda_version().partition('.')[0]}"
     found = [package for package in _PACKAGES if find_spec(package)]
     return next((package for package in found if package.endswith(ending)), found[0] if found else None)

@@ -1,7 +1,7 @@
-"""A transport for each pair: memory that both map where they are on one node, another transport between nodes.
+"""Chooses a transport per pair of ranks: mapped memory on one node, another transport between nodes.
 
-A rank has the same two buckets for all its peers. A source's lie in mapped memory, from which the other transport sends
-or is read as from any; what comes out of mapped memory needs no bucket of a destination.
+A rank uses the same two buckets for all its peers. A source's buckets are mapped memory, which serves the other
+transport as well as any memory. A destination needs no bucket for what it reads from mapped memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from megarl.resharding.direct.transports.endpoint import (
 
 
 class PerPairSendEndpoint:
-    """Both ways out of the buckets of `within`; `is_within` says by which one a destination is reached."""
+    """Sends from the buckets of `within` by either transport; `is_within` says which one reaches a destination."""
 
     def __init__(self, within: SendEndpoint, between: SendEndpoint, is_within: Callable[[int], bool]) -> None:
         self._within, self._between, self._is_within = within, between, is_within
@@ -45,7 +45,7 @@ class PerPairSendEndpoint:
         self._between.all_connected()
 
     def close(self) -> None:
-        """Leave the peers of both ways, and free the buckets."""
+        """Close both endpoints and free the buckets."""
         self.buckets = []
         self._between.close()
         self._within.close()
@@ -55,7 +55,7 @@ class PerPairSendEndpoint:
 
 
 class PerPairRecvEndpoint:
-    """Both ways in; `is_within` says by which one a source is reached."""
+    """Receives by either transport; `is_within` says which one reaches a source."""
 
     def __init__(self, within: RecvEndpoint, between: RecvEndpoint, is_within: Callable[[int], bool]) -> None:
         self._within, self._between, self._is_within = within, between, is_within
@@ -86,7 +86,7 @@ class PerPairRecvEndpoint:
         return self._way(source).pull(source, bucket, size_bytes, zero_copy)
 
     def close(self) -> Sequence[RecvEndpoint]:
-        """Leave the peers of both ways. See `RecvEndpoint.close`."""
+        """Close both endpoints. See `RecvEndpoint.close`."""
         return [*self._between.close(), *self._within.close()]
 
     def _way(self, source: int) -> RecvEndpoint:
@@ -94,7 +94,7 @@ class PerPairRecvEndpoint:
 
 
 def per_pair(within: Transport, between: Transport) -> Transport:
-    """The transport by which ranks go `within` a node of the rendezvous' topology, and `between` nodes."""
+    """Combine two transports: `within` a node of the rendezvous' topology, and `between` nodes."""
 
     def send_endpoint(rendezvous: Rendezvous, rank: int, bucket_bytes: int) -> PerPairSendEndpoint:
         inside = within.send_endpoint(rendezvous, rank, bucket_bytes)

@@ -1,8 +1,8 @@
-"""One-sided reads, by NIXL: a bucket is registered memory, which a destination reads when it is announced.
+"""One-sided reads by NIXL: a bucket is registered memory, which a destination reads once it is announced.
 
-A source posts nothing and waits for nobody: no communicator belongs to a pair, and a destination that dies leaves
-nothing behind. All that a destination has to know of a source is its offer. Through sockets UCX has the source send
-what is read, and a destination that dies in the middle of that may end the source's process, too (UCX 1.23).
+A source posts nothing and waits for nobody: pairs have no communicator, and a destination that dies leaves nothing
+behind. All that a destination needs to know about a source is its offer. The exception is sockets: there UCX makes the
+source send the data, and a destination that dies in the middle may crash the source's process, too (UCX 1.23).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,23 +28,22 @@ from megatron_ext import device
 from megatron_ext.cuda_memory import OwnMemory
 
 _SMALLEST_BYTES = 1
-"""No bucket has less: a rank that nothing comes to has buckets without any bytes, which are not registered everywhere.
-"""
+"""Minimum bucket size: a rank that receives nothing would have empty buckets, which cannot be registered everywhere."""
 _TRIAL_BYTES = 4 * 2**20
-"""Bytes that are read when two ranks meet, so that an error on the way between them shows then: as many as go the way
-of a whole bucket, which is another than that of few bytes.
+"""Bytes of the trial read when two ranks connect, which reveals a broken path early. It is large enough to take the
+protocol of a whole bucket, since UCX uses another one for few bytes.
 """
 _NO_WAY = (
     "no network card reads from there by itself; look at the ports of both machines and the fabric between them"
     " (ibstat, ib_read_bw), at GPUDirect on the other machine (megarl doctor), and at UCX_NET_DEVICES and UCX_TLS,"
     " which may leave sockets alone. UCX_PROTO_EMULATION_ENABLE=y lets software copy, many times slower"
 )
-"""The remedy where nothing is known to keep network cards from the memory of GPUs here."""
+"""The remedy if there is no known obstacle to GPUDirect on this machine."""
 
 
 @dataclass(frozen=True)
 class RdmaOffer:
-    """The buckets of a source, as a destination has to know them, and tensors that it may read where they are."""
+    """Everything a destination needs to read a source's buckets, and the tensors that it may read in place."""
 
     memory: RemoteMemory
     bucket_bytes: int
@@ -52,7 +51,7 @@ class RdmaOffer:
 
 
 class RdmaSendEndpoint:
-    """Two buckets that destinations read."""
+    """The sending endpoint: two buckets that destinations read."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int, buckets: Sequence[Tensor] = ()) -> None:
         self._agent = NixlAgent(f"{rendezvous.senders} {rank}", is_read=True, by_hardware=_by_hardware(rendezvous))
@@ -62,10 +61,10 @@ class RdmaSendEndpoint:
         self._tensors: Mapping[str, Readable] = {}
 
     def share(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `SendEndpoint.share`; host memory alone.
+        """See `SendEndpoint.share`; shares host memory only.
 
-        A GPU packs and unpacks far faster than its network card moves, and its memory, once registered, would have to
-        stay where it is when an engine sleeps or a trainer is offloaded.
+        A GPU packs and unpacks far faster than its network card transfers. Its memory, once registered, could also not
+        be freed when an engine sleeps or a trainer is offloaded.
         """
         on_host = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "cpu"}
         if on_host:
@@ -85,14 +84,14 @@ class RdmaSendEndpoint:
         """Do nothing."""
 
     def close(self) -> None:
-        """Let nobody read any more, and free the buckets."""
+        """End all reads by peers, and free the buckets."""
         self._agent.close()
         self.buckets = []
         _close(self._own)
 
 
 class RdmaRecvEndpoint:
-    """Two buckets of its own, into which reads go in turn."""
+    """The receiving endpoint: reads into its own two buckets in turn."""
 
     pulls_at_once = BUCKETS
 
@@ -110,7 +109,7 @@ class RdmaRecvEndpoint:
         self._pulls = count()
 
     def connect(self, source: int, offer: RdmaOffer) -> None:
-        """Get to know the source's buckets, and begin to read from one, as much as goes the way of a whole message."""
+        """Accept the offer of a source, and begin a trial read of `_TRIAL_BYTES` from one of its buckets."""
         self._offers[source] = offer
         self._names[source] = self._agent.add(offer.memory, self._peer(source))
         first = self._buckets[0][: min(offer.bucket_bytes, _TRIAL_BYTES)], offer.memory.addresses[0]
@@ -118,7 +117,7 @@ class RdmaRecvEndpoint:
             self._first_reads.append(self._begin_reads(source, [first]))
 
     def all_connected(self) -> None:
-        """Wait until something was read from each source: then there is a way to all of them."""
+        """Wait for the trial reads, which prove that there is a path to every source."""
         for read in self._first_reads:
             with self._trial():
                 read.finish(self._timeout_s, self._check)
@@ -143,7 +142,7 @@ class RdmaRecvEndpoint:
         return partial(self._finish, self._begin_reads(source, list(reads)), own)
 
     def close(self) -> "Sequence[RdmaRecvEndpoint]":
-        """Leave the sources and free the buckets, unless a read goes on for too long. See `NixlAgent.close`."""
+        """Disconnect from the sources and free the buckets, unless a read is still in flight; see `NixlAgent.close`."""
         self._buckets = []
         if not self._agent.close():
             return [self]
@@ -158,7 +157,7 @@ class RdmaRecvEndpoint:
         except TransferError as error:
             if not self._by_hardware:
                 raise
-            # A source that is gone, of which NIXL says no less, says so itself.
+            # The error may also mean a dead source, which its link reports more clearly.
             self._check()
             here = gpudirect_obstacle()
             reason = f"network cards do not reach the memory of GPUs here: {here}; {GPUDIRECT}" if here else _NO_WAY
@@ -189,7 +188,7 @@ def _close(memories: Sequence[OwnMemory]) -> None:
 
 
 def _reads(own: Tensor, bucket: int, zero_copy: Sequence[ZeroCopyPiece]) -> Iterator[tuple[Tensor, int]]:
-    """The reads of a message: zero-copy pieces from where they are, all between from the bucket at this address."""
+    """The reads of a message: zero-copy pieces from their tensors, all between from the bucket at address `bucket`."""
     at = 0
     for each in zero_copy:
         if at < each.start:

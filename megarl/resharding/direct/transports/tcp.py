@@ -1,9 +1,9 @@
-"""Sends and receives of torch.distributed by gloo, over TCP, between ranks on any machines.
+"""Sends and receives over TCP by gloo of torch.distributed, between ranks on any machines.
 
-Source and destination ranks meet in a process group of their own, made from a store: the default groups of the
-trainer and of the engine know nothing of it. Destination i has rank sources + i in it. A GPU's buckets go by way of the
-host: gloo sends from there alone, and NCCL would make a communicator for each pair, in which a send waits for a receive
-that is posted only when the send is announced.
+Source and destination ranks share a process group of their own, created from a store and independent of the default
+groups of trainer and engine. Destination i has rank sources + i in it. GPU buckets are copied through host memory: gloo
+sends only from there. NCCL would need a communicator per pair, in which a send blocks until the receive is posted,
+which here happens only after the send is announced.
 """
 
 import socket
@@ -35,16 +35,16 @@ from megatron_ext import device
 _ARRIVED, _NEWS, _ALL_HERE = "arrived", "news", "all ranks are here"
 _ANSWER = timedelta(seconds=5)
 _LATE_S = 1.0
-"""Seconds for which torch's own error is waited for when the time is over: it says more."""
+"""Seconds to wait beyond the timeout for torch's own error, which says more."""
 
 _CAUSES = (("Timed out", " (refit.timeout_s)"), ("closed by peer", ", as a rank is gone"))
-"""Gloo's words, and ours."""
+"""Gloo's words -> ours."""
 
 R = TypeVar("R")
 
 
 class TcpSendEndpoint(OnlyBuckets):
-    """Two buckets, and the sends that are under way from them."""
+    """The sending endpoint: two buckets, and the sends in flight from them."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, bucket_bytes: int, buckets: Sequence[Tensor] = ()) -> None:
         self._timeout_s = rendezvous.timeout_s
@@ -73,7 +73,7 @@ class TcpSendEndpoint(OnlyBuckets):
 
 
 class TcpRecvEndpoint(OnlyBuckets):
-    """Two buckets of its own, into which pulls go in turn."""
+    """The receiving endpoint: receives into its own two buckets in turn."""
 
     pulls_at_once = BUCKETS
 
@@ -122,46 +122,47 @@ class TcpRecvEndpoint(OnlyBuckets):
 
 @dataclass(frozen=True)
 class Wire:
-    """A bucket and its memory on the host, which is the bucket itself where that lies there."""
+    """A bucket and its host memory, which is the bucket itself if it is on the host."""
 
     bucket: Tensor
     on_host: Tensor
 
     @classmethod
     def of(cls, bucket: Tensor) -> "Wire":
-        """The wire of a bucket on any device."""
+        """Make the wire of a bucket on any device."""
         return cls(bucket, bucket if bucket.device.type == "cpu" else device.host_memory(len(bucket)))
 
     def filled(self, size_bytes: int) -> Tensor:
-        """The first bytes on the host, as they are in the bucket."""
+        """Copy the first `size_bytes` of the bucket to the host; return them there."""
         if self.on_host is not self.bucket:
             self.on_host[:size_bytes].copy_(self.bucket[:size_bytes])
         return self.on_host[:size_bytes]
 
     def emptied(self, size_bytes: int) -> Tensor:
-        """The bucket, with its first bytes as they are on the host."""
+        """Copy the first `size_bytes` on the host to the bucket; return the bucket."""
         if self.on_host is not self.bucket:
             self.bucket[:size_bytes].copy_(self.on_host[:size_bytes])
         return self.bucket
 
 
 def _join(rendezvous: Rendezvous, rank: int) -> Any:
-    """The process group of all sources and destinations; returns when all of them have come."""
+    """Join the process group of all sources and destinations; returns when all of them have."""
     if rendezvous.store is None:
         raise ValueError("a rendezvous without a store")
     timeout = timedelta(seconds=rendezvous.timeout_s)
     size = len(rendezvous.listeners) + rendezvous.destinations
     with _errors("rendezvous", rank):
-        # Inside gloo a rank would wait for one that is gone until the time is over, and hear of nothing.
+        # Meet at the store first: inside gloo a rank would wait for a dead rank until the timeout, deaf to an abort.
         wait_for_all = partial(_wait_for_all, rendezvous.store, size, timeout)
         store = _answered(timeout, wait_for_all, _named(rendezvous.store))
         return _answered(timeout, partial(_gloo, store, rank, size, timeout), "another rank")
 
 
 def _answered(timeout: timedelta, ask: Callable[[], R], who: str) -> R:
-    """The answer that `ask` gets from `who`. Raises TransferError if there is none in time, and else what `ask` does.
+    """Run `ask` in a thread and return its answer.
 
-    torch waits without end for a store whose process stands still, and the thread that asks is left behind then.
+    Raises TransferError if `who` is silent too long, else what `ask` raises. torch waits forever for a store whose
+    process is suspended; the thread is then abandoned.
     """
     answer = Future[R]()
     Thread(target=_ask, args=(answer, ask), name="store of a refit", daemon=True).start()
@@ -171,7 +172,7 @@ def _answered(timeout: timedelta, ask: Callable[[], R], who: str) -> R:
     except TimeoutError:
         raise TransferError(f"{who} said nothing for {seconds:g} s (refit.timeout_s)") from None
     finally:
-        # An error holds this frame, and would be held by it.
+        # Break the reference cycle between an error and this frame.
         del answer
 
 
@@ -187,8 +188,12 @@ def _named(address: Address) -> str:
 
 
 def _store(address: Address, timeout: timedelta) -> dist.TCPStore:
-    """The store, which was made before anybody heard of it. Raises TransferError if it is not reached."""
-    # torch would go on trying for longer than it was told, and end the process if that ends meanwhile.
+    """Connect to the store, which exists before its address is given out.
+
+    Raises TransferError if it is not reachable.
+    """
+    # Test the address first: torch would retry for longer than its timeout, and crash the process if that exits
+    # meanwhile.
     try:
         socket.create_connection(address, timeout.total_seconds()).close()
     except OSError as error:
@@ -197,13 +202,13 @@ def _store(address: Address, timeout: timedelta) -> dist.TCPStore:
 
 
 def _wait_for_all(address: Address, ranks: int, timeout: timedelta) -> dist.TCPStore:
-    """The store at which all ranks have come. Raises TransferError if they do not in time, or it is called off."""
+    """Return the store once all ranks have come. Raises TransferError if they do not in time, or on an abort."""
     store = _store(address, timeout)
     if store.add(_ARRIVED, 1) == ranks:
         store.compare_set(_NEWS, "", _ALL_HERE)
     try:
         news = store.get(_NEWS).decode()
-    except dist.DistStoreError as error:  # which says how long it waited, and for a key of the store
+    except dist.DistStoreError as error:  # whose text names a key of the store
         seconds = f"{timeout.total_seconds():g} s (refit.timeout_s)"
         raise TransferError(f"fewer than {ranks} ranks came to the store for {seconds}") from error
     if news != _ALL_HERE:
@@ -212,7 +217,7 @@ def _wait_for_all(address: Address, ranks: int, timeout: timedelta) -> dist.TCPS
 
 
 def _abort_rendezvous(rendezvous: Rendezvous, reason: str) -> None:
-    """Let the ranks give up that wait at the store for others, unless all have come, or it does not answer."""
+    """Make the ranks that wait at the store fail, unless all have come already or the store does not answer."""
     assert rendezvous.store is not None
     with suppress(dist.DistError, TransferError):
         _answered(_ANSWER, partial(_leave_news, rendezvous.store, reason), _named(rendezvous.store))
@@ -225,16 +230,16 @@ def _leave_news(address: Address, news: str) -> None:
 def _gloo(store: dist.TCPStore, rank: int, size: int, timeout: timedelta) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs call it Options
     options._timeout = timeout
-    # Neither what this machine's name resolves to nor GLOO_SOCKET_IFNAME, which engines have at loopback.
+    # Use neither the address of this machine's hostname nor GLOO_SOCKET_IFNAME, which engines set to loopback.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=_own_address(store.host, store.port))]
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
 def _own_address(host: str, port: int) -> str:
-    """This machine's address in the eyes of the one with the store: loopback if that is where the store is."""
+    """This machine's address as the store's machine sees it: loopback if the store is at loopback."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        # Connecting a datagram socket sends nothing.
+        # Connecting a datagram socket sends no packet.
         probe.connect(address)
         return str(probe.getsockname()[0])
 
@@ -245,7 +250,7 @@ def _errors(action: str, rank: int) -> Iterator[None]:
         yield
     except TransferError:
         raise
-    except RuntimeError as error:  # all that gloo raises
+    except RuntimeError as error:  # gloo raises nothing else
         cause = next((cause for said, cause in _CAUSES if said in str(error)), "")
         raise TransferError(f"{action} rank {rank} failed{cause}: {error}") from error
 

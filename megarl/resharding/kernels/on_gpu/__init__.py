@@ -1,8 +1,8 @@
-"""Kernels of a GPU: a launch of Triton moves a whole block.
+"""Kernels of a GPU: one Triton launch moves a whole block.
 
-The checksum is the sum of all 32-bit words of the boxes, each times its position in the block's memory, modulo 2^64. A
-changed word, two words in each other's place and boxes in another order all give another sum, and programs may add up
-their parts in any order. Bytes between boxes are not counted.
+The checksum is the sum modulo 2^64 of all 32-bit words of the boxes, each times its position in the block's memory. A
+changed word, two swapped words and reordered boxes all change the sum, and programs may add their parts in any order.
+Padding between boxes is not counted.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,10 @@ from megarl.resharding.kernels.on_gpu.move import SUMS, move
 from megatron_ext import device
 
 _LAUNCHES: Mapping[CodeFormat, Mapping[str, int]] = {CodeFormat.BLOCK_FP8: {"num_warps": 4, "maxnreg": 96}}
-"""Warps and registers, by the codes that are made: the fastest of those that were tried on an H200
-(benchmarks/results/kernels_h200.md).
-"""
+"""Warps and registers by code format: the fastest of those tried on an H200 (benchmarks/results/kernels_h200.md)."""
 _OTHERS: Mapping[str, int] = {"num_warps": 8}
 _MASK = 2**64 - 1
-# Odd, so that a multiplication loses nothing modulo 2^64; from Knuth's linear congruential generator MMIX.
+# Odd, so that multiplication by it is invertible modulo 2^64; from Knuth's linear congruential generator MMIX.
 _FACTOR = 6364136223846793005
 
 
@@ -44,7 +42,7 @@ def scatter(block: Block, before: int | None) -> int | None:
 
 
 def launch_options(code_format: CodeFormat) -> Mapping[str, int]:
-    """Triton's options of a launch: warps, registers where they are bounded, and no product fused with a sum."""
+    """Triton's launch options: warps, a register limit for some formats, and no fused multiply-add."""
     return {**_LAUNCHES.get(code_format, _OTHERS), "enable_fp_fusion": False}
 
 
@@ -60,7 +58,7 @@ def _launch(block: Block, before: int | None, *, to_bucket: bool) -> int | None:
     *sums, unfailed = results.tolist()
     if unfailed:
         matrix = table.matrix_of_tile(table.tiles - unfailed)
-        # Raises, and names the tensor and the block.
+        # Quantise again in torch, which raises an error that names the tensor and the block.
         matrix.quantise()
         raise AssertionError(f"the kernel refuses numbers of {matrix.name} that its number format takes")
     return None if before is None else (before * _FACTOR + sum(sums)) & _MASK

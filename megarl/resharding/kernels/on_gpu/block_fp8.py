@@ -1,4 +1,4 @@
-"""Block FP8 on a GPU: a program quantises one block, by the rule of `converters.fp8`, on bits."""
+"""Block FP8 on a GPU: a program quantises one block by the rule of `converters.fp8`, in integer arithmetic on bits."""
 
 import triton
 import triton.language as tl
@@ -35,14 +35,14 @@ _LARGEST_CODE = tl.constexpr(LARGEST_CODE)
 def quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
     """Quantise one block; returns its part of the checksum, and not zero if a weight cannot be quantised.
 
-    It is read twice, slab by slab: the second time it lies in the cache, and all of it would not fit into registers.
+    The block does not fit into registers, so it is read twice, slab by slab; the second time it is in the cache.
     """
     largest = tl.full((), 0, tl.int32)
     for slab in range(0, SQUARE, SLAB):
         local, _at, inside = slab_of(row, tile, slab, LOCAL)
         largest = tl.maximum(largest, tl.max(float32_bits(tl.load(local, mask=inside, other=0.0)) & 0x7FFFFFFF))
     scale, halved = scale_of(largest, tl.load(row + _POWER_OF_TWO))
-    # A power of two is halved in its exponent.
+    # Halve a power of two by decrementing its exponent.
     kept = scale - (halved << 23)
     tl.store(tl.load(row + SCALES).to(tl.pointer_type(tl.int32)) + tile, kept)
     total = scale_sum(row, tile, kept, WITH_CHECKSUM)
@@ -56,11 +56,11 @@ def quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
 
 @triton.jit
 def scale_of(largest, power_of_two):
-    """The bits of the scale of a block whose largest magnitude has these bits; and whether, as 0 or 1, it is halved."""
+    """Return the bits of a block's scale, from those of its largest magnitude, and whether (0 or 1) it is halved."""
     smallest = tl.where(power_of_two != 0, bits_of(_SMALLEST_MAGNITUDE_OF_POWERS), bits_of(_SMALLEST_MAGNITUDE))
     magnitude = tl.maximum(largest, smallest).to(tl.float32, bitcast=True)
     scale = tl.div_rn(magnitude, tl.full((), _LARGEST_CODE, tl.float32)).to(tl.int32, bitcast=True)
-    # A mantissa that is not zero carries into the exponent.
+    # Round up to a power of two: a nonzero mantissa carries into the exponent.
     scale = tl.where(power_of_two != 0, (scale + 0x7FFFFF) & 0x7F800000, scale)
     halved = (power_of_two != 0) & (magnitude <= _HALVED_UP_TO * scale.to(tl.float32, bitcast=True))
     return scale, halved.to(tl.int32)
@@ -68,9 +68,9 @@ def scale_of(largest, power_of_two):
 
 @triton.jit
 def _encode(bits, scale, halved):
-    """The e4m3 codes of numbers over a scale, all as bits of float32, as `quantise`.
+    """The e4m3 codes of numbers divided by a scale, all given as bits of float32.
 
-    They are those of twice the numbers where the scale is `halved`.
+    If the scale is `halved`, they are the codes of twice the numbers.
     """
     magnitude = (bits & 0x7FFFFFFF).to(tl.float32, bitcast=True)
     codes = e4m3(tl.div_rn(magnitude, scale.to(tl.float32, bitcast=True) + tl.zeros_like(magnitude)))
@@ -80,7 +80,7 @@ def _encode(bits, scale, halved):
 
 @triton.jit
 def scale_sum(row, tile, scale, WITH_CHECKSUM: tl.constexpr):
-    """The part of the checksum that is of a block's scale, given by its bits."""
+    """The contribution of a block's scale, given by its bits, to the checksum."""
     total = tl.full((), 0, tl.int64)
     if WITH_CHECKSUM:
         total = scale.to(tl.int64) * ((tl.load(row + SCALES_OFFSET_BYTES) >> 2) + tile + 1)

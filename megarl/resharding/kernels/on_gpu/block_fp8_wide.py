@@ -1,4 +1,4 @@
-"""Block FP8 on a GPU for bfloat16 that lies side by side and aligned: four weights are a load, four codes a word.
+"""Block FP8 on a GPU for contiguous, aligned bfloat16: each load reads four weights, each stored word holds four codes.
 
 The rule is that of `block_fp8`.
 """
@@ -26,7 +26,7 @@ _LARGEST_WEIGHT = tl.constexpr(LARGEST_WEIGHT)
 _ACROSS = tl.constexpr(BLOCK // 4)
 """Words in a row of a block."""
 _SLAB = tl.constexpr(32)
-"""Rows that a program has in its registers at once."""
+"""Rows that a program holds in registers at once."""
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _MAGNITUDES_OF_CODES = tl.constexpr(0x7F7F7F7F)
 _UPPER_HALF = tl.constexpr(-(2**16))
@@ -39,8 +39,8 @@ _SIGNS_OF_CODES = tl.constexpr(0x80808080 - 2**32)
 def quantise(row, tile, HAS_E4M3: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
     """Quantise one block; returns its part of the checksum, and not zero if a weight cannot be quantised.
 
-    It is read twice, slab by slab: the second time it lies in the cache, and few registers let many programs run at
-    once. Where the GPU `HAS_E4M3`, it rounds to codes itself.
+    The block is read twice, slab by slab: the second time it is in the cache, and using few registers lets many
+    programs run at once. If the GPU `HAS_E4M3`, its own instruction rounds to codes.
     """
     columns = tl.multiple_of((tl.load(row + COLUMNS) >> 2).to(tl.int32), 2)
     rows = tl.load(row + ROWS).to(tl.int32)
@@ -59,12 +59,12 @@ def quantise(row, tile, HAS_E4M3: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
         greatest = _greater(greatest, low, high, HAS_E4M3)
     largest = tl.max(tl.maximum(greatest & _MAGNITUDE_OF_UPPER_HALF, (greatest << 16) & _MAGNITUDE_OF_UPPER_HALF))
     scale, halved = scale_of(largest, tl.load(row + _POWER_OF_TWO))
-    # A power of two is halved in its exponent.
+    # Halve a power of two by decrementing its exponent.
     kept = scale - (halved << 23)
     tl.store(tl.load(row + SCALES).to(tl.pointer_type(tl.int32)) + tile, kept)
 
     divisor = scale.to(tl.float32, bitcast=True)
-    # A bucket has fewer than 2^31 words: the product with a position is one of 32 bits by 32.
+    # A bucket has fewer than 2^31 words, so multiplying by a position takes a 32 by 32 bit product.
     position = ((tl.load(row + OFFSET_BYTES) >> 2) + 1).to(tl.int32) + top * columns + y
     sums = tl.full((_SLAB, _ACROSS), 0, tl.int64)
     for slab in range(0, SQUARE, _SLAB):
@@ -80,19 +80,19 @@ def quantise(row, tile, HAS_E4M3: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
 
 @triton.jit
 def _halves(four):
-    """The two lower and the two upper of four weights."""
+    """Split four weights into the lower two and the upper two."""
     return four.to(tl.int32), (four >> 32).to(tl.int32)
 
 
 @triton.jit
 def _bits_of_four(low, high):
-    """The bits, as float32, of four weights: those of bfloat16 are the upper half."""
+    """The bits of four bfloat16 weights as float32, of which bfloat16 is the upper half."""
     return low << 16, low & _UPPER_HALF, high << 16, high & _UPPER_HALF
 
 
 @triton.jit
 def _greater(greatest, low, high, HAS_E4M3: tl.constexpr):
-    """The greater magnitudes, in either half of a word, of bfloat16; a NaN is greater than any number."""
+    """The elementwise maximum magnitude of bfloat16 in both halves of a word; a NaN exceeds any number."""
     if HAS_E4M3:
         return tl.inline_asm_elementwise(
             """{
@@ -117,7 +117,7 @@ def _greater(greatest, low, high, HAS_E4M3: tl.constexpr):
 
 @triton.jit
 def _codes(low, high, divisor, halved, HAS_E4M3: tl.constexpr):
-    """Words of the codes of four weights over a divisor, of twice these where it is `halved`."""
+    """The codes of four weights divided by `divisor`, packed in a word; of twice the weights if it is `halved`."""
     first, second, third, fourth = _bits_of_four(low, high)
     if HAS_E4M3:
         inverse = tl.div_rn(tl.full((), 1.0, tl.float32), divisor)
@@ -139,7 +139,7 @@ def _codes(low, high, divisor, halved, HAS_E4M3: tl.constexpr):
             is_pure=True,
             pack=1,
         )
-        # The upper bytes of four weights, in which their signs are.
+        # Gather the upper bytes of four weights, which hold their signs.
         signs = tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
         )
@@ -155,10 +155,10 @@ def _codes(low, high, divisor, halved, HAS_E4M3: tl.constexpr):
 
 @triton.jit
 def _quotient(bits, divisor, inverse):
-    """A number over a divisor: a product that is off by two units at most, and a step of Newton's.
+    """Divide by `divisor`: a product with the inverse, off by at most two units, and one Newton step.
 
-    It rounds to the code of the quotient for every bfloat16 and every scale of a block (`test_quotients` tries all);
-    for some, the product alone does not.
+    The result rounds to the code of the exact quotient for every bfloat16 and every scale of a block (`test_quotients`
+    tries all); the product alone does not.
     """
     number = bits.to(tl.float32, bitcast=True)
     divisors, inverses = divisor + tl.zeros_like(number), inverse + tl.zeros_like(number)
@@ -168,14 +168,14 @@ def _quotient(bits, divisor, inverse):
 
 @triton.jit
 def _code(bits, divisor):
-    """The code of the magnitude of a number over a divisor, by its bits."""
+    """The code of the magnitude of a number, given by its bits, divided by `divisor`."""
     magnitude = (bits & _MAGNITUDE).to(tl.float32, bitcast=True)
     return e4m3(tl.div_rn(magnitude, divisor + tl.zeros_like(magnitude)))
 
 
 @triton.jit
 def _doubled(codes):
-    """Words of codes without signs, of twice the numbers: the next exponent, or twice the mantissa without one."""
+    """Double the numbers in words of unsigned codes: increment the exponent, or double the mantissa of a subnormal."""
     has_exponent = ((codes & 0x78787878) + 0x78787878) & _SIGNS_OF_CODES
     small = codes & 0x07070707 & ~(has_exponent - ((has_exponent >> 7) & 0x01010101))
     return codes + ((has_exponent >> 4) & 0x08080808) + small

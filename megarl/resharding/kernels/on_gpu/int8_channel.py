@@ -25,7 +25,7 @@ from megarl.resharding.kernels.on_gpu.tiles import (
 _LARGEST_CODE = tl.constexpr(LARGEST_CODE)
 _LARGEST_WEIGHT = tl.constexpr(LARGEST_WEIGHT)
 _SMALLEST_MAGNITUDE = tl.constexpr(SMALLEST_MAGNITUDE)
-# Its neighbours in float32 are as far apart as whole numbers: adding it to a number rounds that, ties to even.
+# At this magnitude the spacing of float32 is 1, so adding it rounds a number to an integer, ties to even.
 _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 
 
@@ -33,7 +33,7 @@ _ROUNDING = tl.constexpr(1.5 * 2.0**23)
 def quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
     """Quantise a slab of rows; returns its part of the checksum, and not zero if a weight cannot be quantised.
 
-    Rows are read twice: the second time they lie in the cache.
+    Rows are read twice; the second time they are in the cache.
     """
     columns = tl.load(row + COLUMNS).to(tl.int32)
     largest = tl.full((SLAB, 1), 0, tl.int32)
@@ -59,7 +59,7 @@ def quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
 
 @triton.jit
 def _part(row, tile, left, LOCAL: tl.constexpr):
-    """Some columns of a slab: where they are in the local plane, their positions in the bucket's, and which exist."""
+    """Some columns of a slab: their addresses in the local plane, their positions in the bucket, and a mask."""
     columns = tl.load(row + COLUMNS).to(tl.int32)
     x = tile * SLAB + tl.arange(0, SLAB)[:, None]
     y = left + tl.arange(0, SQUARE)[None, :]
@@ -69,7 +69,7 @@ def _part(row, tile, left, LOCAL: tl.constexpr):
 
 @triton.jit
 def _rows_of(row, tile):
-    """The numbers of a slab's rows, and which exist."""
+    """The indices of a slab's rows, and a mask."""
     x = tile * SLAB + tl.arange(0, SLAB)[:, None]
     return x, x < tl.load(row + ROWS).to(tl.int32)
 

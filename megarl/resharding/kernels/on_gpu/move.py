@@ -1,7 +1,7 @@
 """The kernel that moves a block on a GPU: a program moves one tile of one plane of the launch table.
 
-All conversions between number formats are done on bits, so they are the same on every GPU and under Triton's
-interpreter, and no NaN changes on its way.
+All conversions between number formats work on bits, so they give the same result on every GPU and under Triton's
+interpreter, and NaNs keep their payload.
 """
 
 import triton
@@ -23,7 +23,7 @@ from megarl.resharding.kernels.on_gpu.tiles import (
 )
 
 SUMS = 256
-"""Places at which programs add up their parts of the checksum: with one, all of them would wait for it."""
+"""Accumulators for the programs' parts of the checksum: with a single one, all programs would contend for it."""
 
 _COPY_1 = tl.constexpr(int(Kind.COPY_1))
 _COPY_2 = tl.constexpr(int(Kind.COPY_2))
@@ -49,10 +49,11 @@ def move(
     WITH_CHECKSUM: tl.constexpr,
     HAS_E4M3: tl.constexpr,
 ):
-    """Move one tile. `results` are zeros: sums of the checksum, then tiles from the first that failed to the end.
+    """Move one tile.
 
-    Compiled for each format of codes, so that a program has the registers of its own alone. A GPU that `HAS_E4M3`
-    rounds to it by itself.
+    `results` begins as zeros: `SUMS` partial checksums, then the number of tiles from the first failed one on. Compiled
+    separately for each code format, so that a program needs only the registers of its own. A GPU that `HAS_E4M3` rounds
+    to codes by its own instruction.
     """
     tile = tl.program_id(0)
     row = table + tl.load(row_of_tile + tile) * ROW

@@ -1,4 +1,4 @@
-"""MXFP8 on a GPU: a program quantises a square, in which 32 of a row share a scale.
+"""MXFP8 on a GPU: a program quantises a square, in which every 32 elements of a row share a scale.
 
 The rule is that of `converters.number_formats.mxfp8`.
 """
@@ -22,7 +22,7 @@ from megarl.resharding.kernels.on_gpu.tiles import (
 
 _SHARED = tl.constexpr(32)
 _ACROSS = tl.constexpr(4)
-"""Scales of a row of a square."""
+"""Scales per row of a square."""
 _NOT_FINITE = tl.constexpr(255)
 _LARGEST_EXPONENT = tl.constexpr(8)
 _LARGEST_CODE = tl.constexpr(448.0)
@@ -52,7 +52,7 @@ def quantise(row, tile, LOCAL: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
 
 @triton.jit
 def _scales_of(row, tile, slab):
-    """The positions of the scales of some rows of a square, and which exist."""
+    """The positions of the scales of some rows of a square, and a mask."""
     columns = tl.load(row + COLUMNS).to(tl.int32)
     across = (columns + SQUARE - 1) // SQUARE
     x = (tile // across) * SQUARE + slab + tl.arange(0, SLAB)[:, None]
@@ -62,13 +62,13 @@ def _scales_of(row, tile, slab):
 
 @triton.jit
 def _scaled(bits, scales):
-    """Magnitudes over their scales, which are biased exponents: exact, and 448 at most."""
+    """Divide magnitudes by their scales, which are biased exponents: exact, and at most 448."""
     inverse = ((254 - scales) << 23).to(tl.float32, bitcast=True)
     return tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True) * _spread(inverse), _LARGEST_CODE)
 
 
 @triton.jit
 def _spread(values):
-    """A number of each block, for all elements of a slab."""
+    """Broadcast one number per block to all elements of a slab."""
     wide = tl.broadcast_to(tl.reshape(values, (SLAB, _ACROSS, 1)), (SLAB, _ACROSS, _SHARED))
     return tl.reshape(wide, (SLAB, SQUARE))

@@ -1,10 +1,10 @@
-"""Numbers of a GPU's kernel: float32 by its bits, and the codes of e4m3."""
+"""Number conversions for GPU kernels: the bits of float32, and e4m3 codes."""
 
 import triton
 import triton.language as tl
 
 _SMALLEST_NORMAL_CODE = tl.constexpr(2.0**-6)
-# Its neighbours in float32 are as far apart as the smallest codes: adding it to a small number rounds that to a code.
+# At this magnitude the spacing of float32 is the smallest e4m3 subnormal, so adding it rounds a small number to a code.
 _ROUNDING = tl.constexpr(2.0**14)
 
 
@@ -25,9 +25,9 @@ def float32_bits(values):
 
 @triton.jit
 def e4m3(quotient):
-    """The codes of magnitudes up to 448, in 32 bits each: to nearest, ties to even."""
+    """The e4m3 codes of magnitudes up to 448, in 32 bits each, rounded to nearest, ties to even."""
     raw = quotient.to(tl.int32, bitcast=True)
-    # 20 bits of the mantissa are rounded away, and the exponents' biases are 127 and 7.
+    # Round away 20 bits of the mantissa, and change the exponent's bias from 127 to 7.
     normal = ((raw + 0x7FFFF + ((raw >> 20) & 1)) >> 20) - ((127 - 7) << 3)
     small = (quotient + _ROUNDING).to(tl.int32, bitcast=True) - bits_of(_ROUNDING)
     return tl.where(raw < bits_of(_SMALLEST_NORMAL_CODE), small, normal)
@@ -35,5 +35,5 @@ def e4m3(quotient):
 
 @triton.jit
 def signed(codes, bits):
-    """The codes of magnitudes as bytes, with the signs of numbers of float32."""
+    """Add the signs of float32 numbers, given by their bits, to the codes of their magnitudes; returns bytes."""
     return (codes | ((bits >> 24) & 0x80)).to(tl.int8)

@@ -1,4 +1,4 @@
-"""Tiles of a GPU's kernel: what a row of the launch table says, where elements lie, and their part of the checksum."""
+"""Tiles of a GPU kernel: the addresses of elements by a row of the launch table, and their part of the checksum."""
 
 import triton
 import triton.language as tl
@@ -19,14 +19,14 @@ COLUMN_STRIDE = tl.constexpr(int(Column.COLUMN_STRIDE))
 SCALES = tl.constexpr(int(Column.SCALES))
 SCALES_OFFSET_BYTES = tl.constexpr(int(Column.SCALES_OFFSET_BYTES))
 SQUARE = tl.constexpr(BLOCK)
-"""Rows and columns on which one program works."""
+"""Rows and columns that one program works on."""
 SLAB = tl.constexpr(SLAB_ROWS)
-"""Rows of them that it has in its registers at once."""
+"""Rows that a program holds in registers at once."""
 
 
 @triton.jit
 def slab_of(row, tile, slab, LOCAL: tl.constexpr):
-    """Some rows of a square: where they are in the local plane, their positions in the bucket's, and which exist."""
+    """Some rows of a square: their addresses in the local plane, their positions in the bucket, and a mask."""
     columns = tl.load(row + COLUMNS).to(tl.int32)
     across = (columns + SQUARE - 1) // SQUARE
     x = (tile // across) * SQUARE + slab + tl.arange(0, SLAB)[:, None]
@@ -37,13 +37,13 @@ def slab_of(row, tile, slab, LOCAL: tl.constexpr):
 
 @triton.jit
 def steps(row, x, y):
-    """How many elements row `x` and column `y` of the local plane are from its start."""
+    """The offset, in elements, of row `x` and column `y` of the local plane."""
     return x.to(tl.int64) * tl.load(row + ROW_STRIDE) + y.to(tl.int64) * tl.load(row + COLUMN_STRIDE)
 
 
 @triton.jit
 def sum_of(units, offset_bytes, BYTES: tl.constexpr, WITH_CHECKSUM: tl.constexpr):
-    """The part of the checksum that is of `units`, signed whole numbers at `offset_bytes` of the block's memory."""
+    """The contribution of `units`, signed integers at `offset_bytes` of the block's memory, to the checksum."""
     total = tl.full((), 0, tl.int64)
     if WITH_CHECKSUM:
         position = (offset_bytes >> 2) + 1
@@ -53,7 +53,7 @@ def sum_of(units, offset_bytes, BYTES: tl.constexpr, WITH_CHECKSUM: tl.constexpr
         elif BYTES == 4:
             total = tl.sum(wide * position)
         else:
-            # A word is signed: its last bytes as they are, the others as unsigned numbers.
+            # Words are signed: only the last bytes of a word keep their sign, the others count as unsigned.
             lane = offset_bytes & 3
             unsigned = wide & ((1 << (8 * BYTES)) - 1)
             total = tl.sum((tl.where(lane == 4 - BYTES, wide, unsigned) << (8 * lane)) * position)
