@@ -1,1 +1,1 @@
-"""New weights into the engines: the two paths, the comparison, the start."""
+"""Brings new weights into the engines: both paths, the choice between them, the start, and checks."""

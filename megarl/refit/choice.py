@@ -1,4 +1,4 @@
-"""The choice of a path: what the configuration asks for, and what engines and machines allow."""
+"""Chooses a path by what the configuration asks for, and by what engines and machines allow."""
 
 import torch
 
@@ -15,7 +15,7 @@ from megarl.schema import RefitConfig
 
 
 def check_machines(machines: int, config: RefitConfig, *, has_gpus: bool) -> None:
-    """Raise UserError if `config` asks for a path that these machines, and ranks without GPUs, do not have."""
+    """Raise UserError if `config` asks for a path that does not work on this many machines, or without GPUs."""
     if config.transport == MAPPED_MEMORY_TRANSPORT["nccl"] and not has_gpus:
         raise UserError(
             f"refit.transport={config.transport} is memory of GPUs, and the trainer's ranks have none: set it to auto"
@@ -34,7 +34,7 @@ def check_machines(machines: int, config: RefitConfig, *, has_gpus: bool) -> Non
 def check_buckets(
     architecture: Architecture, params_dtype: torch.dtype, held_in: NumberFormat | None, config: RefitConfig
 ) -> None:
-    """Raise UserError for a tensor larger than a bucket, through which first weights go whole on one machine.
+    """Raise UserError for a tensor larger than a bucket: on one machine the first weights go through buckets whole.
 
     `held_in` is the number format of the engines, if they have one.
     """
@@ -44,11 +44,11 @@ def check_buckets(
 
 
 def loader_path(trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig) -> LoaderPath:
-    """The path of the first weights of engines without any, on one machine.
+    """The path that brings engines on one machine their first weights.
 
-    It hands over to the direct path where the engines say where they keep every tensor and the configuration does not
-    forbid it. Raises UserError where engine and policy are not the same model, and where the configuration allows the
-    direct path alone and they do not.
+    It hands over to the direct path if the engines can say where they keep every tensor, and the configuration permits
+    it. Raises UserError if engine and policy are not the same model, or if the configuration allows only the direct
+    path and the engines do not support it.
     """
     candidate, refusal = None, ""
     try:
@@ -61,15 +61,14 @@ def loader_path(trainer: TrainerGroup, engines: Engines, architecture: Architect
 
 
 def adapter_path(trainer: TrainerGroup, engines: Engines, adapter: Architecture, config: RefitConfig) -> LoaderPath:
-    """The path of an adapter into a slot of engines that have loaded the weights, on one machine."""
+    """The path of an adapter into a slot of engines on one machine that have loaded the base weights."""
     return LoaderPath(trainer, engines, adapter, config, refusal="the adapter goes alone, into a slot")
 
 
 def direct_path(trainer: TrainerGroup, engines: Engines, architecture: Architecture, config: RefitConfig) -> DirectPath:
-    """The path to engines that have loaded the ranks' present weights, with which they are compared, as version 0.
+    """The path to engines that have loaded the ranks' present weights as version 0; compares both.
 
-    Raises UserError where engine and policy are not the same model or not of the same weights, and where an engine
-    keeps a tensor in another form.
+    Raises UserError if engine and policy differ in model or weights, or if an engine keeps a tensor in another form.
     """
     try:
         path = DirectPath(trainer, engines, architecture, config)

@@ -1,4 +1,4 @@
-"""The direct path: every shard goes from a rank that has it straight to where an engine keeps it."""
+"""The direct path: every shard goes from a rank that holds it straight into the engine's parameter."""
 
 import secrets
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ from megarl.rollout.protocol import Engine
 from megarl.schema import RefitConfig
 
 _NOTABLE_BYTES = 10**9
-"""Memory of a GPU that a user may miss."""
+"""Staging memory on a GPU from which on the user is told about it."""
 
 
 class NoDirectPathError(Exception):
@@ -41,8 +41,8 @@ class NoDirectPathError(Exception):
 class DirectPath:
     """Moves weights from the trainer's ranks straight to the workers of engines that are all alike.
 
-    Raises NoDirectPathError where an engine cannot say where it keeps every tensor, and UserError where engine and
-    policy are not the same model.
+    Raises NoDirectPathError if an engine cannot say where it keeps every tensor, and UserError if engine and policy are
+    not the same model.
     """
 
     is_direct = True
@@ -86,12 +86,12 @@ class DirectPath:
     def set_engines(self, engines: Engines) -> None:
         """See `WeightPath.set_engines`. New engines are asked where they keep their weights, as the first ones were.
 
-        Each is asked once, whichever engines the path has meanwhile: one that is traced does nothing else.
+        An engine is traced only once, even if the path leaves it out for a while: tracing blocks all its other work.
         """
         if self._receivers.matches(engines):
             return
         new = engines.excluding(self._traced)
-        # Noted before the trace: an engine that is restarted during it is another worker, and is asked again.
+        # Read before the trace: an engine that restarts during it has another worker, and is traced again.
         workers = new.workers()
         if len(new) and self._trace(new) != self._spec.traces:
             raise RuntimeError("an engine that was restarted keeps its weights elsewhere than before")
@@ -102,12 +102,12 @@ class DirectPath:
 
     @property
     def description(self) -> str:
-        """The path, what its buckets are, and whether they go a slower way than the transport is for."""
+        """The path, its transports and their restrictions, and staging memory if it is notable."""
         staged = staging_note(self._spec.staged_bytes(0))
         return f"direct, through {self._route.description(self._spec.topology)}{staged}"
 
     def connect(self) -> None:
-        """Connect all ranks with the workers that they send to; earlier connections are closed, also of others."""
+        """Connect all ranks with the workers that they send to; first close earlier connections of all engines."""
         weights, engines = self._trainer.weights, self._receivers.engines
         spec, route, timeout_s = self._spec, self._route, self._config.timeout_s
         self._disconnect()
@@ -127,14 +127,14 @@ class DirectPath:
             by_hardware=route.rdma.by_hardware,
         )
         connecting = [*weights.begin_connect(rendezvous), *engines.begin_connect(rendezvous)]
-        # Before they have met, nobody sees the end of a peer.
+        # Until ranks are connected they cannot see a peer die, so the rendezvous is aborted for them.
         wait_together(connecting, TransferError, lambda failure: abort_rendezvous(rendezvous, _news(failure)))
         self._receivers = replace(self._receivers, are_connected=True)
 
     def confirm(self, version: int) -> None:
-        """Connect, and compare the engines' parameters, which hold `version`, with what `send` would write there.
+        """Connect, and compare the engines' parameters, which hold `version`, with what `send` would write.
 
-        Raises NoDirectPathError if there is a difference: they keep a tensor in another form than it is loaded in.
+        Raises NoDirectPathError if they differ: the engines then keep a tensor in another form than it was loaded in.
         """
         self.connect()
         comparing = self._receivers.engines.begin_compare(version)
@@ -150,7 +150,7 @@ class DirectPath:
         return self._send(version, self._receivers.engines.begin(Engine.receive, version))
 
     def recover(self, failure: WorkerFailed) -> None:
-        """See `WeightPath.recover`: a transfer that failed while all processes live is made once more."""
+        """See `WeightPath.recover`: only a failed transfer (TransferError) is worth repeating; it connects anew."""
         if not isinstance(failure.error, TransferError):
             raise failure
         self._receivers = replace(self._receivers, are_connected=False)
@@ -169,9 +169,9 @@ class DirectPath:
             self._trainer.weights.close_transfer()
 
     def _disconnect(self) -> None:
-        """Let all engines let go of memory that they map before anybody frees it, as CUDA asks for.
+        """Make all engines unmap their peers' memory before anyone frees it, as CUDA requires.
 
-        This path may end at a part of the engines: the others serve, and map what earlier transfers gave them.
+        All engines, not only those of this path: the others are serving, and still map memory of earlier transfers.
         """
         self._all_engines.disconnect_transfer(self._config.timeout_s)
 
@@ -181,7 +181,7 @@ class DirectPath:
         return sum(wait(sending), start=TransferStats())
 
     def _wait(self, of_trainer: Sequence[Call[Any]], of_engines: Sequence[Call[Any]]) -> None:
-        # The ranks have heard that everything came: what an engine does then needs none of them.
+        # The ranks finish once everything is acknowledged; what an engine does afterwards does not involve them.
         timeout_s = self._config.timeout_s
         calls = [*of_trainer, *of_engines]
         wait_together(calls, TransferError, last=of_engines, timeout_s=timeout_s, key=REFIT_LIMIT)
@@ -192,7 +192,7 @@ def _news(failure: Exception) -> str:
 
 
 def staging_note(size_bytes: int) -> str:
-    """The end of a sentence that says what a worker keeps of blocks that cuts go through; empty where it is little."""
+    """The end of a sentence about the memory that a worker needs to stage split blocks; empty if it is little."""
     if size_bytes < _NOTABLE_BYTES:
         return ""
     return (
@@ -219,7 +219,10 @@ def _traces(
     quantisation: Quantisation | None,
     timeout_s: float,
 ) -> list[LoadTrace]:
-    """Traces of the workers of one engine; all engines are alike."""
+    """The load traces of one engine's workers.
+
+    Raises NoDirectPathError if the engines differ, or a tensor has no trace.
+    """
     shapes: Mapping[str, Shape] = architecture.hf_shapes
     if quantisation is not None:
         shapes = quantisation.number_format.checkpoint(architecture)[0]
@@ -230,7 +233,7 @@ def _traces(
     except UserError as error:
         raise NoDirectPathError(str(error)) from error
     traces = _unpacked(first)
-    # Also for engines that take their weights through their loader.
+    # Checked before refusing the direct path: a UserError here holds for the loader path, too.
     check_traces(traces, dtypes)
     if any(_unpacked(other) != traces for other in others):
         raise NoDirectPathError("the engines do not keep their weights alike")
@@ -244,7 +247,7 @@ def _unpacked(traces: Sequence[PackedTrace]) -> list[LoadTrace]:
 
 
 def topology_of(trainer_nodes: Sequence[str], worker_nodes: Sequence[str]) -> Topology:
-    """Each rank and each worker of an engine on a GPU of its own, on the node of its process."""
+    """The topology in which every rank and every engine worker has a GPU of its own, on its process's node."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys([*trainer_nodes, *worker_nodes]))}
     return Topology(
         [numbers[node] for node in trainer_nodes],

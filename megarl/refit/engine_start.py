@@ -1,4 +1,4 @@
-"""Engines and ranks start side by side: with a large model, both take minutes."""
+"""Starts engines and ranks concurrently, since both take minutes with a large model."""
 
 from collections.abc import Callable, Sequence
 
@@ -24,11 +24,10 @@ class EngineStart:
     """Engines that start while the ranks read the weights of `model`.
 
     On one machine the engines begin without weights, and get them by the first refit. Between machines there is no
-    loader path: there, engines and ranks begin with the same weights, and are compared before the ranks' become others.
-    Engines that get an adapter alone begin with the weights that it is for.
+    loader path: engines and ranks both load the same weights, and are compared before the ranks' weights change.
+    Engines that only get an adapter load its base weights.
 
-    Raises UserError, before engines start, where the machines do not have the way of the weights that the configuration
-    asks for.
+    Raises UserError, before engines start, if the configured path does not work on these machines.
     """
 
     def __init__(
@@ -40,9 +39,9 @@ class EngineStart:
         prompts: Sequence[Sequence[int]],
         gpus: GpuSharing | None = None,
     ) -> None:
-        """`prompts` are token ids of which a refit may be checked by some answers.
+        """`prompts` are token ids; if refits are checked, engines answer some of them.
 
-        Engines that take turns with the trainer are up when this returns, and it is the trainer's turn.
+        If engines take turns with the trainer on the GPUs, they are up when this returns, and it is the trainer's turn.
         """
         machines = len({*trainer.nodes(), *engines.nodes()})
         check_machines(machines, config.refit, has_gpus=trainer.has_gpus)
@@ -58,18 +57,18 @@ class EngineStart:
         load_weights = self._is_apart or self._adapter is not None
         self._starting = engines.begin_start(model.folder, load_weights=load_weights, adapter=self._adapter)
         if self._gpus.are_shared:
-            # They measure how much memory there is.
+            # Wait: engines measure the free memory while they start.
             self._wait_for_engines()
             self._gpus.switch_to(trainer)
 
     def compare(self) -> None:
-        """Check that engines and ranks begin with the same weights, if both have read them."""
+        """Check that engines and ranks hold the same weights, if both have loaded them."""
         if self._is_apart and self._refit is None:
             self._wait_for_engines()
             self._refit = self._make_refit(direct_path)
 
     def finish(self) -> Refit:
-        """Wait for the engines; returns the refit that gives them weights from now on."""
+        """Wait for the engines; return the refit that updates their weights from now on."""
         self.compare()
         if self._refit is None:
             self._wait_for_engines()
@@ -84,7 +83,7 @@ class EngineStart:
 
     @property
     def _sent(self) -> Architecture:
-        """The part of the policy that the engines get."""
+        """The part of the policy that is sent to the engines: the model or its adapter."""
         if self._adapter is not None:
             return adapter_architecture(self._model.architecture, self._adapter)
         rollout = self._config.rollout
@@ -109,9 +108,9 @@ class EngineStart:
         return refit
 
     def _with_all_engines(self, make_path: Callable[[], WeightPath]) -> WeightPath:
-        """A path to engines that are all up; made once more where one dies and another has taken its place."""
+        """Make a path to engines that are all up; make it again if one dies and is replaced meanwhile."""
         while True:
-            # Where engines keep their weights is traced with these in place.
+            # Engines must hold their weights while they are traced.
             self._gpus.begin_refit()
             try:
                 if len(self._engines.up) == len(self._engines):

@@ -1,4 +1,4 @@
-"""The loader path: whole HuggingFace tensors, put together in shared memory, read by the engine's own loader."""
+"""The loader path: whole HuggingFace tensors are assembled in shared memory and read by the engine's own loader."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ _SEGMENTS = 2
 class LoaderPath:
     """Moves weights through two shared-memory segments that trainer and engines of one host map.
 
-    It hands over to its `candidate`, where it has one, once the engines have weights to compare with.
+    It hands over to its `candidate`, if it has one, once the engines have weights to compare with.
     """
 
     is_direct = False
@@ -37,7 +37,7 @@ class LoaderPath:
         candidate: DirectPath | None = None,
         refusal: str = "",
     ) -> None:
-        """`refusal` is why there is no direct path. Raises UserError if the configuration allows no other."""
+        """`refusal` says why there is no direct path. Raises UserError if the configuration allows no other path."""
         self._trainer = trainer
         self._receivers = Receivers.of(engines)
         self._config = config
@@ -55,7 +55,7 @@ class LoaderPath:
 
     @property
     def description(self) -> str:
-        """The path, and why it is taken."""
+        """The path, and the reason for it."""
         if self._config.path == "loader":
             return "loader (refit.path=loader)"
         return f"loader ({self._refusal or 'this is the first refit'})"
@@ -69,7 +69,7 @@ class LoaderPath:
         self._receivers = Receivers.of(engines)
 
     def _refuse_direct(self, reason: str) -> None:
-        """Go on through the loader for this `reason`. Raises UserError if the configuration forbids that."""
+        """Stay on the loader path for this `reason`. Raises UserError if the configuration forbids it."""
         if self._config.path == "direct":
             raise UserError(f"refit.path=direct is not possible: {reason}; set refit.path to auto or loader")
         self._refusal, self._candidate = reason, None
@@ -88,7 +88,7 @@ class LoaderPath:
         return TransferStats(sum(bucket.size_bytes for bucket in self._buckets))
 
     def recover(self, failure: WorkerFailed) -> None:
-        """See `WeightPath.recover`: a loader that fails would fail again."""
+        """See `WeightPath.recover`: raises, since a loader that failed would fail again."""
         if self._refusal and failure.error is not None:
             raise UserError(
                 f"the engine does not take the policy's weights, {self._refusal}: give rollout.engine_args nothing "
@@ -109,7 +109,7 @@ class LoaderPath:
         return self._candidate
 
     def close(self) -> None:
-        """Free the segments, until the next time."""
+        """Free the segments until the next `send`."""
         if self._receivers.are_connected:
             self._map_segments([], 0)
             self._receivers = replace(self._receivers, are_connected=False)
@@ -120,7 +120,7 @@ class LoaderPath:
         try:
             self._map_segments([segment.handle() for segment in segments], size)
         finally:
-            # Mapped memory lives on, and ends with the last process that mapped it.
+            # Mapped memory stays until the last process unmaps it.
             for segment in segments:
                 segment.close()
         self._receivers = replace(self._receivers, are_connected=True)

@@ -19,24 +19,26 @@ from megatron_ext.packing.packing import RaggedBatch
 
 _PROMPTS_PER_ENGINE = 2
 _BEFORE_ALL = -1
-"""The priority of requests on which a refit waits: those of a rollout count from 0."""
+"""The priority of requests that a refit waits for; those of a rollout count from 0."""
 
 
 class LogProbMismatchError(RuntimeError):
-    """The engines do not have the weights of the trainer."""
+    """The engines do not compute with the trainer's weights."""
 
 
 @dataclass(frozen=True)
 class LogProbCheck:
-    """Lets every engine answer some of `prompts`, greedily and in `max_tokens` at most, and the trainer score that."""
+    """Lets every engine answer some of `prompts` greedily, in at most `max_tokens`, and the trainer score them."""
 
     prompts: Sequence[list[int]]
     max_tokens: int
     tolerance: float
 
     def __call__(self, trainer: TrainerGroup, engines: EngineGroup, gpus: GpuSharing) -> dict[str, float]:
-        """Metrics. Raises LogProbMismatchError if log-probabilities of engine and trainer differ, in nats, by more than
-        `tolerance` in the mean of any response.
+        """Return metrics.
+
+        Raises LogProbMismatchError if the mean difference of the log-probs of engine and trainer exceeds `tolerance`,
+        in nats, for any response.
         """
         ranks = trainer.parallel.data_parallel_size
         prompts = list(islice(cycle(self.prompts), max(_PROMPTS_PER_ENGINE, ceil(ranks / len(engines)))))
@@ -44,10 +46,10 @@ class LogProbCheck:
         gpus.switch_to(engines)
         answered = engines.generate_in_each([Request(prompt, sampling, _BEFORE_ALL) for prompt in prompts])
         gpus.switch_to(trainer)
-        if not answered:  # who comes in place of one that died gets its weights first
+        if not answered:  # all have died; their replacements are given the weights first
             return {}
         asked = [(prompt, given[0]) for of_engine in answered for prompt, given in zip(prompts, of_engine, strict=True)]
-        # Each rank has some of them, also where an engine has died.
+        # Repeat answers so that each rank has some, even if an engine has died.
         asked = list(islice(cycle(asked), max(len(asked), ranks)))
         difference = max(each.mean().item() for each in log_prob_differences(trainer, asked, temperature=1.0))
         if not difference <= self.tolerance:
@@ -62,9 +64,9 @@ class LogProbCheck:
 def log_prob_differences(
     trainer: TrainerGroup, answered: Sequence[tuple[list[int], Turn]], *, temperature: float
 ) -> list[Tensor]:
-    """|engine - trainer| of the log-probs of the tokens of each turn, which follows the tokens before it.
+    """|engine - trainer| of the log-probs of each turn's tokens; `answered` pairs a turn with the tokens before it.
 
-    There is a turn for each data-parallel rank at least.
+    Needs at least one turn per data-parallel rank.
     """
     answers = [before + fetch(turn.token_ids).tolist() for before, turn in answered]
     lengths = [len(answer) for answer in answers]

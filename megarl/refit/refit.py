@@ -1,4 +1,4 @@
-"""A refit: the trained weights of all ranks into all engines, as one new version or not at all."""
+"""A refit: brings the trained weights of all ranks into all engines, as one new version or not at all."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from megarl.rollout.protocol import KeysAndValues
 
 
 class Refit:
-    """Makes every refit a transaction: begin, the weights on a path, commit; then the check, if there is one.
+    """Runs every refit as a transaction: begin, send the weights on a path, commit; then the check, if there is one.
 
     `path` moves the weights of the first refit; it may choose another path for later ones. `names` are the names of all
-    HF tensors. Engines that already have a version, from the folder that they started with, do not get it again. An
-    engine that dies is left out, and gets the weights after its restart. Where trainer and engines share `gpus`, a
-    refit is a phase of its own, in which both hold their weights there and nothing else.
+    HF tensors. Engines that already have a version, from the folder that they started with, are not sent it again. An
+    engine that dies is left out, and gets the weights after its restart. If trainer and engines share `gpus`, a refit
+    is a phase of its own, in which both hold only their weights there.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Refit:
         check: LogProbCheck | None = None,
         gpus: GpuSharing | None = None,
     ) -> None:
-        """`kv` says what becomes of keys and values of responses in flight."""
+        """`kv` says what happens to the KV cache of responses in flight."""
         self._trainer = trainer
         self._engines = engines
         self._path = path
@@ -45,16 +45,16 @@ class Refit:
         self._check = check
         self._version = -1
         self._is_outdated = False
-        """Whether the ranks have newer weights than those of `_version`."""
+        """Whether the ranks have trained on since `_version`."""
         self._gpus = gpus or OwnGpus()
 
     @property
     def description(self) -> str:
-        """The path of the next weights, in a few words."""
+        """The path of the next refit, in a few words."""
         return self._path.description
 
     def __call__(self, version: int) -> dict[str, float]:
-        """Give the engines the trainer's present weights as `version`; they serve nothing in between.
+        """Give the engines the trainer's present weights as `version`; they serve nothing meanwhile.
 
         Returns metrics.
         """
@@ -75,13 +75,14 @@ class Refit:
         return metrics
 
     def mark_outdated(self) -> None:
-        """Note that the ranks' weights are newer than those that the engines serve, until the next refit."""
+        """Note that the ranks' weights are newer than the engines', until the next refit."""
         self._is_outdated = True
 
     def catch_up(self) -> None:
-        """Give the present version to engines that do not have it, if the ranks have it still.
+        """Give the present version to engines that lack it, if the ranks still have it.
 
-        On shared GPUs this would interrupt the other engines, so while there are any it waits for the next refit.
+        On shared GPUs this would interrupt the other engines, so there it waits for the next refit, unless no other
+        engine is up.
         """
         if self._is_outdated:
             return
@@ -91,7 +92,7 @@ class Refit:
         self._gpus.switch_to(self._engines)
 
     def _update(self, version: int) -> tuple[TransferStats, bool]:
-        """How much was sent, and whether that had to be repeated."""
+        """Update all engines; return how much was sent, and whether that had to be repeated."""
         with self._engines.undisturbed():
             return self._update_undisturbed(version)
 
@@ -106,20 +107,20 @@ class Refit:
                 repeated = True
                 if self._engines.restart_dead():
                     continue
-                # A transfer that fails says little of who is to blame: the first time all of it is sent again.
+                # A failed transfer says little about who is to blame, so the first time everything is sent again.
                 may_send_again = not recovered and isinstance(failure.error, TransferError)
                 if not may_send_again and self._engines.retry_restart(failure):
                     continue
                 if recovered:
                     raise
-                # Where all processes are there, what a failed update has written is no harm: it is written again.
+                # All processes are alive: what the failed update has written does no harm, as it is overwritten.
                 self._path.recover(failure)
                 recovered = True
             else:
                 return moved, repeated
 
     def _send(self, version: int) -> TransferStats:
-        """A transaction with those engines that are up and do not have the version; how much was sent."""
+        """Run a transaction with the engines that are up and lack the version; return how much was sent."""
         moved = TransferStats()
         while True:
             self._gpus.begin_refit()

@@ -1,4 +1,4 @@
-"""The choice of a transport. Restrictions of rdma are told as the end of a sentence that says how refits go."""
+"""Chooses a transport. Restrictions of rdma are worded as the end of a sentence about the path of refits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Rdma:
-    """Whether hardware alone is to move bytes, and what restricts it, or why there is none.
+    """Whether only hardware may move bytes, and the restrictions of rdma, or why it is not used.
 
     Example: `Rdma(by_hardware=True, restriction="")`.
     """
@@ -26,7 +26,7 @@ class Rdma:
 
 
 NO_RDMA = Rdma(by_hardware=False, restriction="")
-"""Where nothing goes by it."""
+"""rdma plays no part."""
 
 _BRING_UP = "If the machines have ports, bring them up and show them to the containers; else"
 _WITHOUT_PORTS = {
@@ -40,14 +40,14 @@ _WITHOUT_PORTS = {
         " while it reads through sockets may end trainer ranks, and the run then goes on from its last checkpoint",
     ),
 }
-"""By what is asked for, the transport where processes lack ports, and what is said of it and of the lack."""
+"""Requested transport -> the transport if processes lack ports, and the sentence about it."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """The ways of the bytes: all go by `transport`, or only those between machines, and others through `within`.
+    """The transports of a refit: `transport` for all bytes, or `within` for those that stay on a machine.
 
-    Example: `Route("tcp", NO_RDMA, within="shared_memory")`; on one machine there is nothing `within`.
+    Example: `Route("tcp", NO_RDMA, within="shared_memory")`; on one machine `within` is empty.
     """
 
     transport: str
@@ -56,7 +56,7 @@ class Route:
 
     @classmethod
     def between(cls, trainer: TrainerGroup, engines: Engines, topology: Topology, config: RefitConfig) -> "Route":
-        """The route between ranks and workers where they are, by the transport that `config` asks for."""
+        """The route between ranks and workers on their machines, by the transport that `config` asks for."""
         mapped = MAPPED_MEMORY_TRANSPORT[trainer.backend]
         if len({*topology.source_node, *topology.destination_node}) > 1:
             return cls(*between_machines(trainer, engines, config.transport, config.timeout_s), within=mapped)
@@ -71,11 +71,11 @@ class Route:
 
 
 def between_machines(trainer: TrainerGroup, engines: Engines, asked: str, timeout_s: float) -> tuple[str, Rdma]:
-    """The transport between ranks and workers of several machines, and a note on rdma.
+    """The transport between ranks and workers of several machines, and the restrictions of rdma.
 
-    Where `auto` is asked for it is rdma, or tcp where this environment or a worker's is without the package for it, or
-    a process without a port. Through sockets UCX (1.23) has ranks send what is read, and ends the process of one whose
-    reader dies meanwhile; gloo is as fast and does not.
+    For `auto` it is rdma, or tcp if NIXL is missing in this environment or a worker's, or if a process has no RDMA
+    port. rdma over sockets is not worth it: there UCX (1.23) has ranks send the data, and crashes a rank whose reader
+    dies meanwhile; gloo is as fast and survives.
     """
     if asked not in ("auto", "rdma"):
         return asked, NO_RDMA
@@ -90,7 +90,7 @@ def between_machines(trainer: TrainerGroup, engines: Engines, asked: str, timeou
 
 
 def _with_gpudirect_sentence(trainer: TrainerGroup, engines: Engines, timeout_s: float) -> Rdma:
-    """Ask all ranks and workers, which have ports, for what keeps these from GPUs."""
+    """Ask all ranks and workers, which do have ports, for obstacles to GPUDirect."""
     restriction = ""
     if trainer.backend == "nccl":
         of_ranks, of_workers = trainer.weights.gpudirect_obstacles(), engines.gpudirect_obstacles(timeout_s)
@@ -99,19 +99,19 @@ def _with_gpudirect_sentence(trainer: TrainerGroup, engines: Engines, timeout_s:
 
 
 def without_nixl(of_workers: Sequence[bool]) -> str:
-    """Which workers have an environment, an engine's own, that lacks NIXL; empty if none does."""
+    """Say which workers' environments, the engine's own, lack NIXL; empty if none does."""
     named = _named([], [not has_nixl for has_nixl in of_workers])
     return f", as the Python of {named} has no NIXL for rdma: in its environment {INSTALL}" if named else ""
 
 
 def without_ports(of_ranks: Sequence[bool], of_workers: Sequence[bool]) -> str:
-    """Which processes have no port for RDMA that is up; empty if all have."""
+    """Say which processes have no RDMA port that is up; empty if all have one."""
     named = _named([not has_port for has_port in of_ranks], [not has_port for has_port in of_workers])
     return f"no active port of InfiniBand, RoCE or EFA is seen by {named} (ibstat, /dev/infiniband)" if named else ""
 
 
 def without_gpudirect(of_ranks: Sequence[str], of_workers: Sequence[str]) -> str:
-    """Which processes are on machines whose network cards do not seem to reach GPUs; empty if no obstacle is known."""
+    """Say which processes are on machines where GPUDirect seems not to work; empty if no obstacle is known."""
     reason = next(filter(None, [*of_ranks, *of_workers]), "")
     if not reason:
         return ""
