@@ -1,4 +1,4 @@
-"""The arguments of an engine that takes the adapter that is trained alone, beside weights that stay."""
+"""Arguments of an engine that keeps its base weights and is sent only the trained adapter."""
 
 from converters.architectures import Architecture, Lora, adapter_architecture
 from converters.architectures.lora import target_names
@@ -11,9 +11,9 @@ from megarl.schema import RolloutConfig
 
 
 def with_adapter_slot(rollout: RolloutConfig, architecture: Architecture, lora: Lora) -> Arguments:
-    """The engine's arguments, with which it has a slot for the adapter `lora` of a model.
+    """Return the engine's arguments, with a slot for the adapter `lora`.
 
-    Raises UserError for engines that have none, and for a model, an adapter or arguments that do not go with it.
+    Raises UserError for engines without such a slot, and for a model, an adapter or arguments that it does not support.
     """
     kind = engine_kind(rollout.engine)
     if kind.adapter_slot is None:

@@ -1,4 +1,4 @@
-"""Values that arguments of an engine take, as data: they are judged before anything starts, with or without it."""
+"""Valid values of engine arguments, as data: checked before anything starts, even without the engine installed."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ PREFIX = "rollout.engine_args."
 
 @dataclass(frozen=True)
 class Values:
-    """The values of a type, and for a number those within bounds."""
+    """The valid values of an argument: a type, and for numbers their bounds."""
 
     type: FieldType
     at_least: float = -math.inf
@@ -26,7 +26,7 @@ class Values:
         return replace(self, type=self.type | FieldType(frozenset({"None"})))
 
     def check(self, name: str, value: Any) -> None:
-        """Raise UserError if the argument `name` of an engine cannot have this `value`."""
+        """Raise UserError if `value` is not valid for the engine argument `name`."""
         check_type(name, value, self.type)
         if isinstance(value, int | float) and not (self.above < value and self.at_least <= value <= self.at_most):
             raise UserError(f"{PREFIX}{name}={value} cannot be: it must be {self._bounds}")
@@ -41,13 +41,13 @@ SIZE = Values(FieldType(frozenset({"int"})), at_least=1)
 SHARE = Values(FieldType(frozenset({"float"})), above=0, at_most=1)
 SWITCH = Values(FieldType(frozenset({"bool"})))
 DTYPE = Values(FieldType(choices=("auto", "half", "float16", "bfloat16", "float", "float32")))
-"""The type of weights, in the words of vLLM, which other engines took over."""
+"""The dtype of weights, by vLLM's names, which other engines share."""
 
 
 def check_values(given: Mapping[str, Any], declared: Mapping[str, Values], known: Mapping[str, FieldType]) -> None:
-    """Raise UserError for the first argument whose value cannot be.
+    """Raise UserError for the first argument with an invalid value.
 
-    The values that are `declared` count, and for all others the types `known` from the engine's own class.
+    An argument is checked against its `declared` values, or else against its type, `known` from the engine's own class.
     """
     for name, value in given.items():
         if name in declared:

@@ -1,52 +1,52 @@
-"""Which engine, or rank of one, a request goes to, as far as that follows from the conversations that they have."""
+"""Routes requests by conversation to an engine, or to a data-parallel rank of one."""
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 _MARGIN = 2
-"""So many conversations more than the idlest engine has are worth a prefix that need not be computed."""
+"""A cached prefix is worth this many conversations more than the idlest engine has."""
 _REMEMBERED = 65_536
-"""Conversations of which it is known where they were; the oldest are forgotten."""
+"""Conversations whose engine is remembered; the oldest are forgotten."""
 
 
 class Candidate(Protocol):
-    """An engine that has room."""
+    """An engine, or rank of one, that a request may go to."""
 
     @property
     def load(self) -> int:
-        """How many samples it has that have not ended."""
+        """The number of its unfinished samples."""
 
     @property
     def cache(self) -> Hashable:
-        """Names the keys and values that it has: others after a restart, or with other weights."""
+        """Identifies its KV cache: a restart or new weights change it."""
 
 
 E = TypeVar("E", bound=Candidate)
 
 
 class Conversations(Generic[E]):
-    """Counts the conversations that engines have, and remembers where each was asked last.
+    """Counts the active conversations of each engine, and remembers where each conversation was last.
 
-    A conversation with unanswered requests is active. It stays with the engine that has its prefix, until that engine
-    has more active conversations than the idlest one by more than a margin; then it counts as a new conversation. A new
-    conversation goes to the engine with the fewest. Neither depends on the time, or on what was answered before, so
-    that engines that were idle get the same requests whenever they are asked.
+    A conversation with unanswered requests is active. It stays with the engine that has its prefix, unless that engine
+    has more active conversations than the idlest one by more than a margin; then it counts as new. A new conversation
+    goes to the engine with the fewest active ones. Neither rule depends on time or on earlier answers, so idle engines
+    always get the same requests in the same order.
 
-    Example: two engines with a and b active on the first, c on the second. A next turn of a goes to the first, d to the
-    second.
+    Example: two engines with a and b active on the first, c on the second. The next turn of a goes to the first, a new
+    conversation d to the second.
     """
 
     def __init__(self) -> None:
         self._unanswered: dict[E, Counter[int]] = defaultdict(Counter)
-        """Requests of each conversation."""
+        """Unanswered requests of each conversation."""
         self._single: Counter[E] = Counter()
-        """Requests that are part of none."""
+        """Unanswered requests without a conversation."""
         self._caches: OrderedDict[int, Hashable] = OrderedDict()
-        """The one that each conversation's prefix is in, those asked last at the end."""
+        """The cache that holds each conversation's prefix; the most recent conversation is last."""
 
     def choose(self, conversation: int | None, among: Sequence[E]) -> E:
-        """The engine that the next request is asked of; one without a conversation is a new one by itself."""
+        """The engine for the next request; a request without a conversation counts as a new one."""
         others = {each: self._others(conversation, each) for each in among}
         idlest = min(among, key=lambda each: (others[each], each.load))
         if conversation is None or conversation not in self._caches:
@@ -55,7 +55,7 @@ class Conversations(Generic[E]):
         return next((each for each in among if each.cache == cache and others[each] <= most), idlest)
 
     def begin(self, conversation: int | None, engine: E) -> None:
-        """Note that a request is asked of an engine."""
+        """Note that a request was sent to an engine."""
         if conversation is None:
             self._single[engine] += 1
             return
@@ -66,7 +66,7 @@ class Conversations(Generic[E]):
             self._caches.popitem(last=False)
 
     def end(self, conversation: int | None, engine: E) -> None:
-        """Note that an engine is not asked for a request any more: it has answered it, or will not."""
+        """Note that a request has ended: the engine has answered it, or never will."""
         if conversation is None:
             self._single[engine] -= 1
             return
@@ -76,6 +76,6 @@ class Conversations(Generic[E]):
             del unanswered[conversation]
 
     def _others(self, conversation: int | None, engine: E) -> int:
-        """How many other conversations an engine has."""
+        """The number of other active conversations of an engine."""
         unanswered = self._unanswered[engine]
         return len(unanswered) - (conversation in unanswered) + self._single[engine]

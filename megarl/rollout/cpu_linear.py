@@ -1,4 +1,4 @@
-"""Rows that are multiplied by a matrix on a CPU, with the same bits whatever other rows there are (torch 2.13)."""
+"""Batch-invariant linear layers on a CPU: a row's result does not depend on the other rows (torch 2.13)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -8,18 +8,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 ROWS = 16
-"""From so many rows on, a row's product has the same bits, with MKL and with oneDNN and for all widths but 1.
+"""From this many rows on, a row's product has the same bits, with MKL and with oneDNN, for all widths but 1.
 
-Measured: with MKL on a CPU with AVX-512 the last number of rows at which bits differ is 2 for a row of 64 and 15 for
-one of 512 or more. Another CPU may need more; test_cpu_linear.py says so there.
+Measured with MKL on a CPU with AVX-512: bits last differ at 2 rows for a width of 64, and at 15 rows for widths of 512
+or more. Another CPU may need more; test_cpu_linear.py fails there.
 """
 _WITHOUT_ONEDNN = 16**3
-"""Multiplications of the largest product that torch computes without oneDNN, in another order
-(`checksize` in aten/src/ATen/native/mkldnn/Matmul.cpp)."""
+"""Up to this many multiplications torch does not use oneDNN, and sums in another order (`checksize` in
+aten/src/ATen/native/mkldnn/Matmul.cpp).
+"""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, which adds up in another order where rows are few: rows of zeros are added to these."""
+    """`F.linear`, with zero rows added if there are few rows, for which it would sum in another order."""
     rows = x.numel() // x.shape[-1]
     needed = max(ROWS, _WITHOUT_ONEDNN // weight.numel() + 1)
     if rows >= needed:
@@ -29,12 +30,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def with_enough_rows(x: Tensor, needed: int = ROWS) -> Tensor:
-    """`x` [rows, width], and behind it as many rows of zeros as it lacks."""
+    """Pad `x` [rows, width] with zero rows to `needed` rows."""
     return F.pad(x, (0, 0, 0, max(0, needed - len(x))))
 
 
 class LinearInAnyBatch(TorchFunctionMode):
-    """Inside, every call of `F.linear` is one of `linear`."""
+    """While active, every call of `F.linear` is replaced by `linear`."""
 
     def __torch_function__(
         self,
@@ -43,5 +44,5 @@ class LinearInAnyBatch(TorchFunctionMode):
         arguments: Sequence[Any] = (),
         named: Mapping[str, Any] | None = None,
     ) -> Any:
-        # The mode is off in here.
+        # The mode is off in here, so this does not recurse.
         return (linear if function is F.linear else function)(*arguments, **(named or {}))

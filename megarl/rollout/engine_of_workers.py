@@ -1,4 +1,4 @@
-"""An engine whose model is in workers: processes of its library, whose methods it calls by their names."""
+"""An engine whose model is in worker processes of its library, which it calls by method name."""
 
 import os
 from abc import abstractmethod
@@ -20,10 +20,10 @@ Ts = TypeVarTuple("Ts")
 
 
 class EngineOfWorkers(OwnedEngine):
-    """The calls that such engines have in common: each of their workers has methods of these names, and more."""
+    """The calls that such engines have in common; each of their workers has methods of these names."""
 
     _recorded = 1
-    """Workers that were asked to record."""
+    """Number of workers that are asked to record."""
 
     @by_owner
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:

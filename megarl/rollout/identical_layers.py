@@ -1,7 +1,7 @@
-"""Identical layers are traced once: a layer's weights go where those of the first like it go, in its own tensors.
+"""Traces one of several identical layers: the others keep their weights in the same way, in their own tensors.
 
-Tracing all layers of a model of 671 billion parameters takes a quarter of a minute for each worker, and most of them
-say the same.
+Tracing all layers of a model of 671 billion parameters takes a quarter of a minute per worker, and most of them give
+the same trace.
 """
 
 import re
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class _Kind(NamedTuple):
-    """All that tracing a layer depends on, by names within the layer."""
+    """Everything that the trace of a layer depends on, by names within the layer."""
 
     modules: frozenset[tuple[str, type, type, str | None]]
-    """Name, type, type of the quantisation, and why its parameters may not be written straight."""
+    """Name, class, class of its quantisation method, and why its parameters may not be written directly."""
     parameters: frozenset[tuple[str, Shape, torch.dtype]]
     tensors: frozenset[tuple[str, Shape, torch.dtype]]
     """Tensors of the checkpoint."""
@@ -37,7 +37,7 @@ def group_identical_layers(
     hf_shapes: Mapping[str, Shape],
     hf_dtypes: Mapping[str, torch.dtype],
 ) -> dict[int, list[int]]:
-    """The first layer of each kind, and the layers like it, itself among them.
+    """Map the first layer of each kind to all layers of the kind, itself included.
 
     Layers have the same numbers in checkpoint and engine.
     """
@@ -54,20 +54,20 @@ def group_identical_layers(
 
 
 def tensors_of_layers(named: Mapping[str, T], layers: Iterable[int]) -> dict[str, T]:
-    """The values of these layers, and those that belong to no layer."""
+    """The entries that belong to these layers or to no layer."""
     chosen = {None, *layers}
     return {name: value for name, value in named.items() if _layer(name) in chosen}
 
 
 def expand_trace(trace: LoadTrace, identical: Mapping[int, Iterable[int]], parameters: Iterable[str]) -> LoadTrace:
-    """The trace of the whole model, from that of the first layer of each kind; in the order of the `parameters`."""
+    """Expand a trace of the first layer of each kind to the whole model, in the order of `parameters`."""
 
     def copies(name: str) -> list[str]:
         layer = _layer(name)
         return [name] if layer is None else [_NUMBER.sub(str(number), name, count=1) for number in identical[layer]]
 
     order = {name: place for place, name in enumerate(parameters)}
-    # A parameter that is cut at an index has names of several tensors.
+    # A parameter that is split along an index appears as several tensors, each with a name of its own.
     shapes = {copy: shape for name, shape in trace.shard.local_shapes.items() for copy in copies(name)}
     names = sorted(shapes, key=lambda name: order[name.partition("[")[0]])
     place = {name: number for number, name in enumerate(names)}
@@ -102,7 +102,7 @@ def _copied(reasons: Mapping[str, str], copies: Callable[[str], list[str]]) -> d
 
 
 def _by_layer(named: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[int, list[tuple[Any, ...]]]:
-    """Facts about each layer, by names within it; those about none are left out."""
+    """Group entries by layer, with names within the layer; entries of no layer are left out."""
     found: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
     for name, facts in named:
         layer = _layer(name)

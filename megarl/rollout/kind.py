@@ -1,4 +1,4 @@
-"""The particulars of a kind of engine, as data: whoever starts, places or configures engines reads them here."""
+"""Describes a kind of engine as data, for all code that starts, places or configures engines."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -20,36 +20,40 @@ Arguments = Mapping[str, Any]
 
 
 REPLAY = "algorithm.router_replay=rollout"
-"""The setting for which engines say which experts each token went to."""
+"""The setting that needs engines to return the experts of each token."""
 QUANTISATION = "quantization_config"
-"""The field of config.json by which megarl gives an engine a number format."""
+"""The field of config.json through which megarl asks an engine for a number format."""
 NUMBER_FORMAT = "megarl_number_format"
-"""Field of `quantization_config` with the format's name: weights are quantised on reading. Engines ignore it."""
+"""Field of `quantization_config` with the name of the format to which weights are quantised on loading. Engines ignore
+it.
+"""
 
 
 def quantisation(number_format: "NumberFormat", architecture: "Architecture") -> dict[str, Any]:
-    """The `quantization_config` with which an engine holds the model in a number format, whatever form it reads."""
+    """The `quantization_config` that makes an engine hold the model in a number format, whatever the checkpoint's."""
     return {**number_format.engine_config(architecture), NUMBER_FORMAT: number_format.name}
 
 
 class Ability(Enum):
-    """Something that a schedule or an algorithm may ask of an engine, beyond tokens; the value says what it does."""
+    """An optional feature that a schedule or an algorithm may need; the value says what the engine must do."""
 
     LOG_PROBS = "say with which log-prob it drew each token"
     PRIORITIES = "serve requests in the order of their priorities"
     KEPT_KV = "let responses keep their keys and values when weights change, apart from those of new ones"
-    """Keys and values carry a salt for each version, so that no prompt meets those of older weights."""
+    """Cached keys and values are salted by version, so that no new prompt uses those of older weights."""
     PROGRESS = "tell of the tokens of a response before it ends"
-    """Where it cannot, a response starts over after its engine was killed, or the run was."""
+    """Without it, a response starts over after its engine or the run was killed."""
 
 
 def two_at_most(arguments: Arguments, names: Collection[str]) -> Arguments:
-    """The sizes of these names that are given, none above two."""
+    """The sizes with these names that are given, capped at two."""
     return {name: min(2, size) for name in names if (size := arguments.get(name)) is not None}
 
 
 class EngineSizes(NamedTuple):
-    """How an engine cuts the model: attention over `tensor` ranks, whole experts over `expert` ranks (None: cut, too).
+    """How an engine shards the model: attention over `tensor` ranks, whole experts over `expert` ranks.
+
+    Without `expert`, experts are sharded over the `tensor` ranks, too.
 
     Example: EngineSizes(tensor=4, expert=None, dtype="bf16")
     """
@@ -57,25 +61,25 @@ class EngineSizes(NamedTuple):
     tensor: int
     expert: int | None
     dtype: str
-    """bf16, or fp8 for weights in blocks."""
+    """bf16, or fp8 for block-quantised weights."""
     is_eager: bool = False
-    """Its kernels are launched one by one, without recorded graphs."""
+    """Launches kernels one by one, without CUDA graphs."""
     kv_bytes: int = 2
-    """Bytes of a number of keys and values: 2 in the model's type, 1 in FP8."""
+    """Bytes per element of the KV cache: 2 in the model's dtype, 1 in FP8."""
     kv_ranks: int = 1
-    """Ranks that share out the tokens of which each would else have all keys and values, or the latent."""
+    """Ranks that split the tokens of the KV cache, or latent cache, which would otherwise be replicated."""
 
 
 class Cut(NamedTuple):
-    """Into how many parts something of a model is cut, and the arguments that say so."""
+    """Into how many parts a part of the model is sharded, and by which arguments."""
 
     parts: int = 1
     said_by: str = ""
-    """Names of arguments below `rollout.engine_args`, with " x " in between."""
+    """Names of arguments below `rollout.engine_args`, joined by " x "."""
 
 
 class EngineCuts(NamedTuple):
-    """How an engine cuts a model over its workers.
+    """How an engine shards a model over its workers.
 
     Example: EngineCuts(matrices=Cut(4, "tp_size"), experts=Cut(2, "tp_size / ep_size"))
     """
@@ -92,125 +96,137 @@ class OwnEnvironment(NamedTuple):
     """The environment of an engine that is installed apart from megarl."""
 
     installed_versions: Callable[[Sequence[str]], Mapping[str, str]]
-    """Versions of those of some packages that are there."""
+    """The versions of those of the given packages that are installed."""
     versions: Sequence[str]
-    """The versions of the engine of which one has to be there."""
+    """Supported versions of the engine, one of which must be installed."""
     set_up: Mapping[str, str]
     """Device -> the command that installs it."""
     needed: Mapping[str, Sequence[str]]
-    """Device -> packages without which the engine does not serve on it."""
+    """Device -> packages that the engine needs to serve on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
-    """All that megarl has to know of an inference engine before, and beside, running it.
+    """Everything that megarl needs to know about an inference engine without running it.
 
-    Nothing of the engine is imported for it: the machine that submits a job need not have it.
+    Nothing of the engine is imported: the machine that submits a job need not have it installed.
     """
 
     title: str
-    """The engine's name, as its authors write it."""
+    """The engine's name, as its authors spell it."""
     engine_class: tuple[str, str]
-    """Module and name of the `Engine`; made with the model's folder and the engine's arguments."""
+    """Module and name of the `Engine` class, which is called with the model's folder and the engine's arguments."""
     argument_class: tuple[str, str]
-    """Module and name of the dataclass that has all arguments of the engine."""
+    """Module and name of the dataclass with all arguments of the engine."""
     refused: Mapping[str, Refusal]
-    """Arguments, or values of them, with which training would fail or be wrong."""
+    """Arguments, or values of them, with which training would fail or go wrong."""
     tested: Mapping[str, str]
-    """Argument -> the test, below tests/, that runs it."""
+    """Argument -> the test, below tests/, that exercises it."""
     values: Mapping[str, Values] = field(default_factory=dict)
-    """Argument -> its values, where they are fewer than those of its type, or megarl computes with them."""
+    """Argument -> its valid values, if they are fewer than those of its type, or if megarl computes with them."""
     only_known: Set[str] = frozenset()
-    """Arguments whose type allows any string, although only the values that the type lists work."""
+    """Arguments whose type admits any string, although only the values that the type lists work."""
     workers: Callable[[Arguments], int]
-    """How many processes, each with a GPU of its own where there are any, an engine with these arguments has."""
+    """The number of worker processes, each with a GPU of its own if there are any, of an engine with these arguments.
+    """
     offers: Collection[Ability]
-    """All that may be asked of this kind; it lacks the rest."""
+    """The abilities of this kind of engine."""
     sizes: Callable[[Arguments], EngineSizes]
-    """How an engine with these arguments cuts and holds the model, for commands that count it in closed form; UserError
-    for sizes that they do not know, which says "this command" in place of the command's name."""
+    """How an engine with these arguments shards and holds the model, for commands that count it in closed form. Raises
+    UserError for unsupported sizes; its message has "this command" in place of the command's name.
+    """
     cuts: Callable[[Arguments], EngineCuts] = lambda _arguments: EngineCuts()
-    """How an engine with these arguments cuts a model; UserError where its workers cannot be shared out like that."""
+    """How an engine with these arguments shards a model. Raises UserError if the sizes do not fit its workers."""
     quantised: "Callable[[Arguments, NumberFormat, Architecture], Arguments] | None" = None
-    """Arguments with which an engine holds the model in a number format; None where no engine of this kind can.
-    UserError for arguments that contradict it, and for a model that does not fit."""
+    """Arguments that make an engine hold the model in a number format; None if this kind cannot. Raises UserError for
+    arguments that contradict it, and for a model that does not fit.
+    """
     number_formats: Sequence[str] = ()
-    """Names of the number formats in which engines of this kind can hold a model."""
+    """Names of the number formats that this kind supports."""
     drafts: Callable[[Arguments], bool] = lambda _arguments: False
-    """Whether an engine with these arguments drafts with the policy's layers for multi-token prediction, and so holds
-    them; UserError where it drafts otherwise."""
+    """Whether an engine with these arguments drafts with the policy's multi-token prediction layers, and so holds them.
+    Raises UserError if it drafts in another way.
+    """
     context_argument: str
-    """The argument that limits how many tokens a prompt and its response may have."""
+    """The argument that limits the tokens of a prompt and its response together."""
     max_concurrent_samples: Callable[[Arguments], int | None] = lambda _arguments: None
-    """How many samples an engine with these arguments computes at the same time; None where that is not known."""
+    """How many samples an engine with these arguments computes at the same time; None if unknown."""
     tiny: Callable[[Arguments], Arguments] = lambda _arguments: {}
-    """Arguments with which an engine has two workers, on one machine, for each kind of parallelism of which it has
-    more: `+scale=tiny`."""
+    """The arguments for `+scale=tiny`: every parallel size above two becomes two, on one machine."""
     nodes: Callable[[Arguments], int] = lambda _arguments: 1
-    """How many machines an engine with these arguments spans. On each it has a process: the first is the engine."""
+    """How many machines an engine with these arguments spans. It has one process on each; the first is the engine."""
     part_class: tuple[str, str] | None = None
-    """Module and name of the `EnginePart` that is its process on every other machine; None where it spans one."""
+    """Module and name of the `EnginePart`, its process on every other machine; None if it spans only one."""
     part_arguments: Callable[[int, tuple[str, int]], Arguments] = lambda _number, _first: {}
-    """Arguments that tell a process of an engine over machines its number, and a free address of the first machine."""
+    """Arguments for a process of an engine that spans machines, from its number and a free address on the first
+    machine.
+    """
     loopback_environment: Mapping[str, str] = field(default_factory=dict)
-    """With these environment variables an engine listens on this machine alone."""
+    """Environment variables that make an engine listen on loopback only."""
     kernel_folders: Mapping[str, str] = field(default_factory=dict)
-    """Environment variable -> name of a folder, of kernels that an engine compiles and would keep at home."""
+    """Environment variable -> folder name, for compiled kernels that the engine would otherwise keep in the home
+    folder.
+    """
     memory_share: Callable[[Arguments, float, bool], float] = lambda _arguments, _memory_bytes, _is_latent: 0.9
-    """Share that an engine with these arguments takes of a GPU of so many bytes; the last says whether its model has
-    latent attention."""
+    """Share of a GPU that an engine takes, from its arguments, the GPU's memory in bytes, and whether the model has
+    latent attention.
+    """
     computes_beside: bool = False
-    """Whether that share is for weights, keys and values alone, and what it computes with lies beside it."""
+    """Whether that share covers only weights and KV cache, with activations in addition."""
     prefill_tokens: Callable[[Arguments], int] = lambda _arguments: 8192
-    """How many tokens of prompts an engine with these arguments computes at a time, on a GPU of 80 GB."""
+    """How many prompt tokens an engine with these arguments computes at a time, on a GPU of 80 GB."""
     gpu_share: Callable[[float], Arguments] = lambda _share: {}
-    """Arguments with which an engine leaves others their room on a GPU of which it has this share."""
+    """Arguments that limit an engine to this share of a GPU."""
     adapter_slot: "Callable[[Arguments, Architecture, Lora, Sequence[str]], Arguments] | None" = None
-    """Arguments with which an engine takes this adapter, of these modules of its model, beside its weights; None
-    where no engine of this kind can. UserError for arguments, a model or an adapter that do not go with it."""
+    """Arguments that give an engine a slot for this adapter, of these modules, beside its base weights; None if this
+    kind has none. Raises UserError for arguments, a model or an adapter that it does not support.
+    """
     without_weights: Arguments
-    """With these arguments an engine starts without reading weights."""
+    """Arguments with which an engine starts without reading weights."""
     able_to_sleep: Arguments = field(default_factory=dict)
-    """With these arguments an engine can `sleep`."""
+    """Arguments with which an engine can `sleep`."""
     float32_logits: Arguments
-    """With these arguments an engine does not round logits; what is given wins, also value by value of a group."""
+    """Arguments with which an engine does not round logits. The user's own values take precedence, even within a nested
+    group.
+    """
     bounded_kv: Callable[[Arguments], Arguments] | None = None
-    """Arguments with which the scales of keys and values in FP8 follow from the weights; None where no engine of this
-    kind can. UserError for arguments with which there are none."""
+    """Arguments with which the scales of an FP8 KV cache are derived from the weights; None if this kind cannot. Raises
+    UserError for arguments with which there are no such scales.
+    """
     returning_experts: Arguments | None = None
-    """With these arguments an engine says which experts each token went to; None where no engine of this kind does."""
+    """Arguments with which an engine returns the experts of each token; None if this kind cannot."""
     beside_returned_experts: Mapping[str, Refusal] = field(default_factory=dict)
-    """Arguments, or values of them, with which an engine would not start with those, or would say something else."""
+    """Arguments, or values of them, with which returning experts would fail to start, or give wrong experts."""
     layout_versions: Sequence[str] = ()
-    """Versions (major.minor) of which it is known where a worker keeps its weights; empty where any version says so."""
+    """Versions (major.minor) whose weight layout is known; empty if every version's is."""
     rehearsal: tuple[str, str] | None = None
-    """Module and name of the function that builds the workers of an engine with no memory behind: of a config.json, the
-    engine's arguments, and shapes and types of the tensors of the checkpoint it makes the `RehearsedWorker` of each. It
-    wants a process of its own. None where no engine of this kind can be built so."""
+    """Module and name of the function that builds an engine's workers without allocating memory, and returns a
+    `RehearsedWorker` for each. Its arguments are a config.json, the engine's arguments, and the shapes and dtypes of
+    the checkpoint's tensors. It needs a process of its own. None if this kind cannot be built so.
+    """
     packages: Mapping[str, str]
-    """Device, as `device.backend` tells them apart, -> the distribution that is the engine there."""
+    """Device, by `device.backend` -> the Python distribution of the engine there."""
     own_environment: OwnEnvironment | None = None
-    """Where that is installed, if it is not among megarl's own packages."""
+    """The environment in which it is installed, if not in megarl's own."""
     one_of: Sequence[tuple[str, str, str]] = ()
-    """Two sizes, of which only one may be above 1, and why."""
+    """Pairs of sizes of which only one may be above 1, and the reason."""
 
     def arguments(self) -> Mapping[str, FieldType]:
-        """Name -> type of the engine's options; empty where it is not installed."""
+        """Name -> type of the engine's options; empty if the engine is not installed."""
         try:
             return read_fields(*self.argument_class)
         except ModuleNotFoundError:
             return {}
 
     def context(self, given: Arguments) -> int | None:
-        """How many tokens these arguments limit a prompt and its response to, if they do."""
+        """The limit that these arguments set on the tokens of a prompt and its response; None if they set none."""
         return given.get(self.context_argument)
 
     def check(self, given: Arguments) -> None:
-        """Raise UserError for an option that the installed engine lacks, with the nearest it has, a refused one, and a
-        value that an option cannot have.
+        """Raise UserError for an unknown option, naming the nearest known one, a refused option, or an invalid value.
 
-        Where the engine is not installed (the machine that submits a job), names are checked where it starts, and
-        values of those that are in no table.
+        If the engine is not installed (on the machine that submits a job), names, and values without a table of valid
+        ones, are checked only when the engine starts.
         """
         known = self.arguments()
         for name in given if known else ():
@@ -229,11 +245,11 @@ class EngineKind:
                 raise UserError(f"{PREFIX}{one}={given[one]} is not supported with {other}={given[other]}: {reason}")
 
     def knows_layouts_of(self, version: str) -> bool:
-        """Whether it is known where a worker of this version keeps its weights."""
+        """Whether the weight layout of this version is known."""
         return not self.layout_versions or ".".join(version.split(".")[:2]) in self.layout_versions
 
     def with_float32_logits(self, rollout: RolloutConfig) -> RolloutConfig:
-        """`rollout` with the arguments that make the engine round no logits."""
+        """`rollout`, with the arguments that keep the engine from rounding logits."""
         given = dict(rollout.engine_args)
         for name, value in self.float32_logits.items():
             if isinstance(value, Mapping):

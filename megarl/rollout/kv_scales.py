@@ -1,4 +1,4 @@
-"""The arguments of an engine whose keys and values in FP8 have scales that follow from the weights."""
+"""Arguments of an engine whose FP8 KV cache has scales derived from the weights."""
 
 from converters.errors import UserError
 from megarl.rollout import ENGINES, engine_kind
@@ -12,9 +12,9 @@ KV_SCALES = (UNIT, BOUND)
 
 
 def with_kv_scales(rollout: RolloutConfig, arguments: Arguments) -> Arguments:
-    """The engine's `arguments`, with which its keys and values have the scales that `rollout.kv_scales` names.
+    """The engine's `arguments`, extended so that its KV cache has the scales that `rollout.kv_scales` names.
 
-    Raises UserError for engines that cannot have these, and for arguments with which there are no scales.
+    Raises UserError for engines that do not support these scales, and for arguments with which there are none.
     """
     if rollout.kv_scales == UNIT:
         return arguments

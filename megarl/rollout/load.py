@@ -1,10 +1,10 @@
-"""The load of an engine, step by step, until somebody asks."""
+"""Aggregates an engine's load over the steps between two queries."""
 
 from megarl.rollout.protocol import Load
 
 
 class Loads:
-    """Puts the load after each of some steps together."""
+    """Aggregates the load after each step."""
 
     def __init__(self) -> None:
         self._steps = self._preempted = 0
@@ -12,7 +12,7 @@ class Loads:
         self._kv_used: float | None = None
 
     def note(self, load: Load) -> None:
-        """Count one more step."""
+        """Add the load after one step."""
         self._steps += 1
         self._running += load.running
         self._waiting = max(self._waiting, load.waiting)
@@ -21,7 +21,7 @@ class Loads:
             self._kv_used = max(self._kv_used or 0.0, load.kv_used)
 
     def together(self) -> Load | None:
-        """The load of these steps; None if there was none."""
+        """The aggregate load; None if there was no step."""
         if not self._steps:
             return None
         return Load(self._running / self._steps, self._waiting, self._kv_used, self._preempted)

@@ -1,4 +1,4 @@
-"""The arguments of an engine that holds the weights in another form than they are trained in."""
+"""Arguments of an engine that holds the weights in another number format than the trainer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +13,10 @@ from megarl.schema import RolloutConfig
 
 
 def in_number_format(rollout: RolloutConfig, hf_config: Mapping[str, Any]) -> Arguments:
-    """The engine's arguments, with which it holds the weights of a model in the form that `rollout.weights` names.
+    """The engine's arguments, extended so that it holds the weights in the format that `rollout.weights` names.
 
-    `hf_config` is the model's config.json. Raises UserError for a format that there is not or that no engine of this
-    kind knows, for arguments that contradict it, for a model that is in FP8 already, and for one whose sizes don't fit.
+    `hf_config` is the model's config.json. Raises UserError for an unknown format, one that this kind of engine does
+    not support, arguments that contradict it, a model that is already in FP8, and one whose sizes do not fit.
     """
     kind, chosen = engine_kind(rollout.engine), number_format(rollout.weights)
     if chosen is None:

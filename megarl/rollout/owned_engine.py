@@ -1,4 +1,4 @@
-"""An engine in the process that asks it, owned by one thread: requests, pauses and updates of any kind."""
+"""An engine in the calling process, owned by one thread that runs requests, pauses and updates."""
 
 import functools
 from abc import ABC, abstractmethod
@@ -35,13 +35,18 @@ P = ParamSpec("P")
 E = TypeVar("E", bound="OwnedEngine")
 
 _EVENTS_PER_BATCH = 16
-"""At most: sending a batch costs as much as a few short answers, and more would wait for the texts of long ones."""
+"""A limit: sending a batch costs as much as a few short answers, and larger batches would wait for the texts of long
+ones.
+"""
 _BATCHES_PER_CALL = 10_000
-"""Ray (2.60) keeps some 200 bytes of each batch, on both sides, until the call has ended."""
+"""A limit, since Ray (2.60) keeps some 200 bytes per batch on both sides until the call ends."""
 
 
 def by_owner(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P], R]:
-    """Let a method run in the owner thread of its engine, behind what was asked before; a dead engine runs none."""
+    """Decorate a method to run in the engine's owner thread, after all earlier calls.
+
+    Raises EngineDiedError if the engine has died.
+    """
 
     @functools.wraps(method)
     def call(self: E, *arguments: P.args, **options: P.kwargs) -> R:
@@ -59,10 +64,10 @@ def by_owner(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, 
 
 
 class OwnedEngine(ABC):
-    """The part of `megarl.rollout.protocol.Engine` that is the same whatever computes.
+    """The part of `megarl.rollout.protocol.Engine` that all engines share.
 
-    One thread owns what computes: every call from outside is a task in its queue, so they never overlap and no lock is
-    needed.
+    One thread owns the underlying engine: every outside call is a task in its queue, so calls never overlap and need no
+    lock.
     """
 
     title: ClassVar[str]
@@ -126,7 +131,7 @@ class OwnedEngine(ABC):
 
     @by_owner
     def load(self) -> Load | None:
-        """See `Sampler.load`. None where something else steps."""
+        """See `Sampler.load`. None, unless a subclass sees the steps."""
         return None
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
@@ -136,7 +141,7 @@ class OwnedEngine(ABC):
         pieces = SimpleQueue[list[int] | None]()
         (future,) = self._add([request], pieces.put)
         future.add_done_callback(lambda _: pieces.put(None))
-        while (piece := pieces.get()) is not None:  # not `yield from`: Ray sends to what this gives
+        while (piece := pieces.get()) is not None:  # not `yield from`, as Ray calls `send` on this generator
             yield piece
         future.result()
 
@@ -230,19 +235,19 @@ class OwnedEngine(ABC):
 
     @abstractmethod
     def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
-        """Take requests in; each future gets the samples of one. A `listener` gets new tokens as they come."""
+        """Accept requests; each future gets the samples of one. A `listener` is called with new tokens as they come."""
 
     def _samples(self) -> Iterable[SampleInFlight]:
-        """The samples in flight; none, if the engine cannot continue what another has begun."""
+        """The samples in flight; none if the engine cannot continue samples that another has begun."""
         return ()
 
     @abstractmethod
     def _abort(self) -> None:
-        """End all requests with what they have."""
+        """End all requests with the tokens that they have."""
 
     @abstractmethod
     def _abort_some(self, answers: Collection[Future[list[Turn]]]) -> None:
-        """End the requests that these are the answers of, with what they have."""
+        """End the requests of these answers, with the tokens that they have."""
 
     @abstractmethod
     def _fail(self, error: EngineDiedError) -> None:
@@ -250,49 +255,49 @@ class OwnedEngine(ABC):
 
     @abstractmethod
     def _reset_kv_cache(self) -> None:
-        """Forget keys and values of earlier prompts, and recompute those of what is served; no step is under way."""
+        """Drop the prefix cache, and recompute the KV cache of requests in flight; called between steps."""
 
     def _keep_kv_cache(self, version: int) -> None:
-        """Let what is served go on with its keys and values; from now on nothing else meets them."""
+        """Let requests in flight keep their KV cache; later requests must not share it."""
         raise UpdateError(
             f"the {self.title} engine keeps no keys and values when weights change: commit {version} without"
         )
 
     @abstractmethod
     def _load_weights(self, bucket: Bucket) -> None:
-        """Take weights out of a bucket, by their names."""
+        """Load the weights of a bucket by name."""
 
     @abstractmethod
     def _receive(self, version: int) -> None:
-        """Take the messages of a direct transfer."""
+        """Receive the weights of a direct transfer."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Give everything back, as far as it was started; the requests in flight end with an error."""
+        """Free everything that was started; requests in flight end with an error."""
 
     @abstractmethod
     def _pause_stepping(self) -> None:
-        """Let no step begin."""
+        """Keep further steps from beginning."""
 
     def _fence(self) -> None:
-        """Let no step begin, and weights be written."""
+        """Keep further steps from beginning, so that weights can be written."""
         self._pause_stepping()
 
     @abstractmethod
     def _resume_stepping(self) -> None:
-        """Let steps begin again, unless something else is in the way."""
+        """Let steps begin again, unless something else prevents it."""
 
     def _abandon_update(self) -> None:  # noqa: B027 - most keep nothing of it
-        """Forget an update that did not end."""
+        """Discard an unfinished update."""
 
     def _begin_loading(self) -> None:  # noqa: B027 - as above
-        """Get ready for weights by name."""
+        """Prepare for weights by name."""
 
     def _finish_loading(self) -> None:  # noqa: B027 - as above
-        """Derive what follows from weights that have all come by name."""
+        """Recompute everything derived from weights, after all have come by name."""
 
     def _finish_update(self, version: int) -> None:  # noqa: B027 - as above
-        """Take the weights as whole: they are those of `version`."""
+        """Accept the weights as those of `version`."""
 
     def _tell(self, number: int, request: Request, done: Future[list[Turn]]) -> None:
         self._outbox.put((number, request, done))
@@ -324,7 +329,7 @@ class OwnedEngine(ABC):
         return self._accept(requests, listener)
 
     def _report_progress(self) -> None:
-        """Tell of new tokens and ended samples, if it is time; in whichever thread has them."""
+        """Report new tokens and ended samples, if a report is due; called in the thread that has them."""
         if self._reporter.is_due():
             for news in self._reporter.of(self._samples()):
                 self._outbox.put(news)

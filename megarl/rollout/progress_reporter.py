@@ -1,4 +1,4 @@
-"""Tokens and ended samples of unfinished requests, reported in time: the caller has them if the engine dies."""
+"""Reports tokens and ended samples of unfinished requests, so that the caller has them if the engine dies."""
 
 import time
 from collections import deque
@@ -12,24 +12,24 @@ from megarl.rollout.protocol import Progress, SamplesEnded
 from megarl.rollout.request_in_flight import Answer, SampleInFlight
 
 TOKENS = 64
-"""Steps after which a report is due, and so tokens of a sample in it at most."""
+"""Steps between reports, and so the most tokens of a sample in one."""
 SECONDS = 0.05
-"""Seconds after which a report is due."""
+"""Most seconds between reports."""
 OFTEN = 10
-"""More engines each report less often: one thread reads all reports, and each takes 0.3 ms of its time."""
+"""Above this many engines, each reports less often: one thread reads all reports, at 0.3 ms each."""
 AT_ONCE = 8192
-"""Tokens: arrays of more than three times as many would stay in the object store of the engine's machine."""
+"""Tokens per report: arrays of more than three times as many would stay in the object store of the engine's machine."""
 
 
 class ProgressReporter:
-    """Reports of the requests that were submitted, `Progress` and `SamplesEnded`, after so many steps or seconds."""
+    """Makes the reports of submitted requests, `Progress` and `SamplesEnded`, every `TOKENS` steps or `SECONDS`."""
 
     def __init__(self) -> None:
         self.engines = 1
-        """How many report to the same reader."""
+        """The number of engines that report to the same reader."""
         self._numbers: dict[Future[list[Turn]], int] = {}
         self._ends = deque[int]()
-        """The requests of samples that have ended: alone each would take as long on its way as all news of a moment."""
+        """The request of each ended sample, batched because a report of one costs as much as a report of many."""
         self._steps = 0
         self._next_s = 0.0
 
@@ -38,24 +38,24 @@ class ProgressReporter:
         return max(1.0, self.engines / OFTEN)
 
     def begin(self, number: int, answer: Answer) -> None:
-        """Tell of a request from now on, until it is answered."""
+        """Report on a request from now on, until it is answered."""
         self._numbers[answer] = number
         for end in answer.ends:
             end.add_done_callback(lambda _: self._ends.append(number))
         answer.add_done_callback(lambda done: self._numbers.pop(done, None))
 
     def answers(self, numbers: Collection[int]) -> set[Future[list[Turn]]]:
-        """The answers that are due to requests with these numbers."""
+        """The pending answers of requests with these numbers."""
         return {answer for answer, number in list(self._numbers.items()) if number in numbers}
 
     def is_due(self) -> bool:
-        """Whether to tell, after one more step."""
+        """Count one more step; return whether a report is due."""
         self._steps += 1
         is_time = self._steps >= TOKENS * self._rarity or time.monotonic() >= self._next_s
         return bool(self._numbers) and is_time
 
     def of(self, samples: Iterable[SampleInFlight]) -> Iterator[SamplesEnded | Progress]:
-        """Ended samples, and new tokens of `samples`, if submitted, in pieces small enough to be sent by value."""
+        """Yield reports of ended samples and of new tokens of submitted `samples`, small enough to be sent by value."""
         self._steps, self._next_s = 0, time.monotonic() + SECONDS * self._rarity
         if self._ends:
             yield SamplesEnded([self._ends.popleft() for _ in range(len(self._ends))])
@@ -72,7 +72,7 @@ class ProgressReporter:
 
 
 class _ProgressBuilder:
-    """Tokens of several samples, end to end."""
+    """Collects the new tokens of several samples, concatenated."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

@@ -1,4 +1,4 @@
-"""Protocol of an inference engine for the training loop: token ids in, token ids out, new weights in between."""
+"""The protocol of an inference engine: token ids in, token ids out, new weights in between."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,20 +19,21 @@ from megatron_ext.memory.device_memory import CountedMemory
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 TokenIds: TypeAlias = Sequence[int] | IntArray
-"""Tokens; an array is one of int32."""
+"""Token ids; arrays are int32."""
 PauseMode = Literal["keep", "abort"]
 KeysAndValues = Literal["recompute", "keep"]
-"""Keys and values of responses in flight when weights change: recomputed, or those of the weights of their time."""
+"""Treatment of the KV cache of responses in flight when weights change: recomputed, or kept as older weights made it.
+"""
 EngineMemory = Literal["weights", "kv_cache"]
 """Memory that an engine holds on its GPUs, apart from what a step needs for itself."""
 
 
 class EngineDiedError(RuntimeError):
-    """The engine failed while it served; its `__cause__` is what it failed with. It has to be made again."""
+    """The engine failed while it served; `__cause__` is the original error. The engine must be created again."""
 
 
 class UpdateError(RuntimeError):
-    """A weight update in the wrong order, or one that is not the whole model once."""
+    """A weight update out of order, or one that does not bring every tensor exactly once."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ class SamplingParameters:
 class Request:
     """A prompt and how to continue it.
 
-    `begun`, if there is any, names the samples that are asked for, with the tokens that each has: they were cut before.
-    The turns of the answer are theirs alone and begin behind these tokens, in `max_tokens` as in the random streams.
+    `begun` maps samples that were interrupted to the tokens that they have; if it is not empty, only these samples are
+    asked for. Their answers continue after these tokens, which count towards `max_tokens` and are skipped in the random
+    streams.
 
     Example: Request([5, 9], SamplingParameters(samples=8, max_tokens=1024, seed=7), priority=4096)
     """
@@ -67,17 +69,19 @@ class Request:
     prompt_token_ids: list[int]
     sampling: SamplingParameters
     priority: int = 0
-    """Where there is no room for all, lower ones are served first."""
+    """If not all requests fit, those with lower values are served first."""
     conversation: int | None = None
-    """Requests of the same one begin alike, and go to the same engine as long as it is not much busier."""
+    """Requests of one conversation share a prefix, and go to the same engine unless it is much busier than others."""
     cache_salt: str = ""
-    """Requests share keys and values with those that have the same one, and with no others."""
+    """Requests share prefixes in the KV cache only with requests of the same salt."""
     begun: Mapping[int, TokenIds] = field(default_factory=dict)
-    """The router gives arrays: lists of the tokens of thousands of long responses would take seconds and gigabytes."""
+    """Sample -> its tokens so far. The router passes arrays: lists would take seconds and gigabytes for thousands of
+    long responses.
+    """
 
     @property
     def samples(self) -> Sequence[int]:
-        """The samples that are asked for, by their places among all."""
+        """The indices of the samples that are asked for."""
         return sorted(self.begun) if self.begun else range(self.sampling.samples)
 
     def begun_of(self, sample: int) -> TokenIds:
@@ -85,7 +89,7 @@ class Request:
         return self.begun.get(sample, ())
 
     def prompt_of(self, sample: int) -> list[int]:
-        """All tokens that come before what is sampled."""
+        """All tokens before the first one to sample: the prompt, and what the sample has already."""
         if not self.begun:
             return self.prompt_token_ids
         return [*self.prompt_token_ids, *np.asarray(self.begun_of(sample), np.int32).tolist()]
@@ -93,7 +97,7 @@ class Request:
 
 @dataclass(frozen=True)
 class RequestEnded:
-    """The end of a submitted request: its samples, or the reason for which it cannot be served.
+    """The end of a submitted request: its samples, or why it cannot be served.
 
     Example: RequestEnded(17, [Turn.of([5, 9], [40, 2], [-0.7, -0.1], [3, 3], "stop")])
     """
@@ -104,21 +108,21 @@ class RequestEnded:
 
 @dataclass(frozen=True)
 class SamplesEnded:
-    """Ends of samples before the last of their request, which was submitted: there is room for as many.
+    """Samples have ended, but not yet their whole requests: the engine has room for as many.
 
     Example: SamplesEnded([17, 17, 21])
     """
 
     numbers: Sequence[int]
-    """The request of each of them."""
+    """The request number of each sample."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """New tokens of samples that have not ended: `lengths[i]` of sample `samples[i]` of request `numbers[i]`.
+    """New tokens of unfinished samples: `lengths[i]` tokens of sample `samples[i]` of request `numbers[i]`.
 
-    All arrays are int32 but `log_probs`, float32; the last three have the tokens of all, end to end. Tokens that come
-    with the end of their sample are in the answer alone.
+    All arrays are int32, except `log_probs`, which is float32. The last three concatenate the tokens of all samples.
+    Tokens that arrive together with the end of their sample are only in the answer.
     """
 
     numbers: IntArray
@@ -130,187 +134,188 @@ class Progress:
 
 
 Event: TypeAlias = RequestEnded | SamplesEnded | Progress
-"""News that an engine has of requests that were submitted."""
+"""An event of submitted requests."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """The work that an engine has after a step, or after each of some steps.
+    """The load of an engine after a step, or aggregated over several steps.
 
     Example: Load(running=51.5, waiting=12, kv_used=1.0, preempted=3210)
     """
 
     running: float
-    """Samples that it computes and that go on; of several steps the mean."""
+    """Samples being computed, without those that just ended; the mean over steps."""
     waiting: float
-    """Samples that it has no room for; of several steps the most."""
+    """Samples waiting for room; the maximum over steps."""
     kv_used: float | None
-    """Share of its room for keys and values that is in use; of several steps the most. None where there is no room set
-    apart for them."""
+    """Share of the KV cache in use; the maximum over steps. None if the engine reserves no KV cache."""
     preempted: int
-    """Tokens that it computes again, since it took the room for keys and values of their samples for others; of several
-    steps the sum."""
+    """Tokens to be recomputed because their samples were preempted; the sum over steps."""
 
 
 class Sampler(Protocol):
-    """Methods by which an engine samples.
+    """The sampling methods of an engine.
 
     Every method but `close` raises EngineDiedError once the engine has failed.
     """
 
     def start(self) -> None:
-        """Load the model. Raises UserError for engine arguments that don't exist."""
+        """Load the model. Raises UserError for unknown engine arguments."""
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
-        """Sample; one list per request with `samples` answers, in order. Returns when all are finished.
+        """Sample; return one list of `samples` answers per request, in order, when all are finished.
 
         The requests of one call enter the engine together. Raises UserError for a request that cannot be served.
         """
 
     def submit(self, requests: Mapping[int, Request]) -> None:
-        """Take numbered requests in and return at once; `events` gives what becomes of them.
+        """Accept numbered requests and return at once; `events` reports on them.
 
         The requests of one call enter the engine together, or none of them does.
         """
 
     def events(self, engines: int = 1) -> Iterator[Sequence[Event]]:
-        """The ends of all submitted requests, as they come, until `close`; all but short answers with their text.
+        """Yield the ends of submitted requests as they come, until `close`; all but short answers include their text.
 
-        Ends that are there at the same time come together. It may end before: who is not done calls it again. Each
-        sample that ends before the last of its request is told of soon (`SamplesEnded`), but where the request is cut.
+        Ends that are available at the same time are yielded together. The iterator may end before `close`: the caller
+        then calls it again. A sample that ends before the last one of its request is soon reported (`SamplesEnded`),
+        unless the request is aborted.
 
-        An engine that can (`Ability.PROGRESS`) tells of new tokens meanwhile, of each sample after 64 tokens or 50 ms,
-        so that another can continue what it has begun (`Request.begun`). Where more than ten `engines` have one
-        reader, each waits longer in proportion, so that it keeps up. It has one reader at a time.
+        An engine with `Ability.PROGRESS` also reports new tokens, every 64 tokens or 50 ms, so that another engine can
+        continue the samples (`Request.begun`). If more than ten `engines` share one reader, each reports proportionally
+        less often, so that the reader keeps up. An engine has one reader at a time.
         """
 
     def abort(self, numbers: Collection[int]) -> None:
-        """End submitted requests: their answers have what there is; nothing, without `Ability.PROGRESS`.
+        """End submitted requests: they are answered with the tokens so far, or with none without `Ability.PROGRESS`.
 
-        Numbers of others are no error.
+        Unknown numbers are ignored.
         """
 
     def load(self) -> Load | None:
-        """The load of all steps since it was asked for last; None if there were none, or it does not see its steps."""
+        """The load over all steps since the last call; None if there were none, or if the engine cannot see steps."""
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
-        """The token ids of a request's one sample, as they are sampled; all together are those of `generate`.
+        """Yield the token ids of a request's single sample as they are sampled; together they are those of `generate`.
 
         Raises UserError as `generate`, and for a request of several samples.
         """
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop sampling after the current token: "keep" goes on after `resume`, "abort" returns what there is."""
+        """Stop sampling after the current token. "keep" continues requests after `resume`, "abort" ends them as they
+        are.
+        """
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Resume after `pause`."""
 
     def version(self) -> int:
-        """The version of the served weights: 0 for the weights of the model's folder, -1 for none."""
+        """The version of the served weights: 0 for those of the model's folder, -1 without weights."""
 
     def close(self) -> None:
         """Free everything; unfinished `generate` calls raise EngineDiedError."""
 
 
 class LayoutSource(Protocol):
-    """Methods by which an engine says where it keeps its weights."""
+    """The methods that tell where an engine keeps its weights."""
 
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> list[PackedTrace]:
-        """Where each worker keeps the tensors of a HuggingFace checkpoint, and why it cannot say so of some.
+        """Trace where each worker keeps the tensors of a HuggingFace checkpoint, or why it cannot tell.
 
-        Raises UserError for a version of the engine of which this is not known.
+        Raises UserError for an engine version whose weight layout is not known.
         """
 
     def worker_parts(self) -> list[int]:
-        """The number of each worker's process; the engine has one process on each machine that it spans."""
+        """For each worker, the index of its machine among those that the engine spans, which have one process each."""
 
 
 class WeightTarget(Protocol):
-    """Methods by which the weights of an engine are replaced.
+    """The methods that replace an engine's weights.
 
-    An update is a transaction: `begin_update`, the weights, `commit_update`. From its begin to its commit the engine
-    serves nothing; requests wait. If an update fails it stays so, until another one is committed. The weights come
-    either by the engine's own loader, with `write` of every bucket, or by `receive` straight into the parameters.
+    An update is a transaction: `begin_update`, the weights, `commit_update`. Between begin and commit the engine serves
+    nothing, and requests wait. If an update fails, this lasts until another one is committed. The weights come either
+    through the engine's own loader, by one `write` per bucket, or straight into the parameters, by `receive`.
     """
 
     def begin_update(self, version: int, names: Sequence[str]) -> None:
-        """Begin to replace all weights by those of `version`, which consist of the HF tensors `names`.
+        """Begin to replace all weights by those of `version`, the HF tensors `names`.
 
-        An update to the same version starts over: it may have failed on another engine. Raises UpdateError if `version`
-        is not above the current one or an update to another is under way.
+        Repeating a begun update starts it over, as it may have failed on another engine. Raises UpdateError if
+        `version` is not above the current one, or if an update to another version is under way.
         """
 
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
-        """Map the shared-memory segments of coming buckets; afterwards their names are not needed any more."""
+        """Map the shared-memory segments of later buckets; afterwards the segments' names may become invalid."""
 
     def write(self, bucket: Bucket) -> None:
-        """Load the bucket's tensors; when it returns its segment can be used again.
+        """Load the bucket's tensors; its segment can be reused when this returns.
 
-        Raises UpdateError without `begin_update`, and for a tensor that is not among the update's or was written.
+        Raises UpdateError without `begin_update`, and for a tensor that is not part of the update or was already
+        written.
         """
 
     def call_receivers(self, method: Callable[[WeightReceiver, *Ts], R], *arguments: *Ts) -> list[R]:
         """Call a method of the `WeightReceiver` of every worker. Raises TransferError if one of them does."""
 
     def receive(self, version: int) -> None:
-        """Let the `WeightReceiver` of every worker receive all weights of the update.
+        """Receive all weights of the update by the `WeightReceiver` of every worker.
 
-        Raises UpdateError as `write`, and TransferError if a rank is gone, silent or failed or sent wrong bytes; then
-        the transfer is to be connected again.
+        Raises UpdateError as `write`, and TransferError if a rank is gone, silent or failed, or sent wrong bytes; the
+        transfer must then be connected again.
         """
 
     def commit_update(self, version: int, kv: KeysAndValues = "recompute") -> int:
-        """Serve the new weights. Unfinished responses go on with them, their keys and values recomputed or kept.
+        """Serve the new weights. Unfinished responses continue with them, their KV cache recomputed or kept.
 
-        Returns the tokens that are to be recomputed, those of a prompt once; 0 where that is not known.
+        Returns the number of tokens to recompute, counting a shared prompt once; 0 if unknown.
 
-        Whatever has no token yet meets no keys and values of older weights, also where others keep theirs.
-        Raises UpdateError if `version` is not the one begun, if a tensor is missing, and for "keep" where the engine
-        cannot (`Ability.KEPT_KV`).
+        Responses without a token yet never use keys and values of older weights, even if others keep theirs. Raises
+        UpdateError if `version` is not the one begun, if a tensor is missing, and for "keep" without `Ability.KEPT_KV`.
         """
 
 
 class Sleeper(Protocol):
-    """Methods by which an engine takes turns with others on its GPUs.
+    """The methods of an engine that takes turns with others on its GPUs.
 
-    It was made with `EngineKind.able_to_sleep`. Nothing may be asked of it that needs what is away: it raises
+    The engine must have been created with `EngineKind.able_to_sleep`. Calls that need memory which is away raise
     RuntimeError.
     """
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache back. The weights are kept elsewhere; unfinished requests end."""
+        """Free the memory of weights and KV cache. The weights are kept elsewhere; unfinished requests end."""
 
     def wake_up(self, parts: Sequence[EngineMemory]) -> None:
-        """Have these parts back, if they are away: the weights as they were, the KV cache empty.
+        """Restore these parts, if they are away: the weights as they were, the KV cache empty.
 
-        Raises DeviceFullError where they are counted (`count_memory`) and do not fit.
+        Raises DeviceFullError if memory is counted (`count_memory`) and they do not fit.
         """
 
     def count_memory(self, memory: CountedMemory) -> None:
-        """Count what it holds, from now on, where there is no GPU to do it. Raises as `wake_up`."""
+        """From now on count the memory held in `memory`, which stands in for a GPU's limit. Raises as `wake_up`."""
 
 
 class Profiled(Protocol):
-    """Methods by which the work of the processes that an engine has started gets into a timeline."""
+    """The methods that record a timeline of the processes that an engine has started."""
 
     def start_profiler(self) -> None:
-        """Begin to record what each process does that it has started."""
+        """Start recording each process that the engine has started."""
 
     def stop_profiler(self, most_events: int, since_us: float) -> Mapping[str, bytes]:
-        """End that: the events of each, by its name; nothing of a process that has begun since then.
+        """Stop recording; return the events by process name, without processes that started later.
 
-        There are `most_events` of all together, as `megarl.process.profiler.encoded` writes them.
+        At most `most_events` in total, encoded by `megarl.process.profiler.encoded`.
         """
 
 
 class EnginePart(Protocol):
-    """The process of an engine on another machine than its first: nobody calls it but to start and to end it."""
+    """The process of an engine on a machine other than its first; it is only started and closed."""
 
     def start(self) -> None:
-        """Start its workers; returns when those of all machines are up."""
+        """Start its workers; return when those of all machines are up."""
 
     def close(self) -> None:
-        """End its workers."""
+        """Stop its workers."""
 
 
 class Engine(Sampler, LayoutSource, WeightTarget, Sleeper, Profiled, Protocol):

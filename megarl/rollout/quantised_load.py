@@ -1,7 +1,7 @@
-"""Weights that an engine reads from a checkpoint, made into the number format that it was asked for.
+"""Quantises the weights that an engine loads from a checkpoint to the number format that it was asked for.
 
-An engine is told of the format by a `quantization_config`, as a checkpoint in the format has it, and by the name of the
-format beside that, which says that the checkpoint is in none.
+The engine gets a `quantization_config` like that of a checkpoint in the format, with the format's name as an extra
+field, which says that the checkpoint itself is not quantised.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,8 +23,8 @@ def in_asked_format(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `weights` of the checkpoint in `model_path`, in the number format that the engine's `hf_config` asks for.
 
-    The matrices of the format become codes and scales, as a refit of a policy in `dtype` would make them, on the
-    device of this worker: beside a GPU it has one thread of the host, which would take 20 minutes for 671B parameters.
+    The format's matrices become codes and scales, equal to those of a refit of a policy in `dtype`. They are computed
+    on this worker's device: a GPU worker has one CPU thread, which would take 20 minutes for 671B parameters.
     """
     asked: Mapping[str, Any] = getattr(hf_config, QUANTISATION, None) or {}
     if NUMBER_FORMAT not in asked:

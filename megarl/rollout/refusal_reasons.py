@@ -1,4 +1,4 @@
-"""Reasons for which arguments are refused, whatever the engine calls them."""
+"""Reasons for refusing arguments that several engines have, under different names."""
 
 DRAFT = "no refit gives the draft its new weights, so that it guesses worse with every step"
 MOVED_EXPERTS = "experts would move to other workers, and refits write to where they lay at the start"

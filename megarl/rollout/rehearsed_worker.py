@@ -1,4 +1,4 @@
-"""Findings about an engine's worker that was built without memory: bytes it would hold, and its layout of weights."""
+"""The result of building an engine's worker without allocating memory: bytes it would hold, and its weight layout."""
 
 from dataclasses import dataclass
 
@@ -7,22 +7,22 @@ from converters.layouts.traced_layout import LoadTrace
 
 @dataclass(frozen=True)
 class RehearsedWorker:
-    """Bytes of a worker, counted on the engine's own model.
+    """Memory of a worker in bytes, counted on the engine's own model.
 
     Example: a worker of 16 of DeepSeek-V3 in block FP8 has 43 GB of weights, and 70 KB for each token.
     """
 
     weights: int
-    """Parameters and buffers, with what the engine derives from weights when it has loaded them."""
+    """Parameters and buffers, and what the engine derives from weights after loading."""
     longest: int
-    """Keys and values of the longest sequence that the engine takes."""
+    """KV cache of the longest sequence that the engine accepts."""
     longest_tokens: int
-    """How many tokens that has."""
+    """Tokens of that sequence."""
     data_parallel: int
-    """Its data-parallel rank: each has sequences of its own."""
+    """The worker's data-parallel rank; each has its own sequences."""
     trace: LoadTrace
 
     @property
     def token(self) -> float:
-        """Keys and values of one token."""
+        """KV cache of one token, in bytes."""
         return self.longest / self.longest_tokens

@@ -1,4 +1,4 @@
-"""Requests in flight: each until all its samples are there."""
+"""Requests in flight, until all their samples have ended."""
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -12,55 +12,55 @@ from megarl.data.trajectory import IntArray
 from megarl.rollout.protocol import Request
 
 Listener: TypeAlias = Callable[[list[int]], None]
-"""Is told of the tokens that were sampled, as soon as they are."""
+"""Called with new tokens as soon as they are sampled."""
 
 
 class Answer(Future[list[Turn]]):
-    """The samples of a request, when all have ended."""
+    """A future for the samples of a request, done when all have ended."""
 
     def __init__(self, samples: int = 1) -> None:
         super().__init__()
         self.ends = [Future[None]() for _ in range(samples - 1)]
-        """Done one after the other as samples end before the last, but where they are cut, which ends all of them."""
+        """Done one by one as samples end before the last one, unless an abort ends all of them together."""
 
 
 class RequestInFlight:
-    """One request: its future is done when all its samples are."""
+    """One request; its future is done when all its samples have ended."""
 
     def __init__(self, request: Request, listener: Listener | None = None) -> None:
         self.listener = listener
         self._request = request
-        # One array, which all samples share.
+        # One array, shared by all samples.
         self._prompt_ids = np.array(request.prompt_token_ids, dtype=np.int32)
         self.future = Answer(len(request.samples))
         self._turns: dict[int, Turn] = {}
 
     @property
     def conversation(self) -> int | None:
-        """The one that it is part of."""
+        """The request's conversation, if it has one."""
         return self._request.conversation
 
     @property
     def cache_salt(self) -> str:
-        """It shares keys and values with requests that have the same one."""
+        """The request's cache salt, see `Request.cache_salt`."""
         return self._request.cache_salt
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens all its samples begin with."""
+        """The number of tokens of the prompt, which all samples share."""
         return len(self._prompt_ids)
 
     def begun_tokens(self, sample: int) -> int:
-        """How many tokens a sample had before."""
+        """The number of tokens that a sample had when the request came."""
         return len(self._request.begun_of(sample))
 
     def prompt_of(self, sample: int) -> IntArray:
-        """The tokens before what is sampled."""
+        """The tokens before the first one to sample."""
         begun = self._request.begun_of(sample)
         return np.concatenate([self._prompt_ids, np.array(begun, dtype=np.int32)]) if len(begun) else self._prompt_ids
 
     def finish(self, sample: int, turn: Turn) -> None:
-        """Note one sample, and complete the future with the last one."""
+        """Note the end of a sample; the last one completes the future."""
         self._turns[sample] = turn
         samples = self._request.samples
         if len(self._turns) == len(samples):
@@ -79,16 +79,16 @@ class SampleInFlight:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     told: int = 0
-    """How many of its tokens were reported."""
+    """The number of its tokens that were reported."""
 
     def take_untold(self) -> tuple[Sequence[int], Sequence[float], Sequence[int]]:
-        """Tokens that were not reported yet, with log-probs and versions."""
+        """Return the tokens not yet reported, with log-probs and versions, and count them as reported."""
         start, self.told = self.told, len(self.token_ids)
         return self.token_ids[start:], self.log_probs[start:], self.versions[start:]
 
 
 def tokens_of(samples: Iterable[SampleInFlight]) -> int:
-    """Tokens computed for samples that have begun; a prompt that samples share counts once."""
+    """The number of tokens computed for samples that have begun, counting a shared prompt once."""
     begun = [each for each in samples if each.token_ids]
     prompts = {id(each.request): each.request.prompt_tokens for each in begun}
     return sum(prompts.values()) + sum(each.request.begun_tokens(each.sample) + len(each.token_ids) for each in begun)

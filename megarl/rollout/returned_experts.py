@@ -1,4 +1,4 @@
-"""Experts of tokens as engines return them, to records: they name some for every layer, also where there are none."""
+"""Converts the experts that engines return to records; engines return experts even for layers that have none."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,28 +14,28 @@ from megatron_ext.routing.routed_experts import Routing, layers_with_experts
 
 
 class ReturnedExperts(NamedTuple):
-    """Rows of a model: what they are.
+    """How the rows that an engine returns for a model are laid out.
 
     Example: ReturnedExperts(Routing(layers=58, topk=8, experts=256), layers=[3, 4, ..., 60], all_layers=61)
     """
 
     routing: Routing
     layers: Sequence[int]
-    """The layers with experts, of all."""
+    """The indices of the layers that have experts."""
     all_layers: int
 
     @classmethod
     def of(cls, model_path: Path) -> "ReturnedExperts":
-        """Rows of the model of a HuggingFace folder. Raises UserError where it has no experts."""
+        """Read the layout from a HuggingFace folder. Raises UserError if the model has no experts."""
         architecture = read_architecture(read_json(model_path / CONFIG))
         layers = layers_with_experts(architecture.transformer_config, architecture.num_layers)
         routing = Routing.of(architecture.transformer_config, architecture.num_layers)
         return cls(routing, layers, architecture.num_layers)
 
     def records(self, rows: Sequence[npt.NDArray[Any]], tokens: int) -> Values:
-        """Records of the `tokens` of a prompt and its response, by the rows of those that were fed.
+        """The records of the `tokens` of a prompt and its response, from the rows of the tokens that were fed.
 
-        Tokens beyond the rows have records that say nothing. Raises RuntimeError where there are too many rows.
+        Tokens without a row get empty records. Raises RuntimeError if there are too many rows.
         """
         shape = (0, self.all_layers, self.routing.topk)
         together = np.concatenate(rows) if rows else np.empty(shape, np.uint8)

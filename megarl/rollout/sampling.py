@@ -1,4 +1,4 @@
-"""Requests and sampling parameters as every engine has to take them, and the seed of each sample of a request."""
+"""Checks of requests and sampling parameters that hold for every engine, and the seed of each sample."""
 
 import hashlib
 
@@ -6,11 +6,11 @@ from converters.errors import UserError
 from megarl.rollout.protocol import Request, SamplingParameters
 
 COLDEST = 0.01
-"""The lowest temperature that all engines sample with: they take lower ones for this or for 0, and trainers do not."""
+"""The lowest temperature that all engines sample with: they treat lower ones as this or as 0, which trainers do not."""
 
 
 def check_sampling(sampling: SamplingParameters) -> None:
-    """Raise UserError for values that say no distribution, and for no samples."""
+    """Raise UserError for values that define no distribution, and for zero samples."""
     if sampling.samples < 1:
         raise UserError(f"a request for {sampling.samples} samples: ask for one or more")
     for name, is_possible, wanted in (
@@ -28,7 +28,7 @@ def check_sampling(sampling: SamplingParameters) -> None:
 
 
 def check_begun(request: Request) -> None:
-    """Raise UserError for a request to continue what has ended, or other samples than are asked for."""
+    """Raise UserError for a request that continues samples which have ended, or which are not among those asked for."""
     unknown = [sample for sample in request.begun if not 0 <= sample < request.sampling.samples]
     if unknown:
         raise UserError(f"a request to continue sample {unknown[0]} of {request.sampling.samples}: they count from 0")
@@ -42,7 +42,7 @@ def check_begun(request: Request) -> None:
 def check_request(request: Request, max_tokens: int, vocabulary: int, argument: str) -> None:
     """Raise UserError for a request that cannot be served.
 
-    A prompt and its response have at most `max_tokens`, which the `argument` of the engine sets.
+    `max_tokens` limits a prompt and its response together; `argument` is the engine argument that sets it.
     """
     prompt, sampling = request.prompt_token_ids, request.sampling
     check_sampling(sampling)
@@ -59,6 +59,9 @@ def check_request(request: Request, max_tokens: int, vocabulary: int, argument: 
 
 
 def derive_seed(seed: int, sample: int) -> int:
-    """A seed in [0, 2^63) for one sample; engines may let neighbouring seeds share streams, as vLLM does."""
+    """Derive a seed in [0, 2^63) for one sample.
+
+    It is hashed, as engines such as vLLM may let neighbouring seeds share random streams.
+    """
     digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,7 +1,7 @@
-"""Models whose attention caps its scores, and what an engine is not given for them.
+"""Models with soft-capped attention scores, and the engine arguments that are refused for them.
 
-Most kernels of attention leave a cap out without a word. No check of weights sees it: the engine samples from another
-model than is trained.
+Most attention kernels silently omit the cap. No check of weights notices, and the engine then samples from another
+model than the one trained.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,10 +16,10 @@ _REASON = "it leaves the cap out, or is not known to have one, and the engine wo
 
 
 def has_soft_cap(hf_config: Mapping[str, Any]) -> bool:
-    """Whether the model with this config.json caps the scores of its attention."""
+    """Whether the model with this config.json soft-caps its attention scores."""
     return read_architecture(hf_config).extensions.attention_softcap is not None
 
 
 def refuse_uncapped(chosen: Mapping[str, Any], capping: Collection[str]) -> None:
-    """Raise UserError for the first of these arguments, where its value is not among those that cap scores."""
+    """Raise UserError for the first of the `chosen` arguments whose value is not in `capping`."""
     refuse(chosen, dict.fromkeys(chosen, Refusal(_REASON, (None, *capping))), PREFIX, _WITH_CAP)

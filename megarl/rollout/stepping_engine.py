@@ -1,4 +1,4 @@
-"""An engine that computes step by step in its owner thread, as long as there is something to compute."""
+"""An engine that computes step by step in its owner thread, while there is work."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from megarl.rollout.request_in_flight import Answer, Listener
 
 
 class SteppingEngine(OwnedEngine):
-    """Every step is a task in the owner's queue. It puts the next one at the end, behind the calls that wait."""
+    """Every step is a task in the owner's queue, and enqueues the next one behind waiting calls."""
 
     def __init__(self, model_path: Path | str, engine_args: Mapping[str, Any]) -> None:
         super().__init__(model_path, engine_args)
@@ -32,18 +32,18 @@ class SteppingEngine(OwnedEngine):
 
     @abstractmethod
     def _add_samples(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
-        """As `_accept`: take in what later steps compute."""
+        """Accept requests as `_accept`, for later steps to compute."""
 
     @abstractmethod
     def _can_step(self) -> bool:
-        """Whether there is something to compute, and nothing holds it up."""
+        """Whether there is work and nothing blocks it."""
 
     @abstractmethod
     def _compute(self) -> None:
-        """Compute the next token of what is served."""
+        """Compute the next token of the requests in flight."""
 
     def _load_after_step(self) -> Load | None:
-        """The load as it is; None where this engine does not know."""
+        """The load after a step; None if the engine does not know it."""
         return None
 
     def _accept(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
@@ -52,7 +52,7 @@ class SteppingEngine(OwnedEngine):
         return added
 
     def _pause_stepping(self) -> None:
-        """Nothing to do: each step looks first whether it may begin."""
+        """Do nothing: each step first checks whether it may begin."""
 
     def _resume_stepping(self) -> None:
         self._queue_step()
@@ -64,7 +64,7 @@ class SteppingEngine(OwnedEngine):
 
     def _step(self) -> None:
         self._step_queued = False
-        # A call that came first may hold it up.
+        # A call that ran in between may block the step.
         if self._can_step():
             with record_function("engine step"):
                 self._compute()

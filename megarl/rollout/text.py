@@ -1,4 +1,4 @@
-"""Texts of answers, made where they are sampled: the controller has no time for thousands of them."""
+"""Decodes answers on the engine's side: the controller has no time to decode thousands of them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEXT_FROM_TOKENS = 64
-"""Tokens; text of fewer is made by whoever reads it, without a tokenizer here."""
+"""Answers with fewer tokens are left for the reader to decode, so that short ones need no tokenizer here."""
 
 
 class Texts:
-    """Turns tokens into text with the tokenizer of a HuggingFace folder, opened on first use."""
+    """Decodes tokens with the tokenizer of a HuggingFace folder, loaded on first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def added(self, turns: Sequence[Turn], request: Request) -> list[Turn]:
-        """The answer to a request, with texts but for short ones."""
+        """The turns that answer a request, with the text of all but short ones."""
         return [
             self._with_text(turn, request.begun_of(sample)) for sample, turn in zip(request.samples, turns, strict=True)
         ]
@@ -35,11 +35,11 @@ class Texts:
     def _with_text(self, turn: Turn, begun: TokenIds) -> Turn:
         if turn.finish_reason == "abort" or len(begun) + len(turn.token_ids) < _TEXT_FROM_TOKENS:
             return turn
-        # An array: transformers (5.19) looks at each number of a list by itself, which takes longer than all else.
+        # An array, because transformers (5.19) inspects each element of a list, which would dominate the time.
         tokens = np.concatenate([np.asarray(begun, np.int32), fetch(turn.token_ids)])
         return replace(turn, text=self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     @cached_property
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
-        # Not the engine's own, which might be another than the run's.
+        # Not the engine's own tokenizer, which may differ from the run's.
         return read_tokenizer(self._folder)

@@ -1,4 +1,4 @@
-"""Where a model of an engine keeps the HuggingFace tensors: its own `load_weights`, traced."""
+"""Finds where an engine's model keeps the HuggingFace tensors, by tracing its own `load_weights`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,10 +17,11 @@ def trace_load_weights(
     hf_shapes: Mapping[str, Shape],
     hf_dtypes: Mapping[str, torch.dtype],
 ) -> LoadTrace:
-    """Where the tensors of a HuggingFace checkpoint lie in the `parameters` of `model`.
+    """Trace where the tensors of a HuggingFace checkpoint are stored in the `parameters` of `model`.
 
-    `reason` says why the parameters of a module may not be written straight, or None. Writes nothing but the constants
-    that the loader puts into padding, such as rows beyond the vocabulary, and these only if all could be traced.
+    `reason` returns why a module's parameters may not be written directly, or None. Nothing is written except the
+    constants that the loader puts into padding, such as rows beyond the vocabulary, and those only if everything could
+    be traced.
     """
     excluded = _excluded(model, parameters, reason)
     trace = trace_loading(model.load_weights, parameters, hf_shapes, hf_dtypes, excluded=excluded)
@@ -32,7 +33,7 @@ def trace_load_weights(
 def _excluded(
     model: nn.Module, parameters: Mapping[str, Tensor], reason: Callable[[nn.Module], str | None]
 ) -> dict[str, str]:
-    """Name of a parameter that may not be written straight -> the reason."""
+    """Map parameters that may not be written directly to the reason."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     excluded: dict[str, str] = {}
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""The book-keeping of a weight update: every tensor of the model, once."""
+"""Bookkeeping of a weight update: every tensor of the model exactly once."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,7 +12,7 @@ class WeightUpdate:
         self.version = version
         self.failed = False
         self.loads_by_name = False
-        """Whether the engine's own loader has begun to take part."""
+        """Whether weights have come through the engine's own loader."""
         self._missing = set(names)
         self._names = frozenset(names)
 
@@ -26,16 +26,16 @@ class WeightUpdate:
             self._missing.remove(name)
 
     def accept_all(self) -> None:
-        """Note that all tensors are about to be written. Raises UpdateError as `accept`."""
+        """Note that all tensors are about to be written at once. Raises UpdateError as `accept`."""
         self.accept(self._names)
 
     def check_version(self, version: int) -> None:
-        """Raises UpdateError if this is an update to another version."""
+        """Raise UpdateError if this is an update to another version."""
         if version != self.version:
             raise UpdateError(f"version {version} cannot be written or committed: update {self.version} is under way")
 
     def check_complete(self) -> None:
-        """Raises UpdateError naming what is missing."""
+        """Raise UpdateError, naming what is missing, if the update is incomplete."""
         if self._missing:
             raise UpdateError(
                 f"update {self.version}: {len(self._missing)} of {len(self._names)} tensors were not written, "

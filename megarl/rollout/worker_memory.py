@@ -1,4 +1,4 @@
-"""Memory of an engine's worker that no allocator of the engine moves: out of its device and back."""
+"""Offloads an engine worker's memory and brings it back, for engines whose allocator cannot."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import get_args
@@ -15,16 +15,16 @@ _KV_CACHE: EngineMemory = "kv_cache"
 
 
 def require(away: Collection[EngineMemory], *needed: EngineMemory) -> None:
-    """Raise RuntimeError if something is needed that is away."""
+    """Raise RuntimeError if a needed part is away."""
     if missing := sorted(set(away).intersection(needed)):
         raise RuntimeError(f"the engine sleeps, without its {missing[0]}: it is not its turn")
 
 
 class WorkerMemory:
-    """Weights and KV cache of a model.
+    """The weights and KV cache of a worker's model.
 
-    `caches` gives the tensors that hold keys and values from start to end, `derived` what the engine has made of
-    weights beside the model's parameters and buffers.
+    `caches` returns the tensors that consist entirely of KV cache, `derived` the tensors that the engine derives from
+    weights in addition to the model's parameters and buffers.
     """
 
     def __init__(
@@ -36,17 +36,17 @@ class WorkerMemory:
         self._model, self._caches, self._derived = model, caches, derived
         self._weights: HostCopy | None = None
         self._kv_cache: list[tuple[torch.UntypedStorage, int]] = []
-        """Storages without their memory, and how much that was."""
+        """Freed storages, with their former sizes in bytes."""
         self._memory: CountedMemory | None = None
 
     def count_in(self, memory: CountedMemory) -> None:
-        """Count from now on what is held. Raises DeviceFullError if that is too much."""
+        """Count the held memory in `memory` from now on. Raises DeviceFullError if it is too much."""
         self._memory = memory
         self._hold(_WEIGHTS, nbytes_of(self._weight_storages()))
         self._hold(_KV_CACHE, nbytes_of(self._cache_storages()))
 
     def sleep(self) -> None:
-        """Give all memory back that is not away already. The weights are kept in the host's."""
+        """Free all memory that is not away already; the weights are copied to the host."""
         if self._weights is None:
             self._weights = HostCopy(self._weight_storages())
             self._hold(_WEIGHTS, 0)
@@ -57,7 +57,7 @@ class WorkerMemory:
             self._hold(_KV_CACHE, 0)
 
     def wake_up(self, parts: Collection[str] = get_args(EngineMemory)) -> None:
-        """Take memory for these parts: weights as they were, a cache of zeros, as a new one is."""
+        """Reallocate these parts: weights as they were, the KV cache zeroed, as a new one is."""
         if self._weights is not None and _WEIGHTS in parts:
             self._hold(_WEIGHTS, self._weights.nbytes)
             self._weights.reload()
@@ -71,7 +71,7 @@ class WorkerMemory:
 
     def _weight_storages(self) -> list[torch.UntypedStorage]:
         found = storages_of([*self._model.parameters(), *self._model.buffers(), *self._derived()])
-        # A checkpoint that is mapped, as transformers does on a CPU, is the file's memory.
+        # A memory-mapped checkpoint, as transformers makes it on a CPU, belongs to the file and cannot be freed.
         return [storage for storage in found if storage.resizable()]
 
     def _cache_storages(self) -> list[torch.UntypedStorage]:

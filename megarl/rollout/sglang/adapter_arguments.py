@@ -1,4 +1,4 @@
-"""Arguments of an SGLang engine that gets the adapter alone, and models and arguments that it has no place for."""
+"""Arguments of an SGLang engine that is only sent the adapter; the models and arguments that it does not support."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from converters.architectures import Architecture, Lora
 
 ADAPTER_SLOT = "enable_lora"
-"""Argument that megarl gives to an engine that gets the adapter alone."""
+"""Argument that megarl sets for an engine that is only sent the adapter."""
 LORA_ALPHA = "megarl_lora_alpha"
-"""Argument beside it with the alpha of the adapter that comes; SGLang has none such, and is not given it."""
+"""Argument with the alpha of the adapter. It is megarl's own and is not passed to SGLang."""
 
 _SLOT = SlotLimits(
     "SGLang",
@@ -27,18 +27,18 @@ _SLOT = SlotLimits(
         "disable_chunked_prefix_cache": (None, True),
     },
 )
-"""Engines with an adapter in their slot that were compared with transformers."""
+"""Models and arguments with which engines were verified against transformers with an adapter in the slot."""
 _OF_EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 
 def _with_whole_experts(adapter: "Architecture", modules: Sequence[str]) -> list[str]:
-    """These modules, and all three of an expert if any is adapted: SGLang has a slot for all three, or for none."""
+    """Add all three matrices of an expert if any is adapted: SGLang has slots for all three or none."""
     is_of_expert = any(".experts." in name for parameter in adapter.weight_map for name, _ in parameter.huggingface)
     return sorted({*modules, *(_OF_EXPERT if is_of_expert else ())})
 
 
 def _check_latent(adapter: "Architecture", modules: Sequence[str]) -> None:
-    """Raise UserError for what SGLang has as one matrix in models whose queries have a latent, where they have none."""
+    """Raise UserError for modules of latent attention that SGLang has no place for in a model without q_lora_rank."""
     if not adapter.multi_latent_attention or adapter.transformer_config["q_lora_rank"]:
         return
     if unplaced := sorted({"q_proj", "kv_a_proj_with_mqa"} & set(modules)):
@@ -51,13 +51,13 @@ def _check_latent(adapter: "Architecture", modules: Sequence[str]) -> None:
 def _arguments_of_family(adapter: "Architecture", modules: Sequence[str]) -> Arguments:
     found: dict[str, bool | str] = {}
     if adapter.transformer_config.get("num_moe_experts") and "down_proj" in modules:
-        # On Blackwell it would choose one that takes no adapters, and stop at its start.
+        # On Blackwell SGLang's choice takes no adapters, and it would fail to start.
         found["moe_runner_backend"] = "triton"
     if adapter.transformer_config.get("moe_shared_expert_intermediate_size"):
-        # On a GPU it has shared experts as one more expert, where their adapters have no place.
+        # On a GPU SGLang fuses shared experts into the routed ones, where their adapters have no place.
         found["disable_shared_experts_fusion"] = True
     if "kv_b_proj" in modules:
-        # It would multiply keys and values of a cached prefix by the adapters of the tokens behind it.
+        # SGLang would apply the adapters of later tokens to the keys and values of a cached prefix.
         found["disable_chunked_prefix_cache"] = True
     return found
 
@@ -69,7 +69,8 @@ def adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", mo
     _check_latent(adapter, modules)
     heads, tensor = adapter.transformer_config["num_query_groups"], arguments.get("tp_size") or 1
     if heads % tensor:
-        # On a CPU it adds heads of zeros until they can be dealt out, and cuts adapters as if these had some.
+        # On a CPU SGLang pads heads with zeros until they divide over workers, and shards adapters as if they were
+        # padded, too.
         raise UserError(
             f"{_SLOT.alone} is for workers that have whole key-value heads, and rollout.engine_args.tp_size={tensor}"
             f" cuts {heads}: set that to a divisor of it, or lora.merge=true"
@@ -82,7 +83,7 @@ def adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", mo
         "max_loras_per_batch": 1,
         "max_lora_rank": lora.rank,
         "lora_target_modules": modules,
-        # By itself it leaves out what it has no place for, and says so in its log.
+        # By default SGLang skips modules that it has no place for, with only a line in its log.
         "lora_strict_loading": True,
         LORA_ALPHA: lora.alpha,
     }

@@ -1,4 +1,4 @@
-"""The adapter that is trained, alone in the one LoRA slot of an SGLang worker; the weights stay as they were loaded."""
+"""Fills the single LoRA slot of an SGLang worker with the trained adapter; the base weights stay as loaded."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +20,7 @@ _PREFIX, _EXPERTS = "base_model.model.", ".experts"
 
 
 class AdapterSlot:
-    """The slot of a worker that has SGLang's LoRAManager `manager`, where the adapter's name is taken."""
+    """The slot of a worker, in SGLang's LoRAManager `manager`, in which the adapter's name is already loaded."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -29,15 +29,15 @@ class AdapterSlot:
         self._tensors: dict[str, Tensor] = {}
 
     def forget(self) -> None:
-        """Forget what came of an update that did not end."""
+        """Discard what arrived of an unfinished update."""
         self._tensors = {}
 
     def keep(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Keep A and B of some matrices, by PEFT's names."""
+        """Keep the A and B of some matrices, by PEFT's names."""
         self._tensors |= tensors
 
     def fill(self) -> None:
-        """Put the adapter that came into the slot; SGLang takes this worker's part of each matrix.
+        """Put the received adapter into the slot; SGLang takes this worker's shard of each matrix.
 
         Raises UpdateError for a matrix that the engine has no place for.
         """
@@ -53,7 +53,8 @@ class AdapterSlot:
             raise UpdateError(f"the adapter does not go into SGLang's slot: {error}") from error
 
     def _check_places(self, tensors: Iterable[str]) -> None:
-        # SGLang goes by the last part of a name alone, and leaves out what no layer of that number has.
+        # Checked here because SGLang matches only the last part of a name, and silently skips what the layer does not
+        # have.
         places = {name for modules in self._manager.lora_modules for name in modules}
         if unplaced := sorted(name for name in tensors if module_of(name) not in places):
             raise UpdateError(
@@ -61,7 +62,7 @@ class AdapterSlot:
             )
 
     def _rows_of_joined(self) -> dict[str, int]:
-        """Rows of the matrices that attention is joined of; those of gate and up are alike."""
+        """The row counts of the matrices that attention fuses; gate and up have equal ones."""
         for modules in self._manager.lora_modules:
             for name, module in modules.items():
                 if rows := _ROWS.get(name.rpartition(".")[-1]):
@@ -84,7 +85,7 @@ _ROWS = {"qkv_proj": _rows_of_heads, "fused_qkv_a_proj_with_mqa": _rows_of_laten
 
 
 def module_of(name: str) -> str:
-    """SGLang's module that has the adapter of a matrix, of which `name` is PEFT's name of A or B."""
+    """SGLang's module for the adapter of a matrix; `name` is PEFT's name of its A or B."""
     parent, module, *_ = name.removeprefix(_PREFIX).rsplit(".", 3)
     experts, is_of_experts, number = parent.rpartition(f"{_EXPERTS}.")
     if is_of_experts and number.isdecimal():
@@ -93,10 +94,10 @@ def module_of(name: str) -> str:
 
 
 def zeros_beside(tensors: dict[str, Tensor], rows: dict[str, int]) -> dict[str, Tensor]:
-    """A and B of zeros for what is not adapted of modules that SGLang has as one, where another of them is.
+    """Zero A and B for modules without an adapter that SGLang fuses with a module that has one.
 
-    SGLang 0.5.23 puts q_proj, k_proj and v_proj together where there are q_proj and v_proj, raises KeyError for q_proj
-    alone, and has no place for the others without q_proj, and for up_proj without gate_proj.
+    SGLang 0.5.23 fuses q_proj, k_proj and v_proj only if q_proj and v_proj are given. It raises KeyError for q_proj
+    alone, and has no place for the others without q_proj, or for up_proj without gate_proj.
     """
     found = {}
     for name, tensor in tensors.items():

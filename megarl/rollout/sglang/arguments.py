@@ -1,4 +1,4 @@
-"""SGLang's own arguments, by their own names: megarl's defaults, what is given, and what has to be."""
+"""SGLang's own arguments, by its names: megarl's defaults, the user's values, and required ones."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from megatron_ext import device
 
 _DEFAULTS: Mapping[str, Any] = {
     "log_level": "warning",
-    # Running requests would be computed again, to let older ones run a little earlier.
+    # Preempted requests are recomputed, only to let older ones run a little earlier.
     "disable_priority_preemption": True,
     "max_running_requests": MAX_RUNNING_REQUESTS,
     "random_seed": 0,
@@ -33,11 +33,11 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 SPARE_TOKENS = 6
-"""Tokens of a context that SGLang lets no prompt have (`max_req_input_len`); a response may have four of them."""
+"""Tokens of the context that SGLang keeps from prompts (`max_req_input_len`); a response may use four of them."""
 
 
 def check_version(installed: str) -> None:
-    """Raise UserError if this is not a version of SGLang that the code here was compared with."""
+    """Raise UserError for a version of SGLang that this code was not verified against."""
     if installed not in VERSIONS:
         raise UserError(
             f"SGLang {installed} is installed, and rollout.engine=sglang knows {' and '.join(VERSIONS)} alone: install"
@@ -46,7 +46,7 @@ def check_version(installed: str) -> None:
 
 
 def check_names(arguments: Iterable[str], known: Sequence[str]) -> None:
-    """Raise UserError for an argument that is not among those that the installed SGLang has."""
+    """Raise UserError for an argument that the installed SGLang does not have."""
     for name in arguments:
         if name not in known:
             advice = did_you_mean(name, known, "rollout.engine_args.{}")
@@ -54,10 +54,10 @@ def check_names(arguments: Iterable[str], known: Sequence[str]) -> None:
 
 
 def check_block_fp8(arguments: Mapping[str, Any]) -> None:
-    """Raise UserError for weights in block FP8 on a GPU for which SGLang packs them.
+    """Raise UserError for block FP8 weights on a GPU for which SGLang repacks them.
 
-    SGLang 0.5.23 packs them for Marlin below compute capability 8.9, and its server ends at the first call of a worker:
-    that finishes loading once more, and the scales are gone.
+    SGLang 0.5.23 repacks them for Marlin below compute capability 8.9. The first call of a worker finishes loading once
+    more, finds the scales gone, and the server exits.
     """
     if not device.gpus() or device.has_e4m3(device.device()):
         return
@@ -70,9 +70,9 @@ def check_block_fp8(arguments: Mapping[str, Any]) -> None:
 
 
 def check_int8(arguments: Mapping[str, Any]) -> None:
-    """Raise UserError for weights in INT8 on a GPU for which SGLang has no kernel of linear layers.
+    """Raise UserError for INT8 weights on a GPU for which SGLang has no linear kernel.
 
-    Its `int8_scaled_mm` raises above compute capability 9.0, when the first prompt comes.
+    Its `int8_scaled_mm` raises above compute capability 9.0, but only at the first prompt.
     """
     capability = device.compute_capability()
     if capability is not None and capability > (9, 0) and _held_in(arguments).get("quant_method") == W8A8_INT8:
@@ -83,14 +83,14 @@ def check_int8(arguments: Mapping[str, Any]) -> None:
 
 
 def _held_in(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `quantization_config` of the model of a server, empty where it has none."""
+    """The `quantization_config` of a server's model; empty if it has none."""
     overrides = json.loads(arguments.get(OVERRIDES) or "{}")
     config = read_json(Path(arguments["model_path"]) / CONFIG)
     return {**config, **overrides}.get(QUANTISATION) or {}
 
 
 def environment_of_context(model_path: Path, given: Mapping[str, Any]) -> dict[str, str]:
-    """The environment in which the spare tokens may lie beyond what the model was made for: none is ever there."""
+    """The environment that lets the context exceed the model's own limit by the spare tokens, which are never used."""
     longest = read_json(model_path / CONFIG).get("max_position_embeddings") or 0
     needed = given.get("context_length") or 0
     return {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"} if needed <= longest < needed + SPARE_TOKENS else {}
@@ -99,7 +99,7 @@ def environment_of_context(model_path: Path, given: Mapping[str, Any]) -> dict[s
 def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key: str) -> dict[str, Any]:
     """Fields of SGLang's ServerArgs for a server of the model in `model_path` with the arguments `given`.
 
-    Raises UserError for a refused value and for what must stay as it is; names are checked by the server.
+    Raises UserError for a refused value and for arguments that must not be set; the server checks names.
     """
     SGLANG.check(_own_left_out(given))
     hf_config = read_json(model_path / CONFIG)
@@ -109,17 +109,17 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
     on_device = cpu.corrections.ARGUMENTS if device.backend() == "gloo" else _graphs(given)
     if device.backend() == "gloo":
         cpu.kv_cache.check(hf_config, given)
-        # Lets an engine on a GPU sleep; a worker on a CPU needs none of it (`cpu.corrections.memory_of`).
+        # These arguments let a GPU engine sleep; a CPU worker does without (`cpu.corrections.memory_of`).
         given = {name: value for name, value in given.items() if name not in SGLANG.able_to_sleep}
     if given.get("context_length"):
         given = {**given, "context_length": given["context_length"] + SPARE_TOKENS}
-    # An empty slot is no version of the weights either.
+    # An empty slot counts as no weights, too.
     version = "-1" if given.get(ADAPTER_SLOT) or given.get("load_format") == "dummy" else "0"
     return {
         **_DEFAULTS,
-        # SGLang's own choice for a model in fp32 is a half-precision type.
+        # SGLang's own choice for an fp32 model is half precision.
         "dtype": stated_dtype(hf_config) or "auto",
-        # For top-p without top-k, whose log-probs come with the tokens that are kept.
+        # With top-p but no top-k, log-probs are returned for all kept tokens: up to the whole vocabulary.
         "sampling_mask_max_tokens": hf_config["vocab_size"],
         **on_device,
         **{name: value for name, value in given.items() if name != LORA_ALPHA},
@@ -129,10 +129,10 @@ def server_arguments(model_path: Path, given: Mapping[str, Any], port: int, key:
 
 
 def _graphs(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Give all that an engine on a GPU computes at once a CUDA graph.
+    """Capture CUDA graphs for every batch size that an engine on a GPU runs.
 
-    SGLang's own choice for fewer than four workers is 256 samples on GPUs of 60 to 160 GB, and less on smaller ones:
-    beyond that each kernel of a step is launched by itself.
+    With fewer than four workers, SGLang's default is up to 256 samples on GPUs of 60 to 160 GB, and less on smaller
+    ones; larger batches launch every kernel separately.
     """
     samples = given.get("max_running_requests", MAX_RUNNING_REQUESTS)
     is_chosen = any(given.get(name) for name in GRAPH_CHOICES) or given.get("cuda_graph_backend_decode") == "disabled"
@@ -187,11 +187,11 @@ _READ: Mapping[str, Mapping[str, Any]] = {
 """Model type -> fields of config.json that SGLang reads and transformers leaves out, with transformers' values."""
 
 _ALL_SPARSE: Mapping[str, Any] = {"mlp_only_layers": [], "decoder_sparse_step": 1}
-"""Fields of config.json -> their values where every layer has experts."""
+"""Fields of config.json -> their values if every layer has experts."""
 
 
 def adapter_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The adapter_config.json of the adapter that comes into the slot of an engine with the arguments `given`."""
+    """The adapter_config.json of the adapter for the slot of an engine with the arguments `given`."""
     return {
         "peft_type": "LORA",
         "r": given["max_lora_rank"],
@@ -201,6 +201,6 @@ def adapter_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _own_left_out(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` without what megarl gives itself, and nobody may: a number format, a slot."""
+    """`given` without the arguments that megarl sets and users may not: number format and adapter slot."""
     own = {ADAPTER_SLOT, *([OVERRIDES] if NUMBER_FORMAT in (given.get(OVERRIDES) or "") else [])}
     return {name: value for name, value in given.items() if name not in own}

@@ -2,8 +2,8 @@
 
 A call is a file, and so is the answer of each worker.
 
-SGLang tells all its workers of an update of weights, but brings nothing beside tensors to them, and nothing back. The
-folder is this user's alone: what is called never comes over the network.
+SGLang notifies all its workers of a weight update, but passes them only tensors, and returns nothing. The folder is
+readable only by this user, and no call comes over the network.
 """
 
 import os
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 FOLDER_VARIABLE = "MEGARL_SGLANG_CALLS"
-"""The environment variable that tells a worker the folder."""
+"""The environment variable with the folder's path, for workers."""
 ARGUMENTS = "arguments.json"
 """The file with the arguments of the server."""
 REFUSED = "refused"
-"""The file with the one sentence of a server that does not start."""
+"""The file with the reason, in one sentence, why a server does not start."""
 LOAD_FORMAT = "megarl"
-"""The `load_format` of an update that is a call."""
+"""The `load_format` of an update that stands for a call."""
 
 
 class WorkerCallError(RuntimeError):
@@ -35,17 +35,17 @@ class CallFolder:
 
     @classmethod
     def of_this_server(cls) -> "CallFolder":
-        """The folder of the server whose worker this process is."""
+        """The call folder of the server that this worker process belongs to."""
         return cls(Path(os.environ[FOLDER_VARIABLE]))
 
     def put_call(self, method: str, arguments: Sequence[Any]) -> None:
-        """Write the call of a method that the workers carry out next."""
+        """Write the call that the workers are to execute next."""
         for answer in self._folder.glob("answer.*"):
             answer.unlink()
         self._put("call", pickle.dumps((method, tuple(arguments))))
 
     def answer(self, number: int, worker: Any) -> None:
-        """Carry the call out in a worker, which has this number, and write what came of it."""
+        """Execute the call in worker `number`, and write its outcome."""
         method, arguments = pickle.loads((self._folder / "call").read_bytes())
         try:
             came = (True, getattr(worker, method)(*arguments))
@@ -54,7 +54,10 @@ class CallFolder:
         self._put(f"answer.{number}", _pickled(*came))
 
     def take_answers(self, workers: int) -> list[Any]:
-        """The results of all workers. Raises what the first that failed raised; WorkerCallError for no answer."""
+        """Return the results of all workers.
+
+        Raises the error of the first that failed; WorkerCallError if one did not answer.
+        """
         results = []
         for worker in range(workers):
             file = self._folder / f"answer.{worker}"
@@ -77,7 +80,7 @@ def _pickled(succeeded: bool, result: Any) -> bytes:
         data = pickle.dumps((succeeded, result))
         pickle.loads(data)
     except Exception:
-        # Some exceptions of libraries cannot be pickled; their text can.
+        # Some libraries' exceptions cannot be pickled; their text can.
         if succeeded:
             raise
         return pickle.dumps((False, WorkerCallError("".join(traceback.format_exception(result)))))

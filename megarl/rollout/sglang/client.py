@@ -1,4 +1,4 @@
-"""A client of SGLang's HTTP server: calls from any thread, each answered when the server has answered."""
+"""A client of SGLang's HTTP server, with blocking calls from any thread."""
 
 import asyncio
 import json
@@ -21,7 +21,7 @@ class CallRefusedError(RuntimeError):
 
 
 class Client:
-    """Calls to the server at `url`, whose key is `key`, from a thread with an event loop of its own."""
+    """Calls the server at `url` with API key `key`, from an event loop in a thread of its own."""
 
     def __init__(self, url: str, key: str) -> None:
         self._url = url
@@ -31,19 +31,22 @@ class Client:
         self._session = self.begin(_session(key)).result()
 
     def begin(self, work: Coroutine[Any, Any, R]) -> Future[R]:
-        """Begin `work` in the event loop."""
+        """Schedule `work` in the event loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def soon(self, action: Any, *arguments: Any) -> None:
-        """Call `action` in the event loop, before any work that is begun later."""
+        """Call `action` in the event loop, before any work that is scheduled later."""
         self._loop.call_soon_threadsafe(action, *arguments)
 
     def get(self, path: str) -> Any:
-        """The answer to a question. Raises as `post`."""
+        """Send a GET request and return the answer. Raises as `post`."""
         return self.begin(self._ask("GET", path, None)).result()
 
     def post(self, path: str, **body: Any) -> Any:
-        """The answer to a call. Raises CallRefusedError if the server refuses it, ServerGoneError if it is gone."""
+        """Send a POST request and return the answer.
+
+        Raises CallRefusedError if the server refuses it, ServerGoneError if it is gone.
+        """
         return self.begin(self.ask(path, body)).result()
 
     async def ask(self, path: str, body: Mapping[str, Any]) -> Any:
@@ -51,7 +54,7 @@ class Client:
         return await self._ask("POST", path, body)
 
     async def answers(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
-        """The answers to a call that has several, in the event loop. Raises as `post`."""
+        """Yield the answers to a streaming call, in the event loop. Raises as `post`."""
         try:
             async with self._session.post(self._url + path, json=body) as response:
                 await _check(path, response)
@@ -65,7 +68,7 @@ class Client:
             raise _gone(error) from error
 
     def close(self) -> None:
-        """End what is under way, and the thread."""
+        """Cancel pending work, and end the thread."""
         self.begin(self._end()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -73,7 +76,7 @@ class Client:
 
     async def _end(self) -> None:
         await self._session.close()
-        # A loop that stops with work in it complains of that work when it is collected.
+        # Cancel pending tasks: a loop that stops with tasks left warns when they are garbage-collected.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for work in left:
             work.cancel()
@@ -91,9 +94,9 @@ class Client:
 
 
 async def _session(key: str) -> aiohttp.ClientSession:
-    # As many connections as there are requests: the server queues them, and a limit here would be a second queue.
+    # No connection limit: the server queues requests, and a limit would be a second queue.
     return aiohttp.ClientSession(
-        # Each with a connection of its own: one that the server gave up while it was idle would lose a request.
+        # No keep-alive: a request on an idle connection that the server has just closed would be lost.
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={"Authorization": f"Bearer {key}"},
@@ -102,7 +105,7 @@ async def _session(key: str) -> aiohttp.ClientSession:
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a stream, however long: with the experts of a whole response one is longer than aiohttp's may be."""
+    """Yield the lines of a stream, of any length: one with the experts of a whole response exceeds aiohttp's limit."""
     begun: list[bytes] = []
     async for piece in content.iter_any():
         *ends, rest = piece.split(b"\n")

@@ -1,4 +1,4 @@
-"""SGLang as an engine: a client of its server behind the protocols of an engine."""
+"""SGLang as an engine: implements the engine's protocols as a client of its server."""
 
 import base64
 import pickle
@@ -41,9 +41,9 @@ _ABORT_S = 10.0
 class SglangEngine(EngineOfWorkers):
     """See `megarl.rollout.protocol.Engine`. `engine_args` are fields of SGLang's ServerArgs by their own names.
 
-    The server steps by itself. It is held in one of two ways: `in_place`, where it goes on as it was, or `retract`,
-    where what it serves waits without keys and values, to be computed from its first token on. Weights change in the
-    second alone.
+    The server steps by itself. It can be held in two ways: `in_place`, after which requests resume as they were, or
+    `retract`, which drops the KV cache of requests, so that they are recomputed from the first token. Weights change
+    only under `retract`.
     """
 
     title = "SGLang"
@@ -77,9 +77,12 @@ class SglangEngine(EngineOfWorkers):
         threading.Thread(target=self._watch, args=(self._server,), name="SGLang server", daemon=True).start()
 
     def version(self) -> int:
-        """See `Sampler.version`. Answered when the server's scheduler has answered, too: HTTP goes on without it."""
+        """See `Sampler.version`.
+
+        Returns only once the server's scheduler has answered, too: HTTP keeps working without it.
+        """
         version, server = super().version(), self._server
-        # Not in the owner's thread: a scheduler that is busy would hold up what is asked of the engine meanwhile.
+        # Not in the owner thread, where a busy scheduler would block all other calls.
         if server is not None:
             try:
                 server.client.get("/server_info")
@@ -100,7 +103,7 @@ class SglangEngine(EngineOfWorkers):
         self._abort()
         if device.backend() == "gloo":
             self._workers("sleep")
-        # A server on GPUs that is to release what it has released already ends.
+        # A GPU server that is told to release memory twice exits.
         elif held := [part for part in get_args(EngineMemory) if part not in self._away]:
             if "kv_cache" in held:
                 self._reset_kv_cache()
@@ -147,8 +150,8 @@ class SglangEngine(EngineOfWorkers):
     def _abort(self) -> None:
         self._in_flight.abort_waiting()
         deadline = time.monotonic() + _ABORT_S
-        # One that runs gives its tokens with its next step. While weights change there is none: each gives what it
-        # told of last.
+        # A running sample reports its tokens with the next step. While weights change there is none, so samples end
+        # with the tokens last reported.
         can_go_on = self._update is None and not self._away
         if can_go_on and self._in_flight.asked():
             self._continue()
@@ -184,7 +187,7 @@ class SglangEngine(EngineOfWorkers):
         if self._has_slot:
             self._workers("keep_bucket", bucket)
             return
-        # A worker keeps nothing of other workers' experts.
+        # A worker skips other workers' experts, so a tensor is unknown only if all workers skip it.
         skipped = [set(names) for names in self._workers("load_bucket", bucket)]
         if nowhere := set.intersection(*skipped):
             raise UpdateError(f"SGLang's loader skips {min(nowhere)}: give the engine the config.json of the policy")
@@ -216,10 +219,10 @@ class SglangEngine(EngineOfWorkers):
             raise EngineDiedError(str(error)) from error
 
     def _take_slot(self) -> None:
-        """Have the server know the adapter that requests name: one of zeros, of which no request is served.
+        """Register the adapter that requests name, with zero weights; no request is served with these.
 
-        It forgets the name of an adapter when it unloads it, and waits with that for all requests that name it. So the
-        name stays, and the workers fill the slot.
+        To unload an adapter, the server waits for all requests that name it, and forgets the name. So the name stays
+        loaded, and the workers fill the slot.
         """
         config, tensors = adapter_config(self._engine_args), [_NO_ADAPTER] * self._worker_count()
         self._post(
@@ -248,7 +251,7 @@ class SglangEngine(EngineOfWorkers):
 
     @contextmanager
     def _session(self) -> Iterator[None]:
-        """Let the server take an update: the one under way, or one of its own without weights."""
+        """Open a session for weights on the server: the current update's, or else one without weights."""
         if self._in_session:
             yield
             return
@@ -262,7 +265,7 @@ class SglangEngine(EngineOfWorkers):
 
     @contextmanager
     def _stepping_paused(self) -> Iterator[None]:
-        """Hold the server meanwhile, also if a call of it fails; one that was held before stays so."""
+        """Hold the server while the body runs; release it afterwards, even on an error, unless it was held before."""
         was_held = self._held
         self._pause_stepping()
         try:
@@ -272,7 +275,7 @@ class SglangEngine(EngineOfWorkers):
                 self._resume_stepping()
 
     def _workers(self, method: str, *arguments: Any) -> list[Any]:
-        # At both ends of a session SGLang reads weights, and on a GPU its processes end where these are away.
+        # SGLang reads weights at both ends of a session; on a GPU its processes crash if they are away.
         if device.backend() != "gloo":
             require(self._away, "weights")
         server, count = self._running(), self._worker_count()
@@ -287,13 +290,13 @@ class SglangEngine(EngineOfWorkers):
             return server.calls.take_answers(count)
 
     def _watch(self, server: Server) -> None:
-        """Wait, in a thread of its own, for a server that ends before it was asked to."""
+        """Watch, in a thread of its own, for a server that exits unasked."""
         code = server.wait()
         if not self._is_ending:
             self._fails(RuntimeError(f"its server ended with exit code {code}"))
 
     def _fails(self, error: BaseException) -> None:
-        """Let the engine die of an error that is seen outside of the owner thread."""
+        """Let the engine die of an error seen outside the owner thread."""
         if not self._is_ending:
             self._owner.submit(self._die, error)
 

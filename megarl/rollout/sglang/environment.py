@@ -1,4 +1,4 @@
-"""The environment of an SGLang server: what is in it beside that of the run, and what of that it does not see."""
+"""The environment of an SGLang server: variables added to those of the run, and variables removed."""
 
 import re
 from collections.abc import Mapping
@@ -6,40 +6,41 @@ from collections.abc import Mapping
 _USUAL: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # An aborted sample that waits has the tokens that were told of: all but the last few.
+    # A waiting sample that is aborted keeps the tokens last reported: all but the last few.
     "SGLANG_FORCE_STREAM_INTERVAL": "8",
 }
 WITHHELD = (
-    # It interleaves the rows of experts anew at the end of each update.
+    # Interleaves the rows of experts once more at the end of each update.
     "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED",
-    # It packs weights in FP8, and takes no others in their place.
+    # Packs FP8 weights, and then accepts no new ones.
     "SGLANG_FORCE_FP8_MARLIN",
-    # Log-probs would be those before temperature.
+    # Returns log-probs from before temperature.
     "SGLANG_RETURN_ORIGINAL_LOGPROB",
-    # Tokens would be drawn, with log-probs, from weights that are no numbers.
+    # Samples tokens, with log-probs, even if weights are NaN.
     "SGLANG_SANITIZE_NAN_LOGITS",
-    # Experts would be drawn at random, or taken in turn.
+    # Draws experts at random, or takes them in turn.
     "SGLANG_SIMULATE_UNIFORM_EXPERTS",
     "SGLANG_SIMULATE_ROUND_ROBIN_EXPERTS",
-    # Codes of layers that rollout.weights quantises would be read as if they were weights.
+    # Reads the codes of layers that rollout.weights quantises as if they were weights.
     "SGLANG_FP8_IGNORED_LAYERS",
-    # It puts back mistakes that SGLang has mended.
+    # Brings back bugs that SGLang has fixed.
     "SGLANG_DEBUG_REVERT_PR",
 )
-"""Variables with which SGLang would change samples, or their log-probs, without a word; without them it does not."""
+"""Variables that would silently change samples or their log-probs; they are removed."""
 _OLD, _NEW = "SGL_", "SGLANG_"
-"""How names of its variables begin; SGLang 0.5.23 takes a value under the old name in place of one under the new."""
+"""Prefixes of SGLang's variables; in SGLang 0.5.23 the old name overrides the new one."""
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Names by which torch takes the settings of its allocator."""
+"""Variables with the settings of torch's allocator."""
 _EXPANDABLE = re.compile(r"(^|,)\s*expandable_segments\s*:[^,]*")
 
 
 def server_environment(of_run: Mapping[str, str], particular: Mapping[str, str], sleeps: bool) -> dict[str, str]:
-    """The environment of a server: `of_run`, over what is usual and what is `particular` to this server.
+    """The environment of a server: defaults, then what is `particular` to it, then `of_run`, which takes precedence.
 
-    One that `sleeps` has no expandable segments. With them torch_memory_saver, by which SGLang gives memory back, ends
-    the server under one of the two names, and under the other, at which it does not look, would give nothing back.
+    A server that `sleeps` gets no expandable segments. SGLang frees memory by torch_memory_saver, which does not
+    support them: under one of the two variable names it makes the server exit, and under the other, which it does not
+    check, it would free nothing.
     """
     withheld = {*WITHHELD, *(name.replace(_NEW, _OLD, 1) for name in WITHHELD)}
     found = {**_USUAL, **particular, **{name: value for name, value in of_run.items() if name not in withheld}}

@@ -1,6 +1,6 @@
-"""Corrections of SGLang 0.5.23 on any device, hung into its processes by its own registry of hooks, one for each.
+"""Corrections of SGLang 0.5.23 on any device, one function each, installed by its own registry of hooks.
 
-The registry notes names; SGLang resolves them in every process that it starts, before it builds a model.
+The registry holds names, which SGLang resolves in every process that it starts, before it builds a model.
 """
 
 import os
@@ -35,7 +35,7 @@ _NAMES_OF_SEGMENTS = (
 
 
 def register() -> None:
-    """Tell SGLang's registry all hooks."""
+    """Register all hooks with SGLang."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_UPDATER}.update_weights_from_tensor", answer_calls, HookType.AROUND)
@@ -58,9 +58,9 @@ def register() -> None:
 
 
 def answer_calls(original: Callable[..., Any], updater: Any, named_tensors: Any, load_format: str | None = None) -> Any:
-    """Let a worker answer a call of ours: an update in a format that SGLang does not have.
+    """Answer megarl's calls in a worker: they arrive as updates with a `load_format` that SGLang does not know.
 
-    Its own hook for loaders, `custom_weight_loader`, is given the model alone, and a sleeper needs the KV cache too.
+    SGLang's own hook, `custom_weight_loader`, is given only the model, but sleeping also needs the KV cache.
     """
     if load_format != LOAD_FORMAT:
         return original(updater, named_tensors, load_format)
@@ -71,9 +71,9 @@ def answer_calls(original: Callable[..., Any], updater: Any, named_tensors: Any,
 
 
 def _why_no_others(updater: Any) -> str | None:
-    """SGLang's own sentence for a worker that takes no new weights: something else holds, or made copies of, its own.
+    """SGLang's reason why a worker cannot take new weights: something else holds, or has copied, the present ones.
 
-    SGLang 0.5.23 says it in the call of which ours takes the place.
+    SGLang 0.5.23 checks this in the call that the hook replaces.
     """
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
@@ -85,7 +85,7 @@ def _why_no_others(updater: Any) -> str | None:
 
 
 def tell_versions(original: Callable[..., None], stream: Any, *, req: Any) -> None:
-    """Tell the versions of the tokens of a sample that goes on; SGLang 0.5.23 does when it has ended."""
+    """Report token versions of unfinished samples, too; SGLang 0.5.23 only does so at the end."""
     told = len(stream.weight_versions)
     original(stream, req=req)
     if len(stream.weight_versions) > told and stream.weight_versions[-1] is None:
@@ -99,39 +99,39 @@ def tell_versions(original: Callable[..., None], stream: Any, *, req: Any) -> No
 
 
 def let_segment_go(name: str, *_: Any, **__: Any) -> None:
-    """Note a segment of shared memory, which goes with the folder of the server.
+    """Note a shared-memory segment, to be removed with the server's folder.
 
-    SGLang 0.5.23 leaves its load metrics always, and its queues of broadcasts where it is killed.
+    SGLang 0.5.23 always leaves its load metrics behind, and its broadcast queues if it is killed.
     """
     note_segment(Path(os.environ[FOLDER_VARIABLE]), Path(name).name)
 
 
 def let_tracked_go(original: Callable[[str, str], None], name: str, kind: str) -> None:
-    """Note what multiprocessing tracks, semaphores and segments: SGLang 0.5.23 kills the tracker beside its workers."""
+    """Note semaphores and segments that multiprocessing tracks: SGLang 0.5.23 kills the tracker with its workers."""
     original(name, kind)
     let_segment_go(f"{_PREFIXES.get(kind, '')}{name.removeprefix('/')}")
 
 
 _PREFIXES = {"semaphore": "sem."}
-"""Kind -> what the name of its file in /dev/shm has in front."""
+"""Kind -> prefix of its file name in /dev/shm."""
 
 
 def quantise_what_is_read(
     original: Callable[..., Any], loader: Any, model_config: Any, model: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """Have an engine that holds a number format read a checkpoint that is in none.
+    """Let an engine that holds a number format load a checkpoint that is not quantised.
 
-    SGLang 0.5.23 quantises what it reads into other formats, by rules of its own, and takes what is to be in blocks for
-    codes already.
+    SGLang 0.5.23 quantises on loading only to other formats and by its own rules, and expects a checkpoint for block
+    formats to have codes already.
     """
     weights = original(loader, model_config, model)
     return in_asked_format(weights, model_config.model_path, model_config.hf_config, model_config.dtype)
 
 
 def end_where_others_do(original: Callable[..., set[int]], config: Any) -> set[int]:
-    """Have responses end at the tokens of generation_config.json where there is one, as in other engines.
+    """End responses at the tokens of generation_config.json if there is one, as other engines do.
 
-    SGLang 0.5.23 ends them at those of config.json, too.
+    SGLang 0.5.23 also ends them at those of config.json.
     """
     if config.hf_generation_config is None:
         return original(config)
@@ -140,21 +140,21 @@ def end_where_others_do(original: Callable[..., set[int]], config: Any) -> set[i
 
 
 def draw_by_seed(info: Any, _class: type, batch: Any, *_: Any, **__: Any) -> None:
-    """Have a sample that has a seed drawn by it, and the place in its sequence, whatever else is in the batch.
+    """Draw a seeded sample by its seed and token position, independent of the rest of the batch.
 
-    SGLang 0.5.23 looks at seeds only with `enable_deterministic_inference`, which takes slower kernels for all else.
+    SGLang 0.5.23 honours seeds only with `enable_deterministic_inference`, which makes all kernels slower.
     """
     seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
     if all(seed is not None for seed in seeds):
-        # As SGLang copies all else of a batch, without waiting for what the GPU does.
+        # An asynchronous copy, like SGLang's other copies of a batch.
         info.sampling_seed = device.sent(torch.tensor(seeds, dtype=torch.int64), info.temperatures.device)
 
 
 def cut_by_top_k_first(original: Callable[..., Any], sampler: Any, probs: Tensor, info: Any, *rest: Any) -> Any:
-    """Have `top_p` be a share of what `top_k` keeps, as in other engines; SGLang 0.5.23 has it be one of all tokens."""
+    """Apply `top_p` to what `top_k` keeps, as other engines do; SGLang 0.5.23 applies it to all tokens."""
     if info.need_top_k_sampling and info.need_top_p_sampling:
         all_tokens = probs.shape[-1]
-        # None where a sample of the batch has no `top_k`: those of the others are on the GPU alone.
+        # None if a sample of the batch has no `top_k`; the others' values are only on the GPU.
         most = min(info.max_top_k or all_tokens, all_tokens)
         last = info.top_ks.clamp(max=all_tokens).long().view(-1, 1) - 1
         least = probs.topk(most, -1).values.gather(-1, last)
@@ -164,38 +164,38 @@ def cut_by_top_k_first(original: Callable[..., Any], sampler: Any, probs: Tensor
 
 
 def keep_one_mask_column(mask: Any, *_: Any, **__: Any) -> None:
-    """Keep one of the tokens that `top_p` and `top_k` leave over: nobody asks which they are.
+    """Keep one column of the mask of tokens that `top_p` and `top_k` keep: nobody asks for it.
 
-    SGLang 0.5.23 copies `sampling_mask_max_tokens` of them to the host for each sample in every step: the whole
-    vocabulary. Log-probs of the sampled tokens are made by then.
+    SGLang 0.5.23 copies `sampling_mask_max_tokens` columns, the whole vocabulary, to the host for each sample in every
+    step. The log-probs of sampled tokens are computed before that.
     """
     mask.token_ids = mask.token_ids[:, :1].contiguous()
     mask.lengths = mask.lengths.clamp(max=1)
 
 
 def wait_for_what_runs(_updater: Any) -> None:
-    """Have the batch that the GPU computes end before a session for weights begins.
+    """Let the GPU finish the running batch before a session for weights begins.
 
-    SGLang 0.5.23 puts experts in the order of their checkpoint then (on Blackwell, in bf16), in the memory from which
-    that batch reads; a pause that keeps requests in their place does not wait for it.
+    At that point SGLang 0.5.23 reorders experts to checkpoint order (on Blackwell, in bf16), in the memory that the
+    batch reads; a pause that keeps requests in place does not wait for the batch.
     """
     device.synchronize()
 
 
 def wait_until_all_have_released(_answer: Any, updater: Any, *_: Any) -> None:
-    """Have the answer that memory was released wait for all workers.
+    """Report released memory only when all workers have released it.
 
-    SGLang 0.5.23 has the first worker answer, and the others meet it before they release weights, not after: trainers
-    would take memory of a GPU that still holds them.
+    In SGLang 0.5.23 the first worker answers, and the workers synchronise before they release weights, not after: a
+    trainer would allocate on a GPU that still holds them.
     """
     torch.distributed.barrier(group=updater.tp_cpu_group)
 
 
 def find_cuda_runtime(_saver: Any) -> None:
-    """Let processes find CUDA's runtime among the packages beside torch, after all places that are given.
+    """Let processes find the CUDA runtime among torch's companion packages, after all configured paths.
 
-    SGLang 0.5.23 has its workers preload torch_memory_saver 0.0.9.post1, which needs the runtime before there is a
-    torch that knows the place: where the machine's loader finds none, not even Python starts.
+    SGLang 0.5.23 preloads torch_memory_saver 0.0.9.post1 in its workers, which needs the runtime before torch is
+    imported and could locate it. If the dynamic loader finds none, not even Python starts.
     """
     major = device.cuda_version().partition(".")[0]
     found = sorted(Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/libcudart.so.{major}")) if major else []
@@ -205,9 +205,10 @@ def find_cuda_runtime(_saver: Any) -> None:
 
 
 def choose_experts_where_they_are_told(original: Callable[[Any], bool], config: Any) -> bool:
-    """Have experts chosen before their kernel where requests ask which they were.
+    """Choose experts outside the MoE kernel if requests ask for them.
 
-    SGLang 0.5.23 leaves the choice to FlashInfer's kernels on Blackwell, which tell nobody: each token has expert 0.
+    On Blackwell SGLang 0.5.23 leaves the choice to FlashInfer's kernels, which do not report it: every token would show
+    expert 0.
     """
     from sglang.srt.runtime_context import get_exec
 
@@ -215,9 +216,9 @@ def choose_experts_where_they_are_told(original: Callable[[Any], bool], config: 
 
 
 def keep_logits_in_float32(_made: None, block: Any, *_: Any, **__: Any) -> None:
-    """Have the router of a block of experts give its logits in float32, as SGLang 0.5.23 has it for DeepSeek and GLM.
+    """Make routers return float32 logits, as those of DeepSeek and GLM do in SGLang 0.5.23.
 
-    It rounds those of Qwen3-MoE and Mixtral to the model's type: near ties go to other experts than in the trainer.
+    It rounds those of Qwen3-MoE and Mixtral to the model's dtype, so near ties go to other experts than in the trainer.
     """
     gate = block.gate
     gate.forward = lambda hidden: (_float32_product(hidden, gate.weight), None)

@@ -1,4 +1,4 @@
-"""Requests in flight: each is one call of the server, which tells of its samples until they are finished."""
+"""Requests in flight: each is one streaming call of the server, which reports on its samples until they end."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -18,7 +18,7 @@ from megarl.rollout.sglang.samples import Limits, aborted, ended, hear, question
 class _Call(RequestInFlight):
     """One request; `future` gets its samples.
 
-    Two threads end samples: the one that hears the server, and the owner of the engine.
+    Samples can be ended by two threads: the one that reads the server's answers, and the engine's owner.
     """
 
     def __init__(self, request: Request, listener: Listener | None) -> None:
@@ -30,17 +30,17 @@ class _Call(RequestInFlight):
 
     @property
     def left(self) -> list[SampleInFlight]:
-        """The samples that have not ended."""
+        """The unfinished samples."""
         return [each for each in self.samples if each.sample not in self._turns]
 
     def finish(self, sample: int, turn: Turn) -> None:
-        """See `RequestInFlight.finish`; a sample has ended as it did first."""
+        """See `RequestInFlight.finish`; only the first end of a sample counts."""
         with self._lock:
             if sample not in self._turns and not self.future.done():
                 super().finish(sample, turn)
 
     def hear(self, answer: Mapping[str, Any], limits: Limits) -> bool:
-        """Take what is new in an answer, and end its sample with it; says whether there is more to come."""
+        """Take an answer's new tokens, and end its sample if it is the last; return whether there is more to come."""
         with self._lock:
             if self.future.done():
                 return False
@@ -54,23 +54,23 @@ class _Call(RequestInFlight):
             return turn is None
 
     def abort(self) -> None:
-        """End the samples that have not ended, with what was told of them."""
+        """End unfinished samples with the tokens reported so far."""
         with self._lock:
             for sample in self.left:
                 self.finish(sample.sample, aborted(sample))
 
     def fail(self, error: BaseException) -> None:
-        """Let whoever waits for an answer raise `error`."""
+        """Fail the pending answer with `error`."""
         with self._lock:
             if not self.future.done():
                 self.future.set_exception(error)
 
 
 class InFlight:
-    """All requests that were not answered. They reach the server while it is not held, and wait here otherwise.
+    """All unanswered requests. They are sent to the server unless it is held; then they wait here.
 
-    A server that is held would let a request wait where no abort finds it. `fails` is told of an error that no request
-    is to blame for, and `hears` is called whenever there are new tokens.
+    A held server would queue a request where no abort finds it. `fails` is called with errors that are no request's
+    fault, and `hears` whenever there are new tokens.
     """
 
     def __init__(
@@ -85,9 +85,9 @@ class InFlight:
         self._is_held = False
 
     def add(self, requests: Sequence[Request], listener: Listener | None) -> list[Answer]:
-        """Take up all `requests`, or none: UserError if one of them cannot be served."""
+        """Add all `requests`, or none: raises UserError if one of them cannot be served."""
         for request in requests:
-            # The server would cut a response that does not fit without saying so.
+            # The server would silently truncate a response that does not fit.
             check_request(request, self._limits.tokens, self._limits.vocabulary, "context_length")
         added = [_Call(each, listener) for each in requests]
         self._waiting += added
@@ -100,7 +100,7 @@ class InFlight:
         self._is_held = True
 
     def release(self) -> None:
-        """Send what waits, and from now on what comes."""
+        """Send waiting requests, and from now on new ones at once."""
         self._is_held = False
         calls, self._waiting = self._waiting, []
         for call in calls:
@@ -109,29 +109,29 @@ class InFlight:
             call.task = self._client.begin(self._ask(call))
 
     def samples(self) -> Iterator[SampleInFlight]:
-        """The samples that the server was asked for and has not ended: whoever hears of their tokens goes on there."""
+        """The unfinished samples that were sent to the server; another engine can continue them as last reported."""
         for call in list(self._calls):
             yield from call.left
 
     def asked(self) -> bool:
-        """Whether the server has requests that it did not answer."""
+        """Whether the server has unanswered requests."""
         return bool(self._calls)
 
     def wait(self, seconds: float) -> None:
-        """Wait until the server has answered all, but no longer than this."""
+        """Wait until the server has answered all requests, for at most `seconds`."""
         wait([call.future for call in list(self._calls)], seconds)
 
     def abort_waiting(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
-        """Finish what was not sent, or what of it has these answers, with no token."""
+        """End requests that were not sent, or those of them with these answers, without tokens."""
         calls = [call for call in self._waiting if answers is None or call.future in answers]
         self._waiting = [call for call in self._waiting if call not in calls]
         for call in calls:
             call.abort()
 
     def abort_asked(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
-        """Finish what the server did not answer, or what of it has these answers, with the tokens that it told of.
+        """End unanswered requests, or those of them with these answers, with the tokens reported so far.
 
-        The server ends what nobody waits for.
+        The server aborts calls that nobody waits for.
         """
         for call in list(self._calls):
             if answers is not None and call.future not in answers:
@@ -141,7 +141,7 @@ class InFlight:
             call.abort()
 
     def fail(self, error: EngineDiedError) -> None:
-        """Let all requests raise `error`."""
+        """Fail all requests with `error`."""
         calls, self._waiting = [*self._waiting, *self._calls], []
         for call in calls:
             call.fail(error)

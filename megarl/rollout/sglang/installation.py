@@ -1,4 +1,4 @@
-"""Where SGLang is installed: in an environment beside megarl's, which needs other versions of some packages."""
+"""Finds SGLang's own Python environment: it needs other versions of some packages than megarl."""
 
 import json
 import os
@@ -16,7 +16,8 @@ from megarl.process.own_programs import SAFE_PATH
 PACKAGES = ".venv-sglang"
 """The folder beside megarl's environment that has SGLang.
 
-On a CPU there is what it needs in other versions than megarl, on CUDA an environment with a torch of its own.
+On a CPU it has what megarl's environment lacks or has in another version; on CUDA it is a full environment with its own
+torch.
 """
 PYTHON_VARIABLE = "MEGARL_SGLANG_PYTHON"
 """The environment variable that names the Python of another environment that has SGLang."""
@@ -24,11 +25,11 @@ SET_UP: Mapping[str, str] = {
     "cpu": "make setup SGLANG=1",
     "cuda": f"rm -rf {PACKAGES}; make setup CUDA=1 SGLANG=1",
 }
-"""Device -> the command that installs it; on CUDA a folder that was made for a CPU may be there."""
+"""Device -> the command that installs it; on CUDA it replaces a folder that was made for a CPU."""
 KERNELS = "sglang-kernel"
-"""The package with its kernels for GPUs, without which its server does not start on one."""
+"""The package with SGLang's GPU kernels, without which its server does not start on a GPU."""
 OF_MEGARL = ("isal", "llvmlite", "numpy", "omegaconf", "pyarrow", "safetensors")
-"""Packages that megarl's part in its processes needs beside torch."""
+"""Packages that megarl's code in SGLang's processes needs besides torch."""
 _ROOT = Path(__file__).resolve().parents[3]
 _ASK = """
 import json, sys
@@ -40,9 +41,9 @@ _ASK_S = 60
 
 
 def installation(on: str = "cpu") -> tuple[str, list[str]]:
-    """The Python that has SGLang, and the folders for its PYTHONPATH. Raises UserError where there is none.
+    """Return the Python that has SGLang, and the folders for its PYTHONPATH. Raises UserError if there is none.
 
-    Where it is to serve `on` cuda, that is also raised for one that lacks what it needs there.
+    For `on` cuda, also raises UserError if the environment lacks packages needed there.
     """
     python, folders = _found(on)
     versions = _versions(python, folders, (KERNELS, *OF_MEGARL)) if on == "cuda" else None
@@ -55,7 +56,7 @@ def installation(on: str = "cpu") -> tuple[str, list[str]]:
 
 
 def installed_versions(names: Sequence[str]) -> Mapping[str, str]:
-    """Versions of those of these packages that are where SGLang is; empty where there is none, or no Python runs."""
+    """The versions of those of these packages that SGLang's environment has; empty if there is no working one."""
     try:
         python, folders = _found("cpu")
     except UserError:
@@ -65,7 +66,7 @@ def installed_versions(names: Sequence[str]) -> Mapping[str, str]:
 
 def _found(on: str) -> tuple[str, list[str]]:
     if python := os.environ.get(PYTHON_VARIABLE):
-        # The server's PATH begins with its folder, which a bare name does not say.
+        # Resolved to a full path, because the server's PATH begins with its folder.
         return shutil.which(python) or python, [str(_ROOT)]
     packages = Path(sys.prefix).parent / PACKAGES
     if (own := packages / "bin" / "python").is_file():
@@ -82,7 +83,7 @@ def _advice(on: str) -> str:
 
 
 def _versions(python: str, folders: Sequence[str], names: Sequence[str]) -> Mapping[str, str] | None:
-    """Versions of those of these packages that are there; None where the Python does not run."""
+    """The versions of those of these packages that are installed; None if the Python does not run."""
     if python == sys.executable:
         path = [*folders, *sys.path]
         found = {name: next((each.version for each in distributions(name=name, path=path)), "") for name in names}

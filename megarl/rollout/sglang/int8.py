@@ -1,9 +1,9 @@
-"""INT8 per channel in SGLang 0.5.23, on any device: its own layers, which keep codes and scales as they were loaded.
+"""INT8 per channel in SGLang 0.5.23 on any device: its own layers, with codes and scales kept as loaded.
 
-SGLang has two forms of W8A8. Its compressed-tensors has experts for Ascend NPUs alone; `w8a8_int8` has them by Triton,
-and is the one that megarl asks for. Both quantise activations, token by token. Both replace the parameters when weights
-have come, and turn the matrices of linear layers: the new ones lack what SGLang's loader asks of a parameter, so that
-it could load no others, and are turned back when the next update ends.
+SGLang has two forms of W8A8. Its compressed-tensors form has experts only for Ascend NPUs; `w8a8_int8`, which megarl
+uses, has them in Triton. Both quantise activations per token. After loading, both replace the parameters and transpose
+the matrices of linear layers. The new parameters lack attributes that SGLang's loader needs, so no weights could be
+loaded again, and the next update would transpose the matrices back.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _INT8 = "sglang.srt.layers.quantization.w8a8_int8"
 
 
 def register_hooks() -> None:
-    """Tell SGLang's registry of hooks those that leave parameters in INT8 in their places."""
+    """Register the hooks that leave INT8 parameters in place."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for method in ("W8A8Int8LinearMethod", "W8A8Int8MoEMethod"):
@@ -25,13 +25,13 @@ def register_hooks() -> None:
 
 
 def keep_codes(_method: Any, _layer: Any) -> None:
-    """Leave codes and scales as they were loaded: the kernel of experts reads them so, too."""
+    """Leave codes and scales as loaded; the experts' kernel reads them like that, too."""
 
 
 def multiply_by_columns(
     original: Callable[..., Tensor], method: Any, layer: Any, x: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """Give the kernel of linear layers the transpose that it takes, as a view of the parameter."""
+    """Pass the linear kernel the transpose that it expects, as a view of the parameter."""
     return original(
         method, SimpleNamespace(weight=layer.weight.data.t(), weight_scale=layer.weight_scale.data), x, bias
     )

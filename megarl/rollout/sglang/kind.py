@@ -1,4 +1,4 @@
-"""SGLang as a kind of engine: what of it works here, and what it needs; nothing of it is imported."""
+"""SGLang as a kind of engine: what is supported and what it needs, without importing it."""
 
 import json
 import math
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
     from converters.number_formats import NumberFormat
 
 VERSIONS = ("0.5.23",)
-"""Versions of SGLang whose server, sampler and weights the code here was compared with."""
+"""Versions of SGLang whose server, sampler and weight handling this code was verified against."""
 
 FP8_KEYS_AND_VALUES = "fp8_e4m3"
-"""The value of `kv_cache_dtype` with which keys and values are e4m3."""
+"""The value of `kv_cache_dtype` for an e4m3 KV cache."""
 OVERRIDES = "json_model_override_args"
-"""The argument by which SGLang takes fields of config.json that are not in it."""
+"""The argument that adds or overrides fields of config.json."""
 MAX_RUNNING_REQUESTS = 512
-"""Samples that an engine on a GPU computes at once, unless `max_running_requests` says otherwise.
+"""Default of `max_running_requests` on a GPU.
 
-SGLang's own choice, 2,048 or more by the memory that it finds, is known to its server alone."""
+SGLang's own default, 2,048 or more depending on free memory, is known only to its server.
+"""
 LARGEST_GRAPH = "cuda_graph_max_bs_decode"
-"""The argument that says for how many samples at most an engine has CUDA graphs."""
+"""The argument for the largest batch size with a CUDA graph."""
 GRAPH_SIZES = "cuda_graph_bs_decode"
-"""The argument that lists all sizes."""
+"""The argument that lists all batch sizes with a CUDA graph."""
 GRAPH_CHOICES = (LARGEST_GRAPH, GRAPH_SIZES, "disable_cuda_graph", "disable_decode_cuda_graph")
-"""Arguments of which each says for itself which graphs there are; `cuda_graph_config` wins over them by itself."""
+"""Arguments each of which decides which CUDA graphs there are; SGLang itself lets `cuda_graph_config` override them."""
 CHUNKED_PREFILL_SIZE = 8192
-"""Tokens of prompts that are computed at a time, unless `chunked_prefill_size` says otherwise: SGLang's own choice on
-GPUs of 60 to 160 GB."""
+"""Default of `chunked_prefill_size`: SGLang's own choice on GPUs of 60 to 160 GB."""
 MAX_PREFILL_TOKENS = 16384
-"""Its own `max_prefill_tokens`, which bounds them where prompts are not cut into chunks."""
+"""SGLang's default of `max_prefill_tokens`, the limit if prompts are not chunked."""
 _SERVER = "the server is of this run alone, and listens where the run finds it"
 _WHOLE = "requests are spread over rollout.replicas engines, and each has one group of tensor-parallel workers"
 _OTHER_MODEL = "the engine would sample from another model than is trained, and no check of weights sees it"
@@ -66,12 +66,12 @@ EXPERT_KERNELS = (
     *("cutlass", "marlin", "humming", "experimental_sgl_marlin", "lora_cutedsl", "lora_triton", "lora_marlin"),
     *("aiter", "intel_xpu"),
 )
-"""Values of `moe_runner_backend` but hpc_ops, of whose padded scales CUDA graphs read the first copy for ever."""
+"""Values of `moe_runner_backend`, except hpc_ops: CUDA graphs keep reading the first copy of its padded scales."""
 EXPERT_EXCHANGES = (
     *("none", "deepep", "deepep_v2", "mooncake", "nixl", "mori", "pplx", "flashinfer", "flashinfer_megamoe"),
     *("ascend_fuseep", "ascend_tp"),
 )
-"""Values of `moe_a2a_backend` but megamoe, which puts the rows of experts in another order at the start alone."""
+"""Values of `moe_a2a_backend`, except megamoe, which reorders the rows of experts only at the start."""
 _READ_IN_FORMATS = ("auto", "safetensors", "dummy")
 _READERS = (*_READ_IN_FORMATS, "fastsafetensors", "instanttensor", "runai_streamer")
 
@@ -79,19 +79,19 @@ REQUIRED: Mapping[str, Any] = {
     "host": "127.0.0.1",
     "skip_tokenizer_init": True,
     "skip_server_warmup": True,
-    # Each answer of a stream has what is new: with all there is, tokens would travel as often as they are told of.
+    # Streamed answers contain only new tokens; otherwise each would repeat all earlier ones.
     "incremental_streaming_output": True,
-    # The others cannot draw by the seed of a sample.
+    # The other backends cannot sample by a per-sample seed.
     "sampling_backend": "pytorch",
-    # By itself it serves requests as they come, and with priorities the highest first.
+    # By default requests are served in arrival order, and with priorities the highest first.
     "enable_priority_scheduling": True,
     "schedule_low_priority_values_first": True,
 }
-"""Arguments that every server is given, beside those that follow from the model and the machine."""
+"""Arguments that every server gets, besides those that depend on model and machine."""
 
 _REFUSED: Mapping[str, Refusal] = {
     "model_path": Refusal(SET_BY_MEGARL, ()),
-    # The address of the server has a reason of its own.
+    # The refusal of host has a reason of its own.
     **{name: Refusal(SET_BY_MEGARL, (value,)) for name, value in REQUIRED.items() if name != "host"},
     "speculative_algorithm": Refusal(DRAFT),
     "speculative_draft_model_path": Refusal(DRAFT),
@@ -153,7 +153,7 @@ _REFUSED: Mapping[str, Refusal] = {
     "kt_weight_path": Refusal(_OTHER_MODEL),
     "enable_w4a4_mxfp4_megamoe": Refusal(_OTHER_MODEL),
     "forward_hooks": Refusal(_OTHER_MODEL, (None,)),
-    # The other choice has experts drawn at random, for benchmarks.
+    # The remaining value draws experts at random, for benchmarks.
     "ep_dispatch_algorithm": Refusal(_OTHER_MODEL, (None, "static", "dynamic", "lp")),
     "delete_ckpt_after_loading": Refusal("the trainer, and servers that start later, read the model's folder, too"),
     OVERRIDES: Refusal(f"{_OTHER_CONFIG}; change config.json"),
@@ -162,7 +162,7 @@ _REFUSED: Mapping[str, Refusal] = {
     ADAPTER_SLOT: Refusal("the slot of the adapter that is trained comes with lora.merge=false"),
     "lora_paths": Refusal("refits alone fill the slot of the adapter that is trained"),
     "enable_custom_logit_processor": Refusal(OTHER_DISTRIBUTION),
-    # Merged under each request, which is asked for without them.
+    # SGLang would merge them into each request.
     "preferred_sampling_params": Refusal(OTHER_DISTRIBUTION),
     **{
         name: Refusal(OTHER_DISTRIBUTION)
@@ -209,7 +209,7 @@ _BESIDE_EXPERTS: Mapping[str, Refusal] = {
         (None, *(each for each in EXPERT_KERNELS if each not in ("triton_kernel", "flashinfer_mxfp4"))),
     ),
 }
-"""Arguments that work, but with which SGLang 0.5.23 does not return the experts of tokens."""
+"""Supported arguments with which SGLang 0.5.23 does not return experts."""
 
 _TESTED: Mapping[str, str] = {
     "context_length": "megarl/rollout/conftest.py",
@@ -277,7 +277,7 @@ _BESIDE_FORMATS: Mapping[str, Refusal] = {
     "load_format": Refusal("what it reads could not be quantised", (None, *_READ_IN_FORMATS)),
     "model_impl": Refusal("layers of transformers in a number format have not been compared", (None, "auto", "sglang")),
 }
-"""Arguments that work, but not with `rollout.weights`."""
+"""Supported arguments that do not work with `rollout.weights`."""
 
 
 _ONE_KERNEL = "experts in INT8 have one kernel, Triton's, for experts that are each on one worker or cut over all"
@@ -285,16 +285,19 @@ _BESIDE_INT8: Mapping[str, Refusal] = {
     "moe_runner_backend": Refusal(_ONE_KERNEL, (None, "auto", "triton")),
     "moe_a2a_backend": Refusal(_ONE_KERNEL, (None, "none")),
 }
-"""Arguments that work, but not with INT8 per channel."""
+"""Supported arguments that do not work with INT8 per channel."""
 _INT8 = "int8_channel"
 W8A8_INT8 = "w8a8_int8"
-"""SGLang's name of it."""
+"""SGLang's name of INT8 per channel."""
 _NO_LINEAR_LAYERS = ("embed_tokens", "head")
-"""Ends of the names of modules that SGLang would give the methods of a linear layer if it was told to ignore them."""
+"""Suffixes of modules that SGLang would treat as linear layers if they were on its list of ignored modules."""
 
 
 def _quantisation_config(number_format: "NumberFormat", architecture: "Architecture") -> dict[str, Any]:
-    """The `quantization_config`: of INT8 per channel in SGLang's own form, see `megarl.rollout.sglang.int8`."""
+    """The `quantization_config` of a number format.
+
+    For INT8 per channel it has SGLang's own form, see `megarl.rollout.sglang.int8`.
+    """
     config = quantisation(number_format, architecture)
     if number_format.name != _INT8:
         return config
@@ -322,7 +325,7 @@ SGLANG = EngineKind(
     argument_class=("sglang.srt.server_args", "ServerArgs"),
     refused=_REFUSED,
     tested=_TESTED,
-    # It drops all keys and values with the weights that they were computed with.
+    # No KEPT_KV: SGLang drops the KV cache together with the weights that computed it.
     offers={Ability.LOG_PROBS, Ability.PRIORITIES, Ability.PROGRESS},
     values=_VALUES,
     workers=_workers,

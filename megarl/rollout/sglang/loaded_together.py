@@ -1,7 +1,7 @@
-"""Tensors that SGLang's loader takes in one call alone, which may come in different buckets.
+"""Holds back tensors that SGLang's loader needs in the same call, but which may come in different buckets.
 
-The loader of DeepSeek's models (SGLang 0.5.23) joins the rows of q_a_proj and of kv_a_proj_with_mqa and loads the two
-as one. It forgets one of them, without an error, when a call ends before the other comes.
+The loader of DeepSeek's models (SGLang 0.5.23) concatenates q_a_proj and kv_a_proj_with_mqa and loads them as one. If a
+call ends before both have come, it silently forgets the first.
 """
 
 from collections.abc import Mapping
@@ -13,23 +13,23 @@ _PAIR = ("q_a_proj", "kv_a_proj_with_mqa")
 
 
 class LoadedTogether:
-    """Keeps what a loader would forget until the rest of it comes.
+    """Keeps what the loader would forget until its counterpart comes.
 
-    Example: a bucket with layer 0's q_a_proj alone gives nothing to load; with the next one, which has its
+    Example: a bucket with only layer 0's q_a_proj gives nothing to load; with the next bucket, which has its
     kv_a_proj_with_mqa, both go to the loader.
     """
 
     def __init__(self, config: Any) -> None:
-        """`config` is that of a model."""
+        """`config` is the model's."""
         self._joins = getattr(config, "q_lora_rank", None) is not None
         self._kept: dict[str, Tensor] = {}
 
     def forget(self) -> None:
-        """Keep nothing: an update begins."""
+        """Drop what is kept: an update begins."""
         self._kept.clear()
 
     def ready(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors to load now: those given, with what was kept for them, but for those that are kept."""
+        """Return the tensors to load now: the given ones with their kept counterparts, without those that must wait."""
         if not self._joins:
             return dict(tensors)
         here = self._kept | dict(tensors)
@@ -40,12 +40,12 @@ class LoadedTogether:
         return ready
 
     def waiting(self) -> list[str]:
-        """Names of what is kept, at whose end an update is not whole."""
+        """The names of kept tensors; if any are left at its end, an update is incomplete."""
         return list(self._kept)
 
 
 def _partner(name: str) -> str | None:
-    """The name of the tensor without which the loader forgets `name`; None where it needs no other."""
+    """The name of the tensor that must be loaded together with `name`; None if there is none."""
     for part, other in (_PAIR, _PAIR[::-1]):
         if f".{part}." in name:
             return name.replace(f".{part}.", f".{other}.")

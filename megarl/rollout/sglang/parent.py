@@ -1,4 +1,4 @@
-"""Lets a process end together with its parent, however the parent ends."""
+"""Ties the life of a process to its parent's."""
 
 import os
 import signal
@@ -6,10 +6,10 @@ import signal
 from megarl.sandbox.process_tree import die_with
 
 PARENT_VARIABLE = "MEGARL_SGLANG_PARENT"
-"""The environment variable that tells a program which process started it."""
+"""The environment variable with the process ID of the parent."""
 
 
 def end_with_parent() -> None:
-    """Let this process be killed when its parent ends, at once if it has; its children learn its number."""
+    """Have this process killed when its parent ends, at once if it already has; its children will know its ID."""
     die_with(int(os.environ[PARENT_VARIABLE]), signal.SIGKILL)
     os.environ[PARENT_VARIABLE] = str(os.getpid())

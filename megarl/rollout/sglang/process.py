@@ -1,4 +1,4 @@
-"""The processes of one SGLang server: their start, their end."""
+"""Starts and ends the processes of one SGLang server."""
 
 import json
 import os
@@ -29,12 +29,12 @@ _POLL_S = 0.1
 
 
 class Server:
-    """A server of the model in a folder; it has started once `start` returned a client."""
+    """A server of the model in a folder; it is up once `start` has returned."""
 
     def __init__(self, model_path: Path, engine_args: Mapping[str, Any]) -> None:
         key, port = secrets.token_hex(16), free_port()
         with ExitStack() as left:
-            # Where this process is killed it goes with the next server, and so does what that of this one left.
+            # If this process is killed, the next server removes the folder, and everything that this server left.
             self._folder = left.enter_context(scratch_folder())
             python, paths = installation(device.device().type)
             arguments = server_arguments(model_path, engine_args, port, key)
@@ -51,10 +51,10 @@ class Server:
         self.client = Client(f"http://127.0.0.1:{port}", key)
 
     def start(self) -> dict[str, Any]:
-        """Wait until it serves, and give what it says of itself.
+        """Wait until the server is up; return its description of itself.
 
-        Raises UserError where it refuses its arguments, and RuntimeError where it ends for any other reason: it may
-        have met the memory of others, or been killed, and start another time.
+        Raises UserError if it refuses its arguments, and RuntimeError if it exits for another reason, such as too
+        little free memory or a kill, which may not recur.
 
         It may take as long as a run lets its engines take (`cluster.engine_start_timeout_s`).
         """
@@ -67,13 +67,13 @@ class Server:
         raise self._failure()
 
     def wait(self) -> int:
-        """Wait for the end of the server; its exit code."""
+        """Wait until the server exits; return its exit code."""
         return self._process.wait()
 
     def close(self) -> None:
-        """End all processes of the server, and remove what they left."""
+        """Kill all processes of the server, and remove what they left."""
         self.client.close()
-        # All, also those whose parent is gone.
+        # The whole process group, including orphans.
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -86,7 +86,7 @@ class Server:
             "PATH": with_programs_of(python, environment),
             "PYTHONPATH": os.pathsep.join([*paths, *given]),
             **SAFE_PATH,
-            # Sockets and caches of a server that is killed go with its folder.
+            # Sockets and caches of a killed server are removed with its folder.
             "TMPDIR": str(self._folder),
             FOLDER_VARIABLE: str(self._folder),
             PARENT_VARIABLE: str(os.getpid()),

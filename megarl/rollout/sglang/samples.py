@@ -1,4 +1,4 @@
-"""From requests to what SGLang's server is asked, and from its answers to turns."""
+"""Converts requests to calls of SGLang's server, and its answers to turns."""
 
 import base64
 import secrets
@@ -37,9 +37,9 @@ NEUTRAL: Mapping[str, Any] = {
     "skip_special_tokens": True,
     "spaces_between_special_tokens": True,
 }
-"""Sampling parameters of SGLang 0.5.23 that no request of ours uses, with the values by which they change nothing.
+"""Sampling parameters of SGLang 0.5.23 that megarl does not use, with their neutral values.
 
-They are sent all the same: what a request leaves out, a server takes from its own defaults.
+They are sent explicitly, because the server fills omitted ones from its own defaults.
 """
 ADAPTER = "trained"
 """The name of the adapter in the slot of a server that has one."""
@@ -47,19 +47,19 @@ ADAPTER = "trained"
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes of the served model, of its routing if the server tells of it, and whether it is adapted."""
+    """Sizes of the served model, of its routing if the server returns experts, and whether it has an adapter."""
 
     tokens: int
-    """Tokens that a prompt and its response may have together."""
+    """Most tokens of a prompt and its response together."""
     vocabulary: int
     returned: ReturnedExperts | None = None
     adapted: bool = False
 
 
 def question(request: Request, limits: Limits, *, interval: int) -> dict[str, Any]:
-    """The body of a call of /generate that samples a request, and tells of each sample every `interval` tokens."""
+    """The body of a /generate call for a request, which reports on each sample every `interval` tokens."""
     sampling = request.sampling
-    # The log-probs of an answer are those before top-p and top-k; after them they come with the tokens that are kept.
+    # An answer's normal log-probs are from before top-p and top-k; those after them come with the mask of kept tokens.
     is_cut = sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0)
     shared = {
         **NEUTRAL,
@@ -69,7 +69,7 @@ def question(request: Request, limits: Limits, *, interval: int) -> dict[str, An
         "stop_token_ids": list(sampling.stop_token_ids),
         "stream_interval": interval,
     }
-    # The random numbers of a sample that was cut go on: they follow from the seed and a token's place.
+    # A continued sample's random numbers continue, too: they derive from the seed and the token's position.
     each = [
         {**shared, "max_new_tokens": _most(request, sample), "sampling_seed": _seed(sampling, sample)}
         for sample in request.samples
@@ -89,14 +89,14 @@ def question(request: Request, limits: Limits, *, interval: int) -> dict[str, An
 
 
 def hear(sample: SampleInFlight, answer: Mapping[str, Any]) -> list[int]:
-    """Take what is new in an answer to a sample; returns the tokens.
+    """Add the new tokens of an answer to its sample, and return them.
 
-    Raises FloatingPointError where a log-probability is no number, CallRefusedError where the server refuses the
-    sample, and RuntimeError where an answer breaks the rules.
+    Raises FloatingPointError if a log-prob is NaN, CallRefusedError if the server refuses the sample, and RuntimeError
+    if an answer violates the protocol.
     """
     _check_taken(answer["meta_info"]["finish_reason"])
     about, heard = answer["meta_info"], len(sample.token_ids)
-    # A sample that is aborted while it waits repeats its last token, and all log-probs, behind what is new.
+    # A sample aborted while waiting repeats its last token, and all log-probs, after the new ones.
     total = about["completion_tokens"]
     token_ids: list[int] = answer["output_ids"][: total - heard]
     log_probs = _log_probs(about)[: total - heard]
@@ -113,7 +113,7 @@ def hear(sample: SampleInFlight, answer: Mapping[str, Any]) -> list[int]:
 
 
 def ended(request: Request, sample: SampleInFlight, about: Mapping[str, Any], limits: Limits) -> Turn | None:
-    """The turn of a sample, if what its last answer says `about` it ends it. Raises as `hear`."""
+    """The turn of a sample, if its last answer's metadata `about` says that it has ended. Raises as `hear`."""
     if about["finish_reason"] is None:
         return None
     reason = about["finish_reason"]["type"]
@@ -124,19 +124,19 @@ def ended(request: Request, sample: SampleInFlight, about: Mapping[str, Any], li
         raise RuntimeError(f"SGLang cut a sample after {tokens} tokens of {_most(request, sample.sample)}")
     before = sample.request.prompt_of(sample.sample)
     experts: Values = ()
-    # Whoever goes on with a response that was cut feeds all its tokens again.
+    # An engine that continues an aborted response feeds all its tokens again, which gives their experts.
     if limits.returned is not None and reason != "abort":
         experts = _experts(about, len(before) + tokens, limits.returned)
     return _turn(sample, _FINISH_REASONS[reason], experts, about.get("cached_tokens"))
 
 
 def aborted(sample: SampleInFlight) -> Turn:
-    """The turn of a sample that ends early, with the tokens reported so far."""
+    """The turn of an aborted sample, with the tokens reported so far."""
     return _turn(sample, "abort", (), None)
 
 
 def _check_taken(end: Mapping[str, Any] | None) -> None:
-    """Raise for an end that the server chose: it is called an abort, too, but one that was asked for has no status."""
+    """Raise if the server itself ended the sample: it calls that an abort, too, but a requested abort has no status."""
     if end is None or (status := end.get("status_code")) is None:
         return
     if status == HTTPStatus.BAD_REQUEST:
@@ -155,7 +155,7 @@ def _most(request: Request, sample: int) -> int:
 
 
 def _experts(about: Mapping[str, Any], tokens: int, returned: ReturnedExperts) -> Values:
-    """Records of a prompt and its response: the server tells of all that was fed."""
+    """The expert records of a prompt and its response, from the rows of all fed tokens."""
     if "routed_experts" not in about:
         raise RuntimeError("SGLang was asked for the experts of its tokens and gave none")
     rows = np.frombuffer(base64.b64decode(about["routed_experts"]), dtype=np.int32)
@@ -163,7 +163,7 @@ def _experts(about: Mapping[str, Any], tokens: int, returned: ReturnedExperts) -
 
 
 def _log_probs(about: Mapping[str, Any]) -> Sequence[float | None]:
-    """Log-probs under the distribution that was sampled from; None stands for NaN and infinity, which JSON lacks."""
+    """Log-probs under the sampled distribution; None stands for NaN and infinity, which JSON lacks."""
     if "output_token_sampling_logprobs" in about:
         return about["output_token_sampling_logprobs"]
     return [entry[0] for entry in about.get("output_token_logprobs", ())]
@@ -179,7 +179,7 @@ def _versions(about: Mapping[str, Any], tokens: int) -> list[int]:
 
 
 def _seed(sampling: SamplingParameters, sample: int) -> int:
-    """A seed in [0, 2^63) for one sample; one at random where the request has none."""
+    """A seed in [0, 2^63) for one sample; random if the request has none."""
     if sampling.seed is None:
         return secrets.randbits(63)
     return derive_seed(sampling.seed, sample)

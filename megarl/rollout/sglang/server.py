@@ -1,8 +1,8 @@
 """SGLang's HTTP server with our hooks; a program: `python -m megarl.rollout.sglang.server FOLDER`.
 
-It runs in the environment that has SGLang. Every process that SGLang starts imports this module before all else, as
-Python's multiprocessing does with the main module of its parent. This import is the only hook at that moment, so here,
-and nowhere else, importing has effects.
+It runs in SGLang's environment. Every process that SGLang starts imports this module first, because Python's
+multiprocessing imports the parent's main module. This is the only way to hook in that early, so here, and nowhere else,
+importing has side effects.
 """
 
 import json
@@ -24,7 +24,7 @@ from megatron_ext.loopback import listen_on_loopback
 
 
 def main() -> int:
-    """Serve until the end of the process that asked for it; 2 where the arguments do not allow it."""
+    """Serve until the parent process ends; return 2 if the arguments are refused."""
     folder = Path(sys.argv[1])
     try:
         server_args = _server_args(json.loads((folder / ARGUMENTS).read_text()))
@@ -56,12 +56,12 @@ def _server_args(arguments: Mapping[str, Any]) -> Any:
 
 
 end_with_parent()
-# Each of its workers opens a rendezvous, also where it is alone.
+# Each worker opens a rendezvous, even a single one.
 listen_on_loopback()
 _IS_ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 if _IS_ON_CPU:
     cpu.corrections.install()
-# Another version is refused by `main`, and may not have the registry.
+# Other versions are refused by `main`, and may lack the registry.
 if version("sglang") in VERSIONS:
     hooks.register()
     int8.register_hooks()

@@ -1,7 +1,7 @@
-"""Attention of SGLang 0.5.23 that caps its scores, for models that do.
+"""Chooses attention backends of SGLang 0.5.23 that soft-cap scores, for models that need it.
 
-Its first choice is fa3 on Hopper, which caps. Elsewhere it is trtllm_mha, whose kernels are told of no cap, or
-flashinfer, which compiles a cap in when it plans, and is told of it afterwards.
+SGLang's default on Hopper, fa3, applies the cap. Elsewhere it is trtllm_mha, whose kernels are not passed the cap, or
+flashinfer, which compiles the cap in when it plans, but gets it only afterwards.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from megatron_ext import device
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 _ON_HOPPER, _ELSEWHERE = "fa3", "triton"
 _ON_CPU = "torch_native"
-"""It caps by `cpu.soft_cap`."""
+"""It applies the cap through `cpu.soft_cap`."""
 
 
 def with_capping_attention(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The `arguments` of a server, with which the attention of its model is computed as it is.
+    """The `arguments` of a server, with a backend that applies the model's cap.
 
-    Raises UserError for attention among them that leaves the model's cap out.
+    Raises UserError if they choose a backend that ignores it.
     """
     if not has_soft_cap(read_json(Path(arguments["model_path"]) / CONFIG)):
         return dict(arguments)
@@ -29,6 +29,6 @@ def with_capping_attention(arguments: Mapping[str, Any]) -> dict[str, Any]:
     usual = _ON_CPU if capability is None else _ON_HOPPER if capability[0] == 9 else _ELSEWHERE
     capping = (_ON_CPU,) if capability is None else (_ON_HOPPER, _ELSEWHERE)
     refuse_uncapped({name: arguments.get(name) for name in _BACKENDS}, capping)
-    # Layers of transformers hand no attention a cap.
+    # The layers of transformers do not pass on the cap.
     refuse_uncapped({"model_impl": arguments.get("model_impl")}, ("auto", "sglang"))
     return {**arguments, _BACKENDS[0]: arguments.get(_BACKENDS[0]) or usual}

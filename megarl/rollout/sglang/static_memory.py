@@ -1,4 +1,4 @@
-"""The share of a GPU that SGLang sets apart for weights, keys and values, as it chooses it by itself."""
+"""SGLang's default share of a GPU for weights and KV cache."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,22 +6,22 @@ from typing import Any
 _MIB = 1024**2
 _GIB_IN_MIB = 1024
 _OF_MEMORY = ((20, 2048, 8, 8), (35, 4096, 48, 160), (60, 4096, 32, 160), (160, 8192, 256, 512))
-"""GiB below which a GPU is of a class -> tokens of prompts at a time, largest graph below TP 4 and from there on."""
+"""Per class of GPU: upper limit in GiB, prompt tokens at a time, largest CUDA graph below TP 4, and from TP 4 on."""
 _LARGEST = (16384, 512, 512)
-"""The same of larger ones."""
+"""The same without the limit, for larger GPUs."""
 _GRAPH_SIZES = (range(4, 33, 4), range(48, 257, 16), range(288, 513, 32), range(576, 1025, 64), range(1280, 4097, 256))
-"""Tokens for which there are graphs of prompts; above them every 512."""
+"""Token counts with prefill graphs; beyond them every 512."""
 _MOST_BY_DEEPEP = 2048
-"""Tokens of the largest graph of prompts with DeepEP; the size of each is a multiple of 8."""
+"""Tokens of the largest prefill graph with DeepEP, for which all sizes are multiples of 8."""
 _DEEPEP = "deepep"
 _DISABLED = "disabled"
 
 
 def static_share(arguments: Mapping[str, Any], memory_bytes: float, *, is_latent: bool, largest_graph: int) -> float:
-    """SGLang 0.5.23's own choice of `mem_fraction_static` on a GPU of so much memory, beside these arguments.
+    """SGLang 0.5.23's default of `mem_fraction_static`, for these arguments on a GPU with `memory_bytes`.
 
-    It is that of its `handle_gpu_memory_settings`, which counts in MiB. `is_latent` says whether the model has latent
-    attention, `largest_graph` for how many samples at most there are graphs, 0 where SGLang is to choose.
+    It follows SGLang's `handle_gpu_memory_settings`, which counts in MiB. `is_latent` says whether the model has latent
+    attention; `largest_graph` is the largest batch size with a CUDA graph, 0 for SGLang's default.
     """
     memory, tensor = memory_bytes / _MIB, arguments.get("tp_size") or 1
     usual_chunk, *graphs = next((rest for below, *rest in _OF_MEMORY if memory < below * _GIB_IN_MIB), _LARGEST)

@@ -1,8 +1,8 @@
-"""Where an SGLang worker keeps the HuggingFace tensors: its model's own `load_weights`, traced.
+"""Finds where an SGLang worker keeps the HuggingFace tensors, by tracing its model's own `load_weights`.
 
-Weights may be written straight into parameters only where SGLang keeps them as they were loaded. Some kernels permute,
-pack or quantise them afterwards; so what may be written is a list, and all else goes through SGLang's loader, after
-which SGLang repeats these steps.
+Weights may be written directly into parameters only if SGLang keeps them as loaded. Some kernels permute, pack or
+quantise them afterwards. So there is a list of what may be written, and everything else goes through SGLang's loader,
+after which SGLang repeats these steps.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ def _keeps_codes(module: Any) -> str | None:
     method = module.quant_method
     if method.use_marlin or method.block_fp8_as_mxfp8:
         return "the kernel multiplies by a packed copy of it"
-    # Bound to its arguments where activations have scales that are powers of two.
+    # A partial if the scales of activations are powers of two.
     multiply = method.w8a8_block_fp8_linear
     kernel = getattr(multiply, "func", multiply).__name__
     return None if kernel in _KEEPING else f"the kernel {kernel} may keep it in an order of its own"
@@ -52,14 +52,14 @@ def _keeps_codes_of_experts(module: Any) -> str | None:
     if method.is_fp4_expert:
         return "the experts are in FP4"
     backend = method.get_moe_runner_backend(module)
-    # For the second its loader has up before gate, which the trace follows; nothing is changed after that.
+    # For FlashInfer the loader puts up before gate, which the trace reproduces; nothing is changed afterwards.
     if backend.is_triton() or backend.is_flashinfer_trtllm() or backend.is_flashinfer_trtllm_routed():
         return None
     return f"the expert kernel {backend.value} may keep it in an order of its own"
 
 
 def _keeps_blocks(keeps: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
-    """`keeps` for layers in FP8, behind what is the same for all of them."""
+    """Wrap `keeps` with the checks that all FP8 layers share."""
 
     def reason(module: Any) -> str | None:
         from sglang.srt.layers.quantization import fp8
@@ -80,10 +80,10 @@ def _keeps_blocks(keeps: Callable[[Any], str | None]) -> Callable[[Any], str | N
 _KEEPING = (
     "triton_w8a8_block_fp8_linear",
     "cutlass_w8a8_block_fp8_linear_with_fallback",
-    # It may round scales when they are loaded, and marks those that it has.
+    # It may round scales on loading, and marks those that it has rounded.
     "deepgemm_w8a8_block_fp8_linear_with_fallback",
 )
-"""Functions that multiply by codes in blocks as they were loaded. On a CPU the first is chosen and never called."""
+"""Functions that multiply by block-quantised weights as loaded. On a CPU the first is chosen but never called."""
 
 _OPTIONAL = "_skip_weight_check"
 
@@ -97,14 +97,15 @@ _KEPT: Mapping[str, Callable[[Any], str | None]] = {
     "W8A8Int8LinearMethod": lambda _module: None,
     "W8A8Int8MoEMethod": lambda _module: None,
 }
-"""Name of the class of a module's `quant_method` -> why its parameters are not what was loaded; None if they are."""
+"""Class name of a module's `quant_method` -> function that says why the parameters are not as loaded; None if they are.
+"""
 
 
 def check_loadable(model: nn.Module) -> None:
-    """Raise UpdateError for a model that SGLang's loader can fill once alone.
+    """Raise UpdateError for a model that SGLang's loader can fill only once.
 
-    On Blackwell SGLang 0.5.23 makes powers of two of the scales in FP8 and packs four to a number, one for each row, in
-    the parameter's place; it never makes room for others to be loaded, and its loader asserts their shape.
+    On Blackwell SGLang 0.5.23 rounds FP8 scales to powers of two and replaces the parameter by packed ones, four per
+    integer and one per row. It never restores the original parameter, and its loader asserts the original shape.
     """
     for name, module in model.named_modules():
         if _packed_scales(module):
@@ -116,21 +117,21 @@ def check_loadable(model: nn.Module) -> None:
 
 
 def _packed_scales(module: nn.Module) -> list[str]:
-    """Names of the parameters of a layer in FP8 whose scales are no longer as they were loaded."""
+    """The names of an FP8 layer's parameters whose scales are no longer as loaded."""
     parameters = module.named_parameters(recurse=False)
     return [name for name, each in parameters if getattr(each, "format_ue8m0", False)]
 
 
 def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that `model.load_weights` fills, by name; one that modules share has the first name only.
+    """The parameters that `model.load_weights` fills, by name; a shared one appears only under its first name.
 
-    SGLang marks those that no checkpoint has to bring: the scales of keys and values, beside weights in FP8.
+    Parameters that SGLang marks as optional in a checkpoint are left out: KV cache scales of FP8 models.
     """
     return {name: each for name, each in model.named_parameters() if not getattr(each, _OPTIONAL, False)}
 
 
 def trace_model(model: Any, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
-    """See `trace_load_weights`; `model` is that of this worker."""
+    """See `trace_load_weights`; `model` is this worker's."""
     return trace_load_weights(model, loaded_parameters(model), _reason, hf_shapes, hf_dtypes)
 
 

@@ -1,4 +1,4 @@
-"""Calls of SGLang's workers, which come through `calls`: its loader, its trace, and direct refits."""
+"""The methods that megarl calls in SGLang's workers, through `calls`: loading, tracing, and direct refits."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -32,17 +32,17 @@ class _Model:
         return tracing.loaded_parameters(self._model)
 
     def after_direct_write(self) -> None:
-        """See `ReceivingModel.after_direct_write`: the rest is what the server does when an update ends."""
+        """See `ReceivingModel.after_direct_write`: the server does the rest when an update ends."""
         if hasattr(self._model, "post_load_weights"):
             self._model.post_load_weights()
 
 
 _WRITING = (WeightReceiver.open, WeightReceiver.receive)
-"""Methods by which weights come past the loader."""
+"""Methods that write weights without the loader."""
 
 
 class Worker(ProfiledWorker):
-    """A worker of SGLang's, which has its ModelRunner `runner`, as one call leaves it to the next."""
+    """A worker, with SGLang's ModelRunner `runner`; it keeps state between calls."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -52,23 +52,23 @@ class Worker(ProfiledWorker):
         self._segments: list[Tensor] = []
         self._together = LoadedTogether(self._model.config)
         self._taken: dict[str, bool] = {}
-        """Name of a tensor -> whether the loader puts it anywhere."""
+        """Tensor name -> whether the loader stores it anywhere."""
         self.why_no_others: str | None = None
-        """SGLang's reason to take no weights in place of those that it has: calls that write raise UpdateError."""
+        """SGLang's reason for refusing new weights, if it has one; calls that write then raise UpdateError."""
 
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
-        """Map the shared-memory segments that buckets will lie in."""
+        """Map the shared-memory segments of later buckets."""
         self._segments = [map_segment(segment, segment_bytes) for segment in segments]
 
     def begin_loading(self) -> None:
-        """Keep nothing of an update that was given up."""
+        """Discard the remains of an abandoned update."""
         self._check_writable()
         self._together.forget()
 
     def load_bucket(self, bucket: Bucket) -> list[str]:
-        """Load a bucket by the model's own loader. Gives the names of tensors of which it keeps nothing in this worker.
+        """Load a bucket by the model's own loader. Returns the names of tensors that this worker skipped.
 
-        SGLang 0.5.23 skips a tensor that it does not know without an error. See also `tracing.check_loadable`.
+        SGLang 0.5.23 silently skips unknown tensors. See also `tracing.check_loadable`.
         """
         self._check_writable()
         tracing.check_loadable(self._model)
@@ -84,7 +84,7 @@ class Worker(ProfiledWorker):
         return [name for name in tensors if not self._taken[name]]
 
     def finish_loading(self) -> None:
-        """Raise UpdateError where the loader lacks a tensor that it loads together with another."""
+        """Raise UpdateError if a tensor that must be loaded together with another is missing."""
         if waiting := self._together.waiting():
             raise UpdateError(f"SGLang's loader skips {waiting[0]}, which it takes with another tensor alone")
 
@@ -93,7 +93,7 @@ class Worker(ProfiledWorker):
         self._slot.forget()
 
     def keep_bucket(self, bucket: Bucket) -> None:
-        """Keep the matrices of an adapter that a bucket brings, for `fill_slot`."""
+        """Keep a bucket's matrices of an adapter for `fill_slot`."""
         self._slot.keep(loadable(bucket, self._segments[bucket.segment]))
 
     def fill_slot(self) -> None:
@@ -101,42 +101,42 @@ class Worker(ProfiledWorker):
         self._slot.fill()
 
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> PackedTrace:
-        """Where the tensors of a HuggingFace checkpoint lie in this worker (`tracing.trace_model`)."""
+        """Trace where this worker keeps the tensors of a HuggingFace checkpoint (`tracing.trace_model`)."""
         return PackedTrace.of(tracing.trace_model(self._model, hf_shapes, hf_dtypes))
 
     def call_receiver(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """The `outcome` of a method of this worker's WeightReceiver."""
+        """Call a method of this worker's WeightReceiver; return its `outcome`."""
         if method in _WRITING:
             self._check_writable()
         return outcome(method, self._receiver, *arguments)
 
     def count_memory(self, memory: CountedMemory) -> None:
-        """Count what this worker holds, where there is no GPU to do it."""
+        """See `Sleeper.count_memory`."""
         cpu.corrections.memory_of(self._runner).count_in(memory)
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache back, where SGLang's own call frees nothing."""
+        """Free the memory of weights and KV cache, on devices where SGLang's own call frees nothing."""
         cpu.corrections.memory_of(self._runner).sleep()
 
     def wake_up(self, parts: Sequence[EngineMemory]) -> None:
-        """Have these parts back."""
+        """Restore these parts."""
         cpu.corrections.memory_of(self._runner).wake_up(parts)
 
     def _check_writable(self) -> None:
-        """Raise UpdateError where SGLang takes no new weights."""
+        """Raise UpdateError if SGLang refuses new weights."""
         if self.why_no_others is not None:
             raise UpdateError(self.why_no_others)
 
     @functools.cached_property
     def _slot(self) -> AdapterSlot:
-        """The slot for an adapter, of an engine that has one."""
+        """The adapter slot of an engine that has one."""
         return AdapterSlot(self._runner.lora_manager)
 
 
 def answer(runner: Any, why_no_others: str | None = None) -> None:
-    """Carry out the call that lies in the server's folder, in the worker that has SGLang's ModelRunner `runner`.
+    """Execute the call in the server's folder, in the worker with SGLang's ModelRunner `runner`.
 
-    Where there is a reason `why_no_others` may take the place of its weights, calls that write raise UpdateError.
+    If there is a reason `why_no_others`, calls that write weights raise UpdateError.
     """
     if not hasattr(runner, "megarl_worker"):
         runner.megarl_worker = Worker(runner)

@@ -1,1 +1,1 @@
-"""HuggingFace transformers as an engine: plain and exact, the reference for the others; slow."""
+"""HuggingFace transformers as an engine: simple, exact and slow; the reference for the other engines."""

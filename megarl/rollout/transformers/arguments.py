@@ -12,26 +12,30 @@ class TransformersArguments:
     """`rollout.engine_args` where `rollout.engine` is transformers."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the weights and of the arithmetic; auto is that of config.json."""
+    """Dtype of weights and computation; auto takes that of config.json."""
     attn_implementation: str | None = None
-    """Attention as transformers calls it, such as eager or sdpa; by default what it takes for the model, or eager where
-    the model caps the scores of attention."""
+    """Attention implementation by transformers' name, such as eager or sdpa. The default is transformers' choice for
+    the model, or eager if the model soft-caps attention scores.
+    """
     experts_implementation: str | None = None
-    """Experts as transformers calls them, such as eager or grouped_mm; by default what it takes for the model."""
+    """Experts implementation by transformers' name, such as eager or grouped_mm. The default is transformers' choice
+    for the model.
+    """
     max_model_len: int | None = None
-    """Tokens that a prompt and its response may have together; by default what config.json says."""
+    """Most tokens of a prompt and its response together; by default the limit of config.json."""
     max_num_seqs: int = MAX_NUM_SEQS
-    """Samples of a request that are computed together. With 1, even the last bit of a sample depends on none else."""
+    """Samples of a request that are computed together. With 1, a sample does not depend on others even in its last bit.
+    """
     load_format: Literal["auto", "dummy"] = "auto"
-    """dummy reads no weights: the first update brings them."""
+    """dummy reads no weights; the first update brings them."""
     enable_return_routed_experts: bool = False
-    """Whether answers say which experts each token went to."""
+    """Whether answers include the experts of each token."""
     float32_logits: bool = False
-    """Whether the output layer computes in float32 whatever `dtype` is."""
+    """Whether the output layer computes in float32, regardless of `dtype`."""
 
 
 def read_arguments(given: Mapping[str, Any]) -> TransformersArguments:
-    """The arguments as typed values. Raises UserError for a name or a value that there is not."""
+    """Parse the arguments. Raises UserError for an unknown name or an invalid value."""
     TRANSFORMERS.check(given)
     types = TRANSFORMERS.arguments()
     return TransformersArguments(**{name: types[name].convert(value) for name, value in given.items()})

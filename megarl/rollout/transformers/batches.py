@@ -1,7 +1,7 @@
-"""Batches: samples of one request, which advance together by a token a step.
+"""Batches: samples of one request, which advance together by one token per step.
 
-The samples of a request have one prompt and so, at all times, one length: nothing is padded. A batch has samples of no
-other request, so that a response depends on its request alone, to the last bit, whatever else is served and when.
+The samples of a request share a prompt and so always have the same length: nothing is padded. A batch never mixes
+requests, so a response depends only on its own request, to the last bit, whatever else is served.
 """
 
 from bisect import insort
@@ -32,11 +32,13 @@ class _Row(SampleInFlight):
 
     random: np.random.Generator
     experts: list[npt.NDArray[np.int16]] = field(default_factory=list)
-    """[layers, top-k]: of each of its tokens but the last, if the model tells, as it went when it was fed first."""
+    """[layers, top-k] for each of its tokens but the last, as routed when the token was first fed; empty if not
+    recorded.
+    """
 
 
 class _Batch:
-    """Samples of `request`, with the keys and values of all their tokens but the last."""
+    """Samples of one request, with the KV cache of all their tokens but the last."""
 
     def __init__(self, in_flight: RequestInFlight, request: Request, samples: Sequence[int]) -> None:
         self.in_flight = in_flight
@@ -49,7 +51,7 @@ class _Batch:
             _Row(in_flight, sample, random=_stream(request.sampling.seed, sample, begun)) for sample in samples
         ]
         self._cache: DynamicCache | None = None
-        # Experts of the prompt's tokens, which all samples share.
+        # Experts of the prompt's tokens, shared by all samples.
         self._prompt_experts: Values = ()
 
     def __bool__(self) -> bool:
@@ -57,17 +59,17 @@ class _Batch:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its samples have tokens, and keys and values of them."""
+        """Whether its samples have new tokens, and so a KV cache."""
         return bool(self.rows and self.rows[0].token_ids)
 
     def forget(self) -> None:
-        """Drop the keys and values: the next step recomputes them."""
+        """Drop the KV cache; the next step recomputes it."""
         self._cache = None
 
     def step(self, model: SamplingModel, version: int) -> None:
-        """Sample one token for each row with the weights of `version`, and finish rows that end with it.
+        """Sample one token per row with the weights of `version`, and finish the rows that end with it.
 
-        Raises FloatingPointError where a log-probability is no number.
+        Raises FloatingPointError if a log-prob is NaN.
         """
         log_probs = kept_log_probs(self._next_logits(model), self._sampling)
         if log_probs.isnan().any():
@@ -94,7 +96,7 @@ class _Batch:
                 self._cache.batch_select_indices(torch.tensor(kept, device=tokens.device))
 
     def abort(self, model: SamplingModel) -> None:
-        """Finish all with the tokens that they have."""
+        """Finish all samples with the tokens that they have."""
         for row in self.rows:
             self._finish(row, "abort", model)
         self.rows = []
@@ -124,14 +126,14 @@ class _Batch:
         return tokens_at(log_probs, torch.tensor(numbers, dtype=torch.float64, device=log_probs.device))
 
     def _finish(self, row: _Row, reason: FinishReason, model: SamplingModel) -> None:
-        # Whoever goes on with a response that was cut feeds all its tokens again.
+        # An engine that continues an aborted response feeds all its tokens again, which gives their experts.
         experts = self._experts(row, model.routing) if model.routing is not None and reason != "abort" else ()
         prompt_ids = self.in_flight.prompt_of(row.sample)
         turn = Turn.of(prompt_ids, row.token_ids, row.log_probs, row.versions, reason, experts)
         self.in_flight.finish(row.sample, turn)
 
     def _experts(self, row: _Row, routing: Routing) -> Values:
-        """Expert records of the prompt and of the sampled tokens; the last sampled token was not fed: it has none."""
+        """Expert records of prompt and sampled tokens; the last token was never fed, so its record is empty."""
         nowhere = np.empty((0, routing.layers, routing.topk), dtype=np.int16)
         of_prompt = self._prompt_experts or (routing.records(nowhere, len(self._prompt)),)
         sampled = np.stack(row.experts) if row.experts else nowhere
@@ -139,16 +141,16 @@ class _Batch:
 
 
 def _stream(seed: int | None, sample: int, drawn: int) -> np.random.Generator:
-    """Random numbers of a sample, without those that were drawn for the tokens it has."""
+    """The random stream of a sample, past the numbers `drawn` for the tokens that it has."""
     stream = np.random.default_rng(None if seed is None else (seed % 2**64, sample))
     stream.random(drawn)
     return stream
 
 
 class Batches:
-    """All requests in flight, as batches of at most `max_samples`, one computed after the other.
+    """All requests in flight, as batches of at most `max_samples`, computed one after the other.
 
-    The batch that has begun ends first, so that only one has keys and values; behind it they go by their priority.
+    A batch that has begun is finished first, so that only one has a KV cache; the others follow by priority.
     """
 
     def __init__(self, model: SamplingModel, max_samples: int) -> None:
@@ -160,41 +162,41 @@ class Batches:
         return bool(self._waiting)
 
     def add(self, requests: Sequence[Request], listener: Listener | None = None) -> list[Answer]:
-        """Take up all `requests`, or none: UserError if one of them cannot be served."""
+        """Add all `requests`, or none: raises UserError if one of them cannot be served."""
         for request in requests:
             check_request(request, self._model.max_tokens, self._model.vocabulary, "max_model_len")
         added = [RequestInFlight(request, listener) for request in requests]
         for in_flight, request in zip(added, requests, strict=True):
             samples = request.samples
-            # Samples that were begun have different lengths.
+            # Samples that already have tokens differ in length.
             together = 1 if request.begun else self._max_samples
             for start in range(0, len(samples), together):
                 self._queue(_Batch(in_flight, request, samples[start : start + together]))
         return [in_flight.future for in_flight in added]
 
     def samples(self) -> Iterator[SampleInFlight]:
-        """All that have not ended."""
+        """All unfinished samples."""
         return chain.from_iterable(batch.rows for batch in self._waiting)
 
     def step(self, version: int) -> None:
-        """Let the first batch advance by a token, sampled with the weights of `version`."""
+        """Advance the first batch by one token, sampled with the weights of `version`."""
         batch = self._waiting[0]
         batch.step(self._model, version)
         if not batch:
             del self._waiting[0]
 
     def counts(self) -> tuple[int, int]:
-        """How many samples are in the batch that the next step is of, and how many wait for their turn."""
+        """The number of samples in the next step's batch, and of samples that wait."""
         running, *waiting = [len(batch.rows) for batch in self._waiting] or [0]
         return running, sum(waiting)
 
     def forget(self) -> None:
-        """Drop all keys and values."""
+        """Drop all KV caches."""
         for batch in self._waiting:
             batch.forget()
 
     def abort(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
-        """Finish all samples, or those of requests with these answers, with the tokens that they have."""
+        """Finish all samples, or those of the requests with these answers, with the tokens that they have."""
         batches, self._waiting = self._waiting, []
         for batch in batches:
             if answers is None or batch.in_flight.future in answers:
@@ -203,12 +205,12 @@ class Batches:
                 self._waiting.append(batch)
 
     def fail(self, error: BaseException) -> None:
-        """Let all requests raise `error`."""
+        """Fail all requests with `error`."""
         for in_flight in {batch.in_flight for batch in self._waiting}:
             in_flight.future.set_exception(error)
         self._waiting.clear()
 
     def _queue(self, batch: _Batch) -> None:
-        """Let a batch wait behind those of its priority, before any of a higher one but the batch that has begun."""
+        """Insert a batch behind those of its priority and before those of higher ones, but never before a begun one."""
         begun = bool(self._waiting) and self._waiting[0].has_begun
         insort(self._waiting, batch, lo=int(begun), key=lambda each: each.priority)

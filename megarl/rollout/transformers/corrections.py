@@ -1,4 +1,4 @@
-"""Everything in which transformers 5.19 computes otherwise than a model's config.json says, one function each."""
+"""Corrections of transformers 5.19 where it computes otherwise than a model's config.json says, one function each."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +13,9 @@ _CAPPING = ("eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
 def capping_attention(hf_config: Mapping[str, Any], given: str | None) -> str | None:
-    """The `attn_implementation`, with `given`, that caps scores if the model does.
+    """Return `given`, or the `attn_implementation` that caps attention scores if the model does.
 
-    transformers takes sdpa by itself, which drops the cap that it is given. Raises UserError where that is `given`.
+    transformers' default, sdpa, ignores the cap. Raises UserError if the model caps scores and `given` does not.
     """
     if not has_soft_cap(hf_config):
         return given
@@ -24,9 +24,9 @@ def capping_attention(hf_config: Mapping[str, Any], given: str | None) -> str | 
 
 
 def give_norms_of_latents_the_epsilon(model: PreTrainedModel) -> None:
-    """Give the norms inside latent attention the epsilon of the model, as trainer and engines do.
+    """Set the epsilon of the norms inside latent attention to the model's, as trainer and engines do.
 
-    transformers makes them with its own, 1e-6, in DeepSeek's models; Moonlight's is 1e-5.
+    transformers uses its own default, 1e-6, for DeepSeek's architecture; Moonlight's is 1e-5.
     """
     for name, module in model.named_modules():
         if name.endswith(_NORMS_OF_LATENTS):

@@ -1,4 +1,4 @@
-"""HuggingFace transformers as an engine: a model of this process."""
+"""HuggingFace transformers as an engine, with the model in this process."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -75,7 +75,7 @@ class TransformersEngine(SteppingEngine):
 
     @by_owner
     def sleep(self) -> None:
-        """See `Sleeper.sleep`. Keys and values are of requests, and end with them."""
+        """See `Sleeper.sleep`. The KV cache belongs to requests, and ends with them."""
         self._batches.abort()
         self._memory.sleep()
         self._away = frozenset(get_args(EngineMemory))
@@ -114,7 +114,7 @@ class TransformersEngine(SteppingEngine):
         self._batches.step(self._version)
 
     def _load_after_step(self) -> Load | None:
-        # Who has begun ends first.
+        # Never preempted: a batch that has begun is finished first.
         return Load(*self._batches.counts(), kv_used=None, preempted=0)
 
     def _samples(self) -> Iterable[SampleInFlight]:
@@ -133,7 +133,7 @@ class TransformersEngine(SteppingEngine):
         self._batches.forget()
 
     def _keep_kv_cache(self, version: int) -> None:
-        # Keys and values are of one request, and there are none before its first token.
+        # A KV cache belongs to one request, and does not exist before its first token.
         pass
 
     def _load_weights(self, bucket: Bucket) -> None:

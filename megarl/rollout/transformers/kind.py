@@ -1,4 +1,4 @@
-"""HuggingFace transformers as a kind of engine; nothing of it is imported."""
+"""HuggingFace transformers as a kind of engine, described without importing it."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ _TESTED: Mapping[str, str] = dict.fromkeys(
 )
 
 MAX_NUM_SEQS = 64
-"""Samples of a request that are computed together, unless `max_num_seqs` says otherwise."""
+"""The default of `max_num_seqs`."""
 
 TRANSFORMERS = EngineKind(
     title="transformers",

@@ -1,4 +1,4 @@
-"""The model as transformers computes it, made ready to sample: its ends, its context, its next tokens."""
+"""A transformers model prepared for sampling: its end-of-sequence tokens, context length and next-token logits."""
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
@@ -25,19 +25,19 @@ from megatron_ext.routing.routed_experts import Routing
 
 
 class Computed(NamedTuple):
-    """Results of a pass over R rows of T tokens.
+    """Results of a forward pass over R rows of T tokens.
 
     Example: Computed(torch.zeros(1, 64), np.zeros((1, 5, 2, 2), np.int16))
     """
 
     logits: Tensor
-    """float32[R, vocabulary]: of what follows on each row."""
+    """float32 [R, vocabulary], of the token after each row."""
     experts: npt.NDArray[np.int16] | None
-    """[R, T, layers with experts, top-k]: where each token went, if that is asked for."""
+    """[R, T, layers with experts, top-k], the experts of each token; None if not recorded."""
 
 
 class SamplingModel:
-    """The model of a HuggingFace folder, and what says how it samples."""
+    """The model of a HuggingFace folder, with everything needed to sample from it."""
 
     def __init__(self, folder: Path, arguments: TransformersArguments) -> None:
         try:
@@ -56,12 +56,12 @@ class SamplingModel:
 
     @property
     def routing(self) -> Routing | None:
-        """Sizes of the routing, if its choices are asked for."""
+        """Sizes of the routing, if experts are recorded."""
         return None if self._routing_recorder is None else self._routing_recorder.routing
 
     @torch.inference_mode()
     def compute(self, token_ids: list[list[int]], cache: DynamicCache) -> Computed:
-        """A pass over rows of tokens, all equally long, that follow the tokens in `cache`; appends to `cache`."""
+        """Run rows of tokens of equal length that follow the tokens in `cache`; appends to `cache`."""
         rows = torch.tensor(token_ids, device=self.module.device)
         with _in_any_batch():
             output = self.module(rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -69,9 +69,9 @@ class SamplingModel:
         return Computed(output.logits[:, -1].float(), experts)
 
     def compute_prompt(self, token_ids: list[int], begun: int, cache: DynamicCache) -> Computed:
-        """A pass over one row, of which the last `begun` tokens were sampled, such as by an engine that has died.
+        """Run one row whose last `begun` tokens were sampled earlier, such as by an engine that has died.
 
-        On a CPU these go one by one, as when they were sampled: together they would be rounded otherwise.
+        On a CPU these are fed one by one, as when they were sampled: fed together they would round differently.
         """
         first = len(token_ids) - (begun if device.device().type == "cpu" else 0)
         parts = [self.compute([token_ids[:first]], cache)]
@@ -85,8 +85,9 @@ class SamplingModel:
 
 
 def _in_any_batch() -> AbstractContextManager[object]:
-    """Inside, on a CPU, linear layers give a row the same bits in any batch: samples that an engine which died has not
-    given are fewer in the next.
+    """Make linear layers batch-invariant on a CPU.
+
+    After an engine's death another one continues only its unfinished samples, so their batches are smaller.
     """
     return LinearInAnyBatch() if device.device().type == "cpu" else nullcontext()
 
@@ -104,7 +105,7 @@ def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:
     dtype = getattr(torch, arguments.dtype) if arguments.dtype != "auto" else config.dtype or torch.float32
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
-    # As `from_pretrained` does beside reading.
+    # `from_pretrained` does this besides loading weights.
     model.tie_weights()
     kept = model._get_dtype_plan(dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -115,10 +116,10 @@ def _load(folder: Path, arguments: TransformersArguments) -> PreTrainedModel:
 
 
 class _RoutingRecorder:
-    """Takes down which experts a pass sends its tokens to, layer by layer."""
+    """Records the experts to which a forward pass routes its tokens, layer by layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # By their argument of that name, which experts have in all models of transformers.
+        # The experts modules of all transformers models have an argument of this name.
         layers = [each for each in model.modules() if _CHOICE in _arguments(each)]
         if not layers:
             raise UserError(
@@ -132,7 +133,7 @@ class _RoutingRecorder:
             layer.register_forward_pre_hook(note, with_kwargs=True)
 
     def take(self, rows: int) -> npt.NDArray[np.int16]:
-        """The choices of the pass: [rows, tokens, layers, top-k]."""
+        """Return the choices of the pass, [rows, tokens, layers, top-k], and forget them."""
         choices, self._choices = self._choices, []
         return torch.stack(choices, 1).unflatten(0, (rows, -1)).to("cpu", torch.int16).numpy()
 

@@ -1,4 +1,4 @@
-"""Sampling from logits: what is kept of the distribution, and a token of it for a random number."""
+"""Sampling from logits: the truncated distribution, and the token for a random number."""
 
 import torch
 from torch import Tensor
@@ -7,10 +7,10 @@ from megarl.rollout.protocol import SamplingParameters
 
 
 def kept_log_probs(logits: Tensor, sampling: SamplingParameters) -> Tensor:
-    """Log-probabilities [rows, vocabulary] of the distribution that is sampled from; -inf for tokens that are not kept.
+    """Log-probs [rows, vocabulary] of the distribution to sample from; -inf for tokens that are cut off.
 
-    First the temperature, then the `top_k` most likely tokens and those that are as likely as the last of them, then,
-    of what these are together, the fewest with at least the share `top_p`. Greedy sampling keeps all at temperature 1.
+    Applies the temperature, then keeps the `top_k` most likely tokens, including ties with the last one, then the
+    fewest of these with at least the share `top_p` of their total. Greedy sampling keeps all tokens at temperature 1.
     """
     if sampling.temperature == 0:
         return logits.log_softmax(-1)
@@ -27,9 +27,9 @@ def kept_log_probs(logits: Tensor, sampling: SamplingParameters) -> Tensor:
 
 
 def tokens_at(log_probs: Tensor, numbers: Tensor) -> Tensor:
-    """The token [rows] whose part of the interval from 0 to 1 each of the `numbers` (float64 [rows], below 1) is in."""
+    """Sample by inverse CDF: the token [rows] whose part of [0, 1) contains each of `numbers` (float64 [rows])."""
     ends = log_probs.double().exp().cumsum(-1)
     totals = ends[:, -1:]
-    # Rounding may put the product at the total, which no token is beyond.
+    # Rounding may put the product at the total, beyond the last token.
     points = torch.minimum(numbers[:, None] * totals, totals.nextafter(torch.zeros_like(totals)))
     return torch.searchsorted(ends, points, right=True)[:, 0]

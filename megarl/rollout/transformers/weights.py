@@ -1,7 +1,7 @@
-"""The weights of a model of transformers by the names that they have in a checkpoint, as views of its memory.
+"""The weights of a transformers model by their names in a checkpoint, as views of its memory.
 
-transformers joins tensors of a checkpoint when it loads them, such as the experts of a layer, and takes them apart when
-it saves. Followed without values, the latter says where each tensor of the checkpoint lies.
+transformers merges tensors of a checkpoint on loading, such as the experts of a layer, and splits them on saving.
+Tracing the split without values shows where each tensor of the checkpoint is stored.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ from converters.layouts.traced_layout import LoadTrace, trace_loading
 
 
 class ModelWeights:
-    """See `megarl.resharding.direct.weight_receiver.ReceivingModel`: the parameters are tensors of the checkpoint."""
+    """See `megarl.resharding.direct.weight_receiver.ReceivingModel`: its parameters are the checkpoint's."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._views = _checkpoint_views(model)
@@ -28,10 +28,10 @@ class ModelWeights:
         return self._views
 
     def after_direct_write(self) -> None:
-        """See `ReceivingModel.after_direct_write`: nothing is derived from weights."""
+        """See `ReceivingModel.after_direct_write`: does nothing, as nothing is derived from weights."""
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors of a checkpoint to where they lie. Raises ValueError for one that the model does not have."""
+        """Copy tensors of a checkpoint into the model. Raises ValueError for one that the model does not have."""
         for name, tensor in tensors:
             if name not in self._views:
                 raise ValueError(f"the model has no {name}")
@@ -41,14 +41,14 @@ class ModelWeights:
             view.copy_(tensor)
 
     def trace(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> LoadTrace:
-        """Where tensors of a checkpoint lie: each is a parameter of its own."""
+        """Trace the tensors of a checkpoint: each is a parameter of its own."""
         return trace_loading(self.load, self._views, hf_shapes, hf_dtypes)
 
 
 def _checkpoint_views(model: PreTrainedModel) -> dict[str, Tensor]:
     held: dict[str, Tensor] = {}
     seen: set[int] = set()
-    # Tied weights are one tensor of several names, of which a checkpoint has the first.
+    # Tied weights are one tensor with several names; a checkpoint has only the first.
     for name, tensor in model.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             seen.add(id(tensor))

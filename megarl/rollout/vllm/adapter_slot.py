@@ -1,4 +1,4 @@
-"""The adapter that is trained, alone in the one LoRA slot of a vLLM engine; the weights stay as they were loaded."""
+"""Fills the single LoRA slot of a vLLM engine with the trained adapter; the base weights stay as loaded."""
 
 from collections.abc import MutableMapping
 from typing import Any
@@ -20,10 +20,10 @@ _NAME, _NUMBER = "trained", 1
 
 
 class AdapterTransfer(SharedMemoryTransfer):
-    """One worker's receiver of an adapter in PEFT's names: buckets are kept until `fill_slot`."""
+    """Receives an adapter on one worker, by PEFT's names; buckets are kept until `fill_slot`."""
 
     def start_weight_update(self) -> None:
-        """Forget what came of an update that did not end."""
+        """Discard what arrived of an unfinished update."""
         self._tensors: dict[str, Tensor] = {}
 
     def receive_weights(self, update_info: BucketWritten) -> None:
@@ -32,12 +32,12 @@ class AdapterTransfer(SharedMemoryTransfer):
         self._tensors |= loadable(bucket, self._memories[bucket.segment])
 
     def finish_weight_update(self) -> None:
-        """Leave the slot alone: vLLM empties it right behind."""
+        """Do nothing: vLLM empties the slot right afterwards."""
 
     def fill_slot(self, model: Any, alpha: float) -> None:
-        """Put the adapter that came into the empty slot of `model`; vLLM takes this worker's part of each matrix.
+        """Put the received adapter into the empty slot of `model`; vLLM takes this worker's shard of each matrix.
 
-        Raises RuntimeError for a matrix that the engine has no place for, which would be left out without a word.
+        Raises RuntimeError for a matrix that the engine has no place for, which vLLM would silently skip.
         """
         manager, tensors, self._tensors = model.lora_manager, self._tensors, {}
         rank = next(len(tensor) for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
@@ -59,9 +59,9 @@ class AdapterTransfer(SharedMemoryTransfer):
 
 
 def _complete(loras: MutableMapping[str, LoRALayerWeights], matrices: list[str]) -> None:
-    """Give matrices of adapted experts that lack an adapter one of zeros; `matrices` go gate, down, up, gate, ...
+    """Add zero adapters to matrices of adapted experts that lack one; `matrices` go gate, down, up, gate, ...
 
-    vLLM packs all three of an expert, or raises.
+    vLLM packs all three matrices of an expert, and raises if one is missing.
     """
     for start in range(0, len(matrices), 3):
         gate, down, up = matrices[start : start + 3]
@@ -77,10 +77,10 @@ def _complete(loras: MutableMapping[str, LoRALayerWeights], matrices: list[str])
 
 
 def lora_request() -> LoRARequest:
-    """Part of a request that is computed with the slot's adapter. It has no folder: refits alone fill the slot."""
+    """The part of a request that selects the slot's adapter. It names no real folder, as only refits fill the slot."""
     return LoRARequest(_NAME, _NUMBER, lora_path="(filled by refits)")
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process."""
+    """Register the backend with vLLM in this process."""
     WeightTransferEngineFactory.register_engine(BACKEND, AdapterTransfer)

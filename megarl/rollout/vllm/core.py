@@ -1,4 +1,4 @@
-"""The part of vLLM that schedules and computes: in this process, or (see `data_parallel`) one for each rank of DP."""
+"""vLLM's engine core, which schedules and computes: in this process, or (see `data_parallel`) one per DP rank."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -9,62 +9,65 @@ from megarl.rollout.protocol import EngineDiedError, EngineMemory, Load
 from megarl.rollout.vllm.preemptions import Preemptions
 
 _NOTICED_S = 1.0
-"""How long vLLM may take to notice that a worker has ended; a worker that waits for it may fail sooner."""
+"""How long vLLM may take to notice that a worker has died; another worker that waits for it may fail sooner."""
 
 SampleRequest: TypeAlias = Any
 """vLLM's EngineCoreRequest: one sample."""
 SampleOutput: TypeAlias = Any
-"""vLLM's EngineCoreOutput: what one step gave to one sample."""
+"""vLLM's EngineCoreOutput: the result of one step for one sample."""
 
 
 class Core(Protocol):
-    """Computes the samples that were added, but for the time between `hold` and `release`.
+    """Computes the samples that were added, except between `hold` and `release`.
 
-    All calls come from one thread. They raise EngineDiedError if another process that the core needs has ended.
+    All calls come from one thread. They raise EngineDiedError if a process that the core needs has died.
     """
 
     processor: Any
-    """vLLM's InputProcessor: makes the requests for samples."""
+    """vLLM's InputProcessor, which makes the requests for samples."""
 
     def supported_tasks(self) -> Sequence[str]:
-        """Give vLLM's names for what the model can be asked for."""
+        """The model's supported tasks, by vLLM's names."""
 
     def add(self, samples: Sequence[SampleRequest], conversation: int | None) -> None:
         """Add the samples of one prompt, which may be part of a conversation (`Request.conversation`)."""
 
     def abort(self, ids: Sequence[str]) -> None:
-        """Forget samples; only while held."""
+        """Drop samples; called only while held."""
 
     def step(self) -> list[SampleOutput]:
-        """Wait for new tokens, and give them."""
+        """Wait for new tokens and return them."""
 
     def load(self) -> Load | None:
-        """The load after a step; None where other processes alone know it."""
+        """The load after a step; None if only other processes know it."""
 
     def hold(self) -> list[SampleOutput]:
-        """Let nothing be computed until `release`; what was, and `step` did not give yet."""
+        """Stop computing until `release`. Returns the outputs that `step` has not returned yet."""
 
     def release(self) -> None:
-        """Go on computing."""
+        """Resume computing."""
 
     def forget(self) -> bool:
-        """Drop all keys and values, of samples in flight too: these are recomputed. Whether that was possible."""
+        """Drop the whole KV cache; samples in flight are recomputed. Returns whether that was possible."""
 
     def sleep(self) -> None:
-        """Give the memory of weights and keys and values back; nothing is in flight."""
+        """Free the memory of weights and KV cache; called with nothing in flight."""
 
     def wake_up(self, parts: Sequence[EngineMemory]) -> None:
-        """Have these parts back."""
+        """Restore these parts."""
 
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method of every worker."""
 
     def close(self) -> None:
-        """End all that it started."""
+        """Stop everything that it started."""
 
 
 class InProcessCore:
-    """The core of vLLM's LLMEngine, stepped by `step`: what is held is not stepped, once nothing is on its way."""
+    """The core of vLLM's LLMEngine, stepped by `step`.
+
+    `hold` finishes the batch in flight; afterwards nothing is stepped.
+    """
 
     def __init__(self, config: Any) -> None:
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -101,7 +104,7 @@ class InProcessCore:
         """See `Core.hold`."""
         from vllm.v1.core.sched.interface import PauseState
 
-        # With asynchronous scheduling a step leaves the next batch on its way, which is of the weights of now.
+        # With asynchronous scheduling a step leaves the next batch in flight, computed with the present weights.
         before = self._scheduler.pause_state
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
         outputs = []
@@ -120,7 +123,8 @@ class InProcessCore:
 
     def sleep(self) -> None:
         """See `Core.sleep`."""
-        # Level 1 keeps the weights: the next update writes all that is loaded, but not padding nor what vLLM derived.
+        # Level 1 keeps the weights: an update rewrites everything that is loaded, but neither padding nor what vLLM
+        # derived.
         with self._dying_with_its_workers():
             self._client.sleep(1)
 
@@ -140,7 +144,7 @@ class InProcessCore:
 
     @contextmanager
     def _dying_with_its_workers(self) -> Iterator[None]:
-        """Raise EngineDiedError where a call of the workers fails and one of them has ended: no other call can pass."""
+        """Raise EngineDiedError if a call of the workers fails and one has died: no later call could succeed."""
         try:
             yield
         except Exception as error:
@@ -150,7 +154,7 @@ class InProcessCore:
 
     def _has_lost_a_worker(self) -> bool:
         executor, deadline_s = self._client.engine_core.model_executor, time.monotonic() + _NOTICED_S
-        # Where the worker is in this process there is no such thing.
+        # An executor whose worker is in this process has no such flag.
         if not hasattr(executor, "is_failed"):
             return False
         while not executor.is_failed and time.monotonic() < deadline_s:

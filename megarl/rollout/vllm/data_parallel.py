@@ -1,4 +1,4 @@
-"""The core of a vLLM engine with data parallelism: a process for each rank, which vLLM's coordinator keeps in step."""
+"""The core of a vLLM engine with data parallelism: one process per rank, kept in step by vLLM's coordinator."""
 
 import asyncio
 import pickle
@@ -16,11 +16,11 @@ from megarl.rollout.vllm.ranks import Ranks
 R = TypeVar("R")
 
 _LOOK_AFTER_S = 1.0
-"""How often a call that waits looks whether all ranks are alive: vLLM does not end what waits for a dead one."""
+"""How often a waiting call checks that all ranks are alive: vLLM does not fail calls that wait for a dead one."""
 
 
 class DataParallelCore:
-    """See `Core`: the client that vLLM's AsyncLLM has of its processes, and a thread for the client's event loop."""
+    """See `Core`. Uses the client of vLLM's AsyncLLM, with its event loop in a thread of its own."""
 
     def __init__(self, config: Any) -> None:
         from vllm.renderers import renderer_from_config
@@ -51,7 +51,7 @@ class DataParallelCore:
         return self._wait(self._client.get_supported_tasks_async())
 
     def add(self, samples: Sequence[SampleRequest], conversation: int | None) -> None:
-        """See `Core.add`. All go to one rank, which computes their prompt once."""
+        """See `Core.add`. All samples go to one rank, which computes their prompt once."""
         self._ranks.place(samples, conversation)
         self._wait(self._add(samples))
 
@@ -65,7 +65,7 @@ class DataParallelCore:
         return self._noted(self._wait(self._step()))
 
     def load(self) -> Load | None:
-        """See `Core.load`: the ranks know."""
+        """See `Core.load`; None, as only the ranks know it."""
         return None
 
     def hold(self) -> list[SampleOutput]:
@@ -84,19 +84,19 @@ class DataParallelCore:
 
     def sleep(self) -> None:
         """See `Core.sleep`."""
-        # As `InProcessCore.sleep`. From its agreement on, no rank steps.
+        # As `InProcessCore.sleep`. Once this returns, no rank steps.
         self._wait(self._client.sleep_async(1))
 
     def wake_up(self, parts: Sequence[EngineMemory]) -> None:
         """See `Core.wake_up`."""
         is_awake = self._wait(self._client.wake_up_async(list(parts)))
-        # With the last part vLLM goes on by itself.
+        # With the last part awake, vLLM resumes by itself.
         if is_awake and self._is_held:
             self.hold()
 
     def call_workers(self, method: str, *arguments: Any) -> list[Any]:
         """See `Core.call_workers`; those of the first rank come first."""
-        # vLLM's own encoding would give some types back as others.
+        # Pickled, because vLLM's own encoding changes some types.
         call = pickle.dumps((method, arguments))
         calling = self._client.call_utility_all_async("collective_rpc", "call_pickled", None, (call,))
         return [pickle.loads(result) for result in chain.from_iterable(self._wait(calling))]
@@ -120,7 +120,7 @@ class DataParallelCore:
 
     async def _hold(self) -> list[SampleOutput]:
         await self._client.pause_scheduler_async("keep", clear_cache=False)
-        # A rank answers behind all that it computed.
+        # A rank's answer comes after all its outputs.
         return await self._given()
 
     async def _given(self) -> list[SampleOutput]:
@@ -143,7 +143,7 @@ class DataParallelCore:
             raise EngineDiedError(self._death()) from error
 
     def _death(self) -> str:
-        # Ends the ranks that are left: each of them waits for the others in every step.
+        # Kill the remaining ranks, which wait for each other in every step.
         self._client.shutdown()
         failed = [each for each in self._processes.processes if each.exitcode]
         first = [each for each in failed if each.name == self._processes.failed_proc_name]

@@ -1,7 +1,7 @@
-"""Weights in block FP8 that vLLM multiplies by DeepGEMM's kernels: whether they stay as they were loaded.
+"""Tells whether block FP8 weights for DeepGEMM's kernels stay as they were loaded.
 
-vLLM 0.32 requantises them with scales that are powers of two, unless VLLM_USE_DEEP_GEMM_E8M0=0, and DeepGEMM then packs
-the scales for Blackwell: four to a number, one for each row. On Hopper it multiplies by them as they are.
+vLLM 0.32 requantises them to power-of-two scales, unless VLLM_USE_DEEP_GEMM_E8M0=0. On Blackwell DeepGEMM then packs
+the scales, four per integer and one per row; on Hopper it uses them as they are.
 """
 
 import torch
@@ -15,9 +15,9 @@ _SCALES = "scale_fmt"
 
 
 def changes(codes: Tensor, scales: Tensor, config: ModelConfig, *, rounds_scales: bool) -> str | None:
-    """Why `codes` and `scales` of a layer, or of all its experts, are not what was loaded; None if they are.
+    """Why `codes` and `scales` of a layer, or of all its experts, are not as loaded; None if they are.
 
-    `rounds_scales` says whether vLLM makes powers of two of the scales.
+    `rounds_scales` says whether vLLM rounds the scales to powers of two.
     """
     if scales.dtype is not torch.float32 or scales.dim() != codes.dim():
         return "DeepGEMM packs its scales for this GPU"

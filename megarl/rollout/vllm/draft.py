@@ -1,4 +1,4 @@
-"""The policy's layers for multi-token prediction as the draft of vLLM's speculative decoding."""
+"""The policy's multi-token prediction layers as the draft model of vLLM's speculative decoding."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -13,20 +13,20 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 class WithDraft(nn.Module):
-    """A model and its draft, two models for vLLM, as one that loads the weights of both.
+    """Combines a model and its draft, which are two models in vLLM, into one that loads the weights of both.
 
-    They share embedding and output layer, which then have the names that they have in the model.
+    The shared embedding and output layer have their names in the main model.
     """
 
     def __init__(self, model: Any, draft: Any, layers: int) -> None:
-        """`layers` is the number of the model's own: those of the draft are numbered from there."""
+        """`layers` is the number of the model's own layers; the draft's are numbered from there."""
         super().__init__()
         self.model = model
         self.draft = draft
         self._layers = layers
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Load a part of a HuggingFace checkpoint. Returns the names of the model's parameters that were loaded."""
+        """Load part of a HuggingFace checkpoint. Returns the names of the parameters that were loaded."""
         return self.model.load_weights(self._without_draft(weights))
 
     def _without_draft(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
@@ -35,6 +35,6 @@ class WithDraft(nn.Module):
             if number is None or int(number[1]) < self._layers:
                 yield name, tensor
                 continue
-            # vLLM's would want all of a layer at once.
+            # vLLM's own check would demand all tensors of a layer at once.
             with disable_mtp_completeness_check():
                 self.draft.load_weights([(name, tensor)])

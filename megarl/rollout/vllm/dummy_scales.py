@@ -1,4 +1,4 @@
-"""Scales of MXFP8 in vLLM 0.32 before the first refit: engines beside their trainer start without weights."""
+"""MXFP8 scales in vLLM 0.32 before the first refit, as colocated engines start without weights."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,10 +8,10 @@ _ONE = 127
 
 
 def begin_with_scales_of_one() -> None:
-    """Have scales of MXFP8 be 1 where an engine starts without weights.
+    """Initialise MXFP8 scales to 1 in an engine that starts without weights.
 
-    vLLM fills parameters of floating numbers, and these are bytes: they are what lay in memory, which may be NaN or
-    2^127. Latent attention decodes its `kv_b_proj` right away, and vLLM computes with all of them before a refit, to
+    vLLM initialises only floating-point parameters, and these are bytes: uninitialised memory, which may stand for NaN
+    or 2^127. Latent attention dequantises its `kv_b_proj` right away, and vLLM runs the model before a refit, to
     measure memory and to capture graphs.
     """
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (

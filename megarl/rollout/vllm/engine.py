@@ -1,4 +1,4 @@
-"""vLLM as an engine: its core behind the protocols of an engine."""
+"""vLLM as an engine: implements the engine's protocols on vLLM's core."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -42,7 +42,7 @@ class VllmEngine(SteppingEngine, EngineOfWorkers):
     def start(self) -> None:
         """See `Sampler.start`."""
         prepare_environment(self._engine_args)
-        # Before all else of vLLM, which comes with it.
+        # Import this first, as it imports the rest of vLLM.
         load("vllm.v1.engine.llm_engine", "LLMEngine")
         returned = ReturnedExperts.of(self._model_path) if self._engine_args.get(ARGUMENT) else None
         config = make_engine_config(self._model_path, self._engine_args)
@@ -56,7 +56,7 @@ class VllmEngine(SteppingEngine, EngineOfWorkers):
         self._sequences = SequencesInFlight(
             self._core, model.max_model_len, model.get_vocab_size(), returned, adapted=has_slot
         )
-        # An empty slot is no version of the weights either.
+        # An empty slot counts as no weights, too.
         self._version = -1 if has_slot or config.load_config.load_format == "dummy" else 0
         if self._version == 0:
             self._workers("bound_keys_and_values")
@@ -65,7 +65,7 @@ class VllmEngine(SteppingEngine, EngineOfWorkers):
         """See `LayoutSource.trace_layout`."""
         from megarl.rollout.vllm.tracing import check_version
 
-        # Here too: what a worker of another process raises arrives as another exception.
+        # Checked here as well, because an exception of a worker process arrives as another type.
         check_version()
         return super().trace_layout(hf_shapes, hf_dtypes)
 
@@ -114,7 +114,7 @@ class VllmEngine(SteppingEngine, EngineOfWorkers):
             try:
                 self._sequences.collect(self._running().hold(), self._version)
             except Exception as error:
-                # It ends a step that is under way: the engine dies of it as of any other.
+                # The error ends a step in flight, so the engine dies of it, as of any error of a step.
                 raise EngineDiedError(str(error)) from error
             self._held = True
 
@@ -137,7 +137,7 @@ class VllmEngine(SteppingEngine, EngineOfWorkers):
         self._sequences.fail(error)
 
     def _reset_kv_cache(self) -> None:
-        # Sequences in flight are put back to be computed from their first token: their cache is of older weights.
+        # Sequences in flight are recomputed from their first token, since their KV cache is of older weights.
         if not self._running().forget():
             raise RuntimeError("vLLM could not reset its prefix cache")
 

@@ -1,4 +1,4 @@
-"""The workers of a vLLM engine on another machine than its first: they are called from there."""
+"""The workers of a vLLM engine on a machine other than its first, from which they are called."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from megarl.process.loading import load
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 
 _WITHOUT_WORKERS = 1
-"""Exit code of a part of which a worker has ended."""
+"""Exit code of a part whose worker has died."""
 
 
 class VllmEnginePart:
@@ -25,7 +25,7 @@ class VllmEnginePart:
         prepare_environment(self._engine_args)
         executor = load("vllm.v1.executor.multiproc_executor", "MultiprocExecutor")
         self._executor = executor(make_engine_config(self._model_path, self._engine_args))
-        # vLLM would end the other workers here and go on; without this process the engine is known to be lost.
+        # vLLM would only stop the other workers here; exiting makes the loss of the engine known.
         self._executor.register_failure_callback(lambda: os._exit(_WITHOUT_WORKERS))
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""One simulated rank of a vLLM engine: groups without peers, parameters without memory.
+"""Simulates one rank of a vLLM engine, with process groups without peers and parameters without memory.
 
-For vLLM 0.32.0 on a CPU; each patch says what would need a peer. Rehearsals run in a process of their own.
+For vLLM 0.32.0 on a CPU; each patch replaces something that would need a peer. Rehearsals run in a process of their
+own.
 """
 
 from collections.abc import Iterator
@@ -22,10 +23,10 @@ _FAKE = "fake"
 
 
 class WithoutMemory(TorchDispatchMode):
-    """Inside, a tensor has no memory until it gets values; tensors made from values are real.
+    """While active, uninitialised tensors have no memory until they get values; tensors made from values are real.
 
-    vLLM's parameters are memory that nobody has filled yet, while tables that its loaders read, such as which expert
-    lies where, are made of numbers.
+    vLLM's parameters are created uninitialised, while tables that its loaders read, such as the placement of experts,
+    are made from values.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,9 +38,9 @@ class WithoutMemory(TorchDispatchMode):
 
 @contextmanager
 def fake_rank(config: VllmConfig, worker: int) -> Iterator[None]:
-    """Inside, this process is a worker of an engine, in groups of which nobody else is there.
+    """Within the context, this process is worker `worker` of an engine, in process groups without peers.
 
-    Workers of a data-parallel rank follow each other.
+    The workers of a data-parallel rank have consecutive numbers.
     """
     parallel = config.parallel_config
     data_parallel, rank = divmod(worker, parallel.world_size)
@@ -68,15 +69,16 @@ def _patches() -> list[Any]:
     new_group = dist.new_group
 
     def new_fake_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:  # noqa: ARG001
-        # Groups of gloo need peers.
+        # Gloo groups need peers.
         return new_group(ranks, backend=_FAKE, **options)
 
     return [
         patch.object(dist, "new_group", new_fake_group),
-        # The ranks of a machine find each other through its memory, and unpickle what they are sent: here any bytes.
+        # Ranks find those on the same machine through shared memory, and unpickle what they receive, which here would
+        # be garbage.
         patch.object(parallel_state, "in_the_same_node_as", _on_one_machine),
         patch.object(MessageQueue, "create_from_process_group", staticmethod(lambda *_, **__: None)),
-        # A table of the process, which layers in NVFP4 move to where their weights are.
+        # A process-wide table that NVFP4 layers move to their weights' device.
         patch.object(kE2M1ToFloat_handle, "val", kE2M1ToFloat_handle.val),
         patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda _self: False),
     ]

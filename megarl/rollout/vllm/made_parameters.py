@@ -1,4 +1,4 @@
-"""Parameters of a vLLM model as they were made, for its loaders, which take no others."""
+"""Restores a vLLM model's parameters as they were created, since its loaders accept no others."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,22 +11,22 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
 
 def note_biases() -> None:
-    """Let vLLM's reload note how biases were made, too, before a model is built.
+    """Make vLLM's reload also record how biases were created; called before a model is built.
 
-    vLLM 0.32 leaves them out, and loads into the ones that are there. Humming's kernels and Marlin's permute them, in
-    plain parameters that no loader takes.
+    vLLM 0.32 skips them, and loads into the present ones. The kernels of Humming and Marlin permute them and store them
+    in plain parameters, which no loader accepts.
     """
     SKIP_TENSORS.discard("bias")
 
 
 @contextmanager
 def as_made(model: nn.Module) -> Iterator[set[nn.Module]]:
-    """Put back the original parameters of a model, for its loaders; yields the modules whose parameters were changed.
+    """Put back a model's original parameters for its loaders; yields the modules whose parameters had changed.
 
-    Kernels of vLLM 0.32 replace parameters after loading by plain ones, even if the bytes stay the same, and loaders of
-    quantised layers refuse plain parameters. Inside, a parameter with the same bytes has its original class and
-    attributes back; a parameter that changed or is gone is replaced by one without memory. vLLM's own reload has noted
-    how all parameters were made.
+    Kernels of vLLM 0.32 replace parameters by plain ones after loading, even if the bytes stay the same, and loaders of
+    quantised layers refuse plain parameters. Within the context, a parameter with the same bytes has its original class
+    and attributes; one that changed or is gone is replaced by one without memory. vLLM's own reload has recorded how
+    all parameters were created.
     """
     others: set[nn.Module] = set()
     with ExitStack() as stack:
@@ -35,7 +35,7 @@ def as_made(model: nn.Module) -> Iterator[set[nn.Module]]:
             for name, parameter in made.items():
                 held = module._parameters.get(name)
                 copy = restore_layer_refs(to_meta_tensor(parameter), module)
-                # A reload leaves its own, which waits for all tensors of a layer, around it.
+                # A reload leaves it wrapped in a loader that waits for all tensors of a layer.
                 copy.weight_loader = _get_original_loader(copy)
                 if held is not None and (held.shape, held.dtype) == (copy.shape, copy.dtype):
                     stack.callback(_become, held, type(held), held.__dict__)

@@ -1,4 +1,4 @@
-"""Tokens that vLLM computes again, since it took the room for keys and values of their samples for others."""
+"""Counts the tokens that vLLM recomputes because it preempted their samples."""
 
 import functools
 from collections.abc import Iterator
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Preemptions:
-    """Counts them where vLLM's `scheduler` lets a sample go on that it had put back.
+    """Counts tokens when vLLM's `scheduler` resumes a preempted sample.
 
-    Without what the prefix cache still had of the sample, and of samples that have tokens alone. vLLM tells of no such
-    number: its own counts are of requests, and are made where it writes logs.
+    Excludes what the prefix cache still has of the sample, and samples without new tokens. vLLM reports no such number:
+    it counts requests, and only where it writes logs.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -28,17 +28,17 @@ class Preemptions:
         scheduler.schedule = schedule_and_count
 
     def forget(self) -> None:
-        """Count nothing of what is computed again because all keys and values are dropped now."""
+        """Exclude tokens to be recomputed because the whole KV cache is dropped now."""
         self._forgotten = {name for name, each in self._scheduler.requests.items() if each.num_output_tokens}
 
     def take(self) -> int:
-        """The tokens since they were taken last."""
+        """Return the tokens counted since the last call."""
         tokens, self._tokens = self._tokens, 0
         return tokens
 
     def _resumed(self, scheduled: Any) -> Iterator[tuple[str, int]]:
-        """The samples that go on, among some that begin, and how many tokens of each the prefix cache has."""
-        # vLLM's second model runner, that of GPUs, is told of the former as of the latter.
+        """The resumed samples, possibly among new ones, and the number of their tokens in the prefix cache."""
+        # For vLLM's V2 model runner, on GPUs, resumed samples are listed as new ones.
         for new in scheduled.scheduled_new_reqs:
             yield new.req_id, new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
@@ -52,5 +52,5 @@ class Preemptions:
         if name in self._forgotten:
             self._forgotten.discard(name)
         elif request.num_output_tokens:
-            # It goes on; nobody has fed the last one yet.
+            # A resumed sample; its last token has not been fed yet.
             self._tokens += request.num_tokens - 1 - found

@@ -1,4 +1,4 @@
-"""Processes that vLLM 0.32.0 starts for data parallelism: they end with the engine, and listen where they are told."""
+"""Makes processes that vLLM 0.32.0 starts for data parallelism end with the engine, and listen only where asked."""
 
 import functools
 import os
@@ -11,9 +11,9 @@ from megarl.sandbox.process_tree import die_with
 
 
 def end_with_this_process() -> None:
-    """Have ranks and their coordinator end when this process does, however it ends.
+    """Make ranks and their coordinator end when this process does, however it ends.
 
-    They wait at sockets, which do not tell: of a process that is killed, they would stay.
+    They wait at sockets that do not notice a killed process, and would stay.
     """
     from vllm.v1.engine.coordinator import DPCoordinatorProc
     from vllm.v1.engine.core import EngineCoreProc
@@ -23,9 +23,9 @@ def end_with_this_process() -> None:
 
 
 def listen_where_asked() -> None:
-    """Have the stores that ranks meet at listen at the host that they are given; idempotent.
+    """Make the stores of a rendezvous listen only at the host that they are given; idempotent.
 
-    torch (2.11 to 2.13) binds a store to all interfaces unless it gets a socket, which vLLM gives to some only.
+    torch (2.11 to 2.13) binds a store to all interfaces unless it is given a socket, which vLLM does only for some.
     """
     from vllm.distributed import parallel_state, utils
 

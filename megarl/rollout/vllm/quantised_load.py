@@ -1,4 +1,4 @@
-"""Weights that vLLM reads from a checkpoint, made into the number format that the engine was asked for."""
+"""Quantises the weights that vLLM loads from a checkpoint to the number format that the engine was asked for."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,10 +9,10 @@ from megarl.rollout.quantised_load import in_asked_format
 
 
 def quantise_what_is_read() -> None:
-    """Have an engine that holds a number format read a checkpoint that is in none.
+    """Let an engine that holds a number format load a checkpoint that is not quantised.
 
-    vLLM 0.32 quantises what it reads into other formats, by rules of its own, and takes what is to be in blocks for
-    codes already.
+    vLLM 0.32 quantises on loading only to other formats and by its own rules, and expects a checkpoint for block
+    formats to have codes already.
     """
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 

@@ -1,4 +1,4 @@
-"""Which rank of a data-parallel vLLM engine a prompt goes to: each has keys and values of its own."""
+"""Chooses the rank of a data-parallel vLLM engine for a prompt; each rank has a KV cache of its own."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from megarl.rollout.vllm.core import SampleRequest
 class _Rank:
     number: int
     load: int = 0
-    """Samples that have not ended."""
+    """The number of unfinished samples."""
     salt: str | None = None
-    """The samples that it gets have this one: keys and values of others are none of theirs."""
+    """The cache salt of the rank's samples; another salt means that its cache is of no use."""
 
     @property
     def cache(self) -> Hashable:
@@ -22,7 +22,7 @@ class _Rank:
 
 @dataclass(eq=False)
 class _Placed:
-    """Samples of one prompt."""
+    """The samples of one prompt, placed on a rank."""
 
     conversation: int | None
     rank: _Rank
@@ -30,7 +30,7 @@ class _Placed:
 
 
 class Ranks:
-    """The ranks of an engine, by the rule that engines are chosen by: see `Conversations`."""
+    """The ranks of an engine, chosen by the same rule as engines: see `Conversations`."""
 
     def __init__(self, many: int) -> None:
         self._ranks = [_Rank(number) for number in range(many)]
@@ -38,7 +38,7 @@ class Ranks:
         self._placed: dict[str, _Placed] = {}
 
     def place(self, samples: Sequence[SampleRequest], conversation: int | None) -> None:
-        """Give the samples of one prompt, which is part of a conversation, to a rank, all to the same."""
+        """Assign all samples of one prompt to one rank, by the prompt's conversation."""
         for rank in self._ranks:
             rank.salt = samples[0].cache_salt
         chosen = self._conversations.choose(conversation, self._ranks)
@@ -50,7 +50,7 @@ class Ranks:
             self._placed[sample.request_id] = placed
 
     def end(self, ids: Iterable[str]) -> None:
-        """Note that samples have ended, or are not asked for any more."""
+        """Note that samples have ended or were aborted."""
         for name in ids:
             placed = self._placed.pop(name)
             placed.rank.load -= 1

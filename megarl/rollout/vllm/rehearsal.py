@@ -1,4 +1,4 @@
-"""The workers of a vLLM engine, built of vLLM's own modules without memory, one after the other in this process."""
+"""Builds the workers of a vLLM engine from vLLM's own modules, without memory and one by one in this process."""
 
 import json
 import logging
@@ -17,7 +17,7 @@ from megarl.rollout.rehearsed_worker import RehearsedWorker
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
 from megarl.rollout.vllm.kind import VLLM
 
-# Which machine a worker is on changes nothing of what it holds.
+# A worker's machine does not affect what it holds.
 _OF_MACHINES = ("nnodes",)
 
 
@@ -30,12 +30,12 @@ def rehearse_workers(
     """See `EngineKind.rehearsal`."""
     given = {name: value for name, value in arguments.items() if name not in _OF_MACHINES}
     given |= VLLM.without_weights
-    # Warnings of a rehearsal are about the CPU that it runs on.
+    # Silence warnings, which would be about the CPU that the rehearsal runs on.
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # vLLM's first import warns before it has read that.
+    # vLLM's first import warns before it reads that variable.
     logging.getLogger("vllm").setLevel(level)
     prepare_environment(given)
-    # Its import changes what is built, as in a worker's process.
+    # Importing it applies the patches of a worker process.
     import megarl.rollout.vllm.worker  # noqa: F401
 
     with TemporaryDirectory() as folder:
@@ -68,7 +68,7 @@ def _rehearse(
 
 
 def _fill_scales_of_tensors(model: nn.Module) -> None:
-    """Give memory to the numbers of NVFP4, one for each matrix, that vLLM compares after loading."""
+    """Materialise NVFP4's scales per matrix, which vLLM compares after loading."""
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
     for module in model.modules():
@@ -78,13 +78,13 @@ def _fill_scales_of_tensors(model: nn.Module) -> None:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of the memory under a model's parameters and buffers, each once."""
+    """Bytes of a model's parameters and buffers, counting shared memory once."""
     storages = (each.untyped_storage() for each in (*model.parameters(), *model.buffers()))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _caches(config: Any) -> list[Any]:
-    """The cache of every layer with attention, as the layer describes it."""
+    """The KV cache specification of every attention layer."""
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 

@@ -1,8 +1,8 @@
-"""vLLM's own reload of a model: its loaders take whole tensors, and its kernels process them anew.
+"""vLLM's own reload of a model: its loaders get whole tensors, and its kernels process them again.
 
-vLLM 0.32 copies what its kernels make into the parameters and buffers of before, where captured CUDA graphs read. Its
-kernels hold other tensors, too, such as locks and scales of experts, and make new ones: graphs would read, and write,
-memory that has been freed.
+vLLM 0.32 copies the results into the previous parameters and buffers, which captured CUDA graphs read. But its kernels
+also hold other tensors, such as locks and scales of experts, and create new ones: graphs would read and write freed
+memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,16 +20,16 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 _Path = tuple[Any, ...]
 
 _FOLLOWED = "vllm.model_executor."
-"""Modules with the classes that hold tensors of one layer."""
+"""Prefix of the modules whose classes hold tensors of a layer."""
 _OF_TORCH = {"_parameters", "_buffers", "_modules"}
-"""Fields of a module that vLLM's reload keeps."""
+"""Fields of a module that vLLM's reload handles itself."""
 
 
 class Reload:
-    """One reload; in between, `model.load_weights` is called with all tensors of a checkpoint.
+    """One reload; before `finish`, `model.load_weights` must be called with all tensors of a checkpoint.
 
-    The first of an engine is kept as long as the engine, for graphs that were captured before: it holds all that
-    modules and kernels held then, also objects of other packages.
+    The first reload of an engine is kept for the engine's lifetime, for graphs captured before it: it holds everything
+    that modules and kernels held then, including objects of other packages.
     """
 
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
@@ -42,7 +42,7 @@ class Reload:
         initialize_layerwise_reload(model)
 
     def finish(self) -> None:
-        """Process what is left: attention layers, and layers that have padding."""
+        """Process the remaining layers: attention, and layers with padding."""
         finalize_layerwise_reload(self._model, self._config)
         with torch.no_grad():
             for module, path, before in self._before:
@@ -50,10 +50,10 @@ class Reload:
 
 
 def _expect_no_scales_of_activations(module: nn.Module) -> None:
-    """Let experts in NVFP4 be complete without scales of activations in four bits, which no checkpoint of ours has.
+    """Let NVFP4 experts be complete without scales of four-bit activations, which megarl's checkpoints lack.
 
-    vLLM 0.32 has parameters for them in any case. A layer that waited for them would keep all that is loaded until the
-    reload ends: each worker a whole checkpoint.
+    vLLM 0.32 has parameters for them in any case. A layer waiting for them would keep all its loaded tensors until the
+    reload ends, so each worker would hold a whole checkpoint.
     """
     method = getattr(module, "quant_method", None)
     if isinstance(method, CompressedTensorsW4A4Nvfp4MoEMethod) and method.use_a16:
@@ -63,7 +63,7 @@ def _expect_no_scales_of_activations(module: nn.Module) -> None:
 
 
 def _holders(module: nn.Module) -> Iterator[tuple[_Path, Any]]:
-    """Yield a module, and what it holds that may hold tensors beside parameters and buffers, and where that is."""
+    """Yield a module, and the objects in it that may hold tensors besides parameters and buffers, with their paths."""
     todo: list[tuple[_Path, Any]] = [((), module)]
     seen = set()
     while todo:
@@ -89,7 +89,7 @@ def _fields(holder: Any) -> dict[Any, Any]:
 
 
 def _put_back(module: nn.Module, path: _Path, before: Mapping[Any, Any]) -> None:
-    """Give tensors that were held the values of those that have come into their places, and their places."""
+    """Copy the values of new tensors into the ones held before, and put those back in place."""
     holder: Any = module
     for name in path:
         holder = _fields(holder).get(name)
@@ -108,7 +108,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _written_once(tensor: Tensor) -> Tensor:
-    """The part of an expanded tensor that has memory of its own."""
+    """The part of an expanded tensor that has its own memory."""
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)

@@ -1,4 +1,4 @@
-"""Routers of vLLM 0.32.0 in the precision of the trainer's: logits of experts in float32."""
+"""Gives routers of vLLM 0.32.0 the precision of the trainer's: float32 logits."""
 
 import functools
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 
 
 def keep_logits_in_float32() -> None:
-    """Have every router give its logits in float32.
+    """Make every router return float32 logits.
 
-    vLLM rounds them to the model's type, but for DeepSeek's models where config.json says otherwise and for GLM-4.5:
-    near ties then go to other experts than in the trainer, which never rounds them.
+    vLLM rounds them to the model's dtype, except for GLM-4.5, and for DeepSeek's models if config.json says so. Near
+    ties then go to other experts than in the trainer, which never rounds them.
     """
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 

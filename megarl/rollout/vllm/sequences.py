@@ -1,4 +1,4 @@
-"""Sequences in flight: from requests to vLLM's core requests, and from the core's outputs to turns."""
+"""Sequences in flight: converts requests to vLLM's core requests, and the core's outputs to turns."""
 
 import copy
 import itertools
@@ -23,14 +23,14 @@ from megarl.rollout.vllm.cpu.corrections import DRAWN
 class _SequenceInFlight(SampleInFlight):
     asked: SampleRequest
     experts: list[Any] = field(default_factory=list)
-    """Rows of chosen experts that vLLM returned for the tokens that were fed; empty if it returns none."""
+    """Rows of experts that vLLM returned for fed tokens; empty if it returns none."""
     cached_tokens: int | None = None
-    """Tokens of the prompt that the core found in its prefix cache when it began."""
+    """Prompt tokens that the core found in its prefix cache at the start."""
 
     def finish(self, reason: FinishReason, returned: ReturnedExperts | None) -> None:
         prompt_ids = self.request.prompt_of(self.sample)
         experts: Values = ()
-        # Whoever goes on with a response that was cut feeds all its tokens again.
+        # An engine that continues an aborted response feeds all its tokens again, which gives their experts.
         if returned is not None and reason != "abort":
             experts = returned.records(self.experts, len(prompt_ids) + len(self.token_ids))
         tokens = self.token_ids, self.log_probs, self.versions
@@ -39,10 +39,10 @@ class _SequenceInFlight(SampleInFlight):
 
 
 class SequencesInFlight:
-    """All sequences that the core holds, by its request id; a prompt and a response have at most `max_tokens`.
+    """All sequences in the core, by its request ID; a prompt and a response together have at most `max_tokens`.
 
-    With `returned` the core returns the experts of tokens, and turns have them. With `adapted` all are computed with
-    the adapter in the core's slot.
+    With `returned` the core returns experts, which turns then include. With `adapted` all sequences use the adapter in
+    the core's slot.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class SequencesInFlight:
         return bool(self._sequences)
 
     def add(self, requests: Sequence[Request], version: int, listener: Listener | None = None) -> list[Answer]:
-        """Hand all samples of `requests` to the core, or none: UserError if one of them cannot be served.
+        """Pass all samples of `requests` to the core, or none: raises UserError if one request cannot be served.
 
-        They share keys and values with what has their salt and was added under the same `version` of the weights.
+        They share cached prefixes with sequences of the same salt and the same `version` of the weights.
         """
         prepared = [self._core_requests(request) for request in requests]
         added = [RequestInFlight(request, listener) for request in requests]
@@ -77,11 +77,11 @@ class SequencesInFlight:
         return [in_flight.future for in_flight in added]
 
     def all(self) -> Iterable[SampleInFlight]:
-        """All that have not ended."""
+        """All unfinished samples."""
         return self._sequences.values()
 
     def begin_anew(self, version: int) -> None:
-        """Let what has no token yet begin under `version`: it would read keys and values of older weights."""
+        """Restart sequences without a token under `version`, so that they use no cached prefixes of older weights."""
         unbegun = {name: sequence for name, sequence in self._sequences.items() if not sequence.token_ids}
         self._core.abort(list(unbegun))
         for name in unbegun:
@@ -92,7 +92,7 @@ class SequencesInFlight:
             self._core.add(named, of_one[0].request.conversation)
 
     def collect(self, outputs: Sequence[SampleOutput], version: int) -> None:
-        """Take over the tokens that the core gave, sampled with `version`."""
+        """Add the core's new tokens, sampled with `version`, to their sequences."""
         for output in outputs:
             sequence = self._sequences[output.request_id]
             if output.prefill_stats is not None:
@@ -109,27 +109,27 @@ class SequencesInFlight:
                 if sequence.request.listener is not None:
                     sequence.request.listener(output.new_token_ids)
             if output.routed_experts is not None:
-                # Rows of vLLM 0.32 are a part of those of all that a step computed, in pinned memory.
+                # Copied because in vLLM 0.32 they are views of the whole step's rows, in pinned memory.
                 sequence.experts.append(output.routed_experts.copy())
             if output.finish_reason is not None:
                 del self._sequences[output.request_id]
                 sequence.finish(finish_reason(str(output.finish_reason)), self._returned)
 
     def abort(self, answers: Collection[Future[list[Turn]]] | None = None) -> None:
-        """Finish all sequences, or those of requests with these answers, with the tokens that they have."""
+        """Finish all sequences, or those of the requests with these answers, with the tokens that they have."""
         chosen = [name for name, each in self._sequences.items() if answers is None or each.request.future in answers]
         self._core.abort(chosen)
         for name in chosen:
             self._sequences.pop(name).finish("abort", self._returned)
 
     def fail(self, error: BaseException) -> None:
-        """Let all requests raise `error`."""
+        """Fail all requests with `error`."""
         for request in {sequence.request for sequence in self._sequences.values()}:
             request.future.set_exception(error)
         self._sequences = {}
 
     def _named(self, sequence: _SequenceInFlight, version: int) -> SampleRequest:
-        """The core's request, under a name of its own; by the salt it meets no keys and values of other versions."""
+        """The core's request, under a unique ID, with a salt that keeps it from cached prefixes of other versions."""
         asked = sequence.asked = copy.copy(sequence.asked)
         asked.request_id = asked.external_req_id = str(next(self._ids))
         asked.cache_salt = f"{version} {sequence.request.cache_salt}"
@@ -137,7 +137,7 @@ class SequencesInFlight:
         return asked
 
     def _core_requests(self, request: Request) -> list[SampleRequest]:
-        """One for each sample. Raises UserError for a request that cannot be served."""
+        """Make a core request per sample. Raises UserError for a request that cannot be served."""
         check_request(request, self._max_tokens, self._vocabulary, "max_model_len")
         shared = None if request.begun else self._core_request(request, 0)
         samples = []
@@ -171,13 +171,13 @@ _FINISH_REASONS: Mapping[str, FinishReason] = {
     "stop": "stop",
     "length": "length",
     "abort": "abort",
-    # Cut by vLLM's detector of repeated patterns, where engine_args ask for it: no end of the policy's own.
+    # Cut off by vLLM's repetition detector, if engine_args enable it; not an end that the policy chose.
     "repetition": "length",
 }
 
 
 def finish_reason(of_vllm: str) -> FinishReason:
-    """Why a response ended, in the words of all engines. Raises RuntimeError where vLLM failed."""
+    """Translate vLLM's finish reason. Raises RuntimeError if vLLM failed."""
     if of_vllm not in _FINISH_REASONS:
         raise RuntimeError(f"vLLM ended a response with {of_vllm}: the end of the engine's log says why")
     return _FINISH_REASONS[of_vllm]
@@ -205,6 +205,6 @@ def _of_sample(params: Any, request: Request, sample: int) -> Any:
         params.seed = derive_seed(sampling.seed, sample)
     if begun:
         params.max_tokens = sampling.max_tokens - begun
-        # On a GPU the random numbers follow from a token's place; on a CPU they are a stream (`cpu`).
+        # On a GPU random numbers derive from a token's position; on a CPU they are a stream (`cpu`).
         params.extra_args = {DRAWN: begun}
     return params

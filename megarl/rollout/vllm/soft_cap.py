@@ -1,8 +1,8 @@
-"""Attention of vLLM 0.32.0 that caps its scores, for models that do.
+"""Chooses attention backends of vLLM 0.32.0 that soft-cap scores, for models that need it.
 
-FLASHINFER hands no cap to the kernels that it takes by itself: those of TRTLLM on Blackwell, where it is vLLM's first
-choice, and for responses that of XQA on Hopper and RTX GPUs of Blackwell. Nothing in vLLM rules it out. FLASH_ATTN is
-first elsewhere; TRITON_ATTN works on every GPU.
+FLASHINFER does not pass the cap to the kernels that it chooses itself: TRTLLM on Blackwell, where it is vLLM's first
+choice, and XQA for decoding on Hopper and Blackwell RTX GPUs. Nothing in vLLM rules it out. Elsewhere FLASH_ATTN is the
+first choice; TRITON_ATTN works on every GPU.
 """
 
 from collections.abc import Mapping
@@ -12,16 +12,16 @@ from megarl.rollout.soft_cap import has_soft_cap, refuse_uncapped
 
 _BACKEND = "attention_backend"
 _CONFIG = "attention_config"
-"""The other place where a backend may be named, and, in the field below, those for layers of one kind."""
+"""The other argument that may name a backend and, in the field below, backends for layers of one kind."""
 _PER_KIND = "backend_per_kind"
 _CAPPING = ("FLASH_ATTN", "TRITON_ATTN")
 _BLACKWELL = (10, 0)
 
 
 def capping_attention(hf_config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments beside `given` with which the attention of the model with this config.json is computed as it is.
+    """The arguments to add to `given` so that attention applies the cap of the model with this config.json.
 
-    Raises UserError for a backend among `given` that leaves the cap out.
+    Raises UserError if `given` chooses a backend that ignores the cap.
     """
     if not has_soft_cap(hf_config):
         return {}
@@ -38,7 +38,7 @@ def _as_vllm_reads(backend: str | None) -> str | None:
 
 
 def _is_blackwell() -> bool:
-    # Asked of NVML, which leaves CUDA as it is: workers may be forked.
+    # Queried through NVML, which does not initialise CUDA, since workers may be forked.
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()

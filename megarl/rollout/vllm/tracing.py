@@ -1,8 +1,8 @@
-"""Where a vLLM worker keeps the HuggingFace tensors: its model's own `load_weights`, traced.
+"""Finds where a vLLM worker keeps the HuggingFace tensors, by tracing its model's own `load_weights`.
 
-Weights may be written straight into parameters only where vLLM keeps them as they were loaded. Some kernels permute,
-pack or quantise them afterwards, and their loader would not tell; so what may be written is a list, and all else goes
-through vLLM's reload, which repeats these steps.
+Weights may be written directly into parameters only if vLLM keeps them as loaded. Some kernels permute, pack or
+quantise them afterwards, which the loader does not reveal. So there is a list of what may be written, and everything
+else goes through vLLM's reload, which repeats these steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -50,7 +50,7 @@ from megatron_ext import device
 
 
 def _multiplies_raw_weight(module: Any, _config: ModelConfig) -> str | None:
-    # Stock vLLM on a CPU multiplies by a copy that it packed.
+    # Stock vLLM on a CPU multiplies by a packed copy.
     packed = getattr(module, "cpu_linear", linear) not in (linear, F.linear)
     return "the CPU backend multiplies by a packed copy of it" if packed else None
 
@@ -62,13 +62,13 @@ def _keeps_experts(module: Any, _config: ModelConfig) -> str | None:
 
 def _keeps_codes(module: Any, config: ModelConfig) -> str | None:
     kernel = type(module.quant_method.fp8_linear)
-    # Both on a GPU only; the class of the CPU is stock vLLM's, which packs, unless it was corrected.
+    # These two exist only on GPUs. The CPU's class packs, unless it was corrected.
     if kernel in (TritonFp8BlockScaledMMKernel, CutlassFp8BlockScaledMMKernel):
         return None
     if kernel is CPUFp8BlockScaledMMKernel and cpu.fp8.codes_are_kept():
         return None
     if kernel in (DeepGemmFp8BlockScaledMMKernel, FlashInferFp8DeepGEMMDynamicBlockScaledKernel):
-        # FlashInfer's multiplies few rows by itself, and has DeepGEMM prepare the weight for both.
+        # FlashInfer's kernel handles small batches itself, and has DeepGEMM prepare the weight for both.
         of_layer = module.quant_method.fp8_linear
         rounds = getattr(of_layer, "fallback", of_layer).use_deep_gemm_e8m0
         return deep_gemm.changes(module.weight, module.weight_scale_inv, config, rounds_scales=rounds)
@@ -77,7 +77,7 @@ def _keeps_codes(module: Any, config: ModelConfig) -> str | None:
 
 def _keeps_codes_of_experts(module: Any, config: ModelConfig) -> str | None:
     if module.quant_method.fp8_backend in (Fp8MoeBackend.DEEPGEMM, Fp8MoeBackend.BATCHED_DEEPGEMM):
-        # Both matrices of an expert are treated alike.
+        # w2 is treated like w13.
         codes, scales = module.w13_weight, module.w13_weight_scale_inv
         changes = deep_gemm.changes(codes, scales, config, rounds_scales=is_deep_gemm_e8m0_used())
         return _balanced(module) or changes
@@ -86,7 +86,7 @@ def _keeps_codes_of_experts(module: Any, config: ModelConfig) -> str | None:
 
 def _keeps_compressed(module: Any, _config: ModelConfig) -> str | None:
     kernel = type(module.scheme.kernel) if hasattr(module.scheme, "kernel") else type(module.scheme)
-    # The kernels of a GPU transpose codes in INT8, and shuffle or unpack those in MXFP8.
+    # GPU kernels transpose INT8 codes, and shuffle or unpack MXFP8 codes.
     on_cpu = kernel in (CPUInt8ScaledMMLinearKernel, EmulationMxfp8LinearKernel)
     if on_cpu and cpu.number_formats.codes_are_kept():
         return None
@@ -105,7 +105,7 @@ def _keeps_mxfp8_of_experts(module: Any, _config: ModelConfig) -> str | None:
 
 
 def _keeps_as_loaded(module: Any, backend: Any, backends: Any, is_kept_on_cpu: Callable[[], bool]) -> str | None:
-    """Why experts do not stay as they were loaded with this one of the `backends`; None if they do."""
+    """Why experts are not kept as loaded by this one of the `backends`; None if they are."""
     if reason := _balanced(module):
         return reason
     if backend in (backends.TRITON, getattr(backends, "BATCHED_TRITON", None)) or (
@@ -116,7 +116,7 @@ def _keeps_as_loaded(module: Any, backend: Any, backends: Any, is_kept_on_cpu: C
 
 
 def _other(argument: str, kernels: str) -> str:
-    """The advice that goes with a kernel of a GPU."""
+    """The advice to choose other kernels on a GPU."""
     return "" if device.backend() == "gloo" else f", which rollout.engine_args.{argument}={kernels} does not"
 
 
@@ -135,20 +135,20 @@ _KEPT: Mapping[type, Callable[[Any, ModelConfig], str | None]] = {
     CompressedTensorsW8A8Int8MoEMethod: _keeps_whole_numbers_of_experts,
     CompressedTensorsW8A8Mxfp8MoEMethod: _keeps_mxfp8_of_experts,
 }
-"""`quant_method` of a module -> why the module's parameters are not what was loaded into them; None if they are."""
+"""Class of a module's `quant_method` -> function that says why the parameters are not as loaded; None if they are."""
 
 _DERIVED: Mapping[type[nn.Module], Callable[[Any, ModelConfig], None]] = {
-    # Its own parameters are views of, or for FP8 copies from, the weight of its `kv_b_proj`.
+    # Its own parameters are views of the weight of its `kv_b_proj`, or copies of it for FP8.
     MLAAttention: lambda module, config: module.process_weights_after_loading(config.dtype),
 }
-"""Modules whose own parameters nothing loads, and what computes them from the weights of others."""
+"""Modules whose own parameters are not loaded -> function that computes them from other weights."""
 
 
 _IN_ANOTHER_FORM = "vLLM keeps it in another form than it is loaded in"
 
 
 def check_version() -> None:
-    """Raise UserError if this vLLM is not one whose handling of weights is known."""
+    """Raise UserError for a vLLM version whose weight handling is not known."""
     if not VLLM.knows_layouts_of(vllm.__version__):
         raise UserError(
             f"vLLM {vllm.__version__} is installed, and how it keeps weights is known for"
@@ -157,7 +157,7 @@ def check_version() -> None:
 
 
 def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that `model.load_weights` fills, by name; one that modules share has the first name only."""
+    """The parameters that `model.load_weights` fills, by name; a shared one appears only under its first name."""
     derived = {
         id(parameter)
         for module in model.modules()
@@ -170,7 +170,7 @@ def loaded_parameters(model: nn.Module) -> dict[str, Tensor]:
 def trace_model(
     model: Any, config: ModelConfig, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
 ) -> LoadTrace:
-    """See `trace_load_weights`; `model` is that of this worker.
+    """See `trace_load_weights`; `model` is this worker's.
 
     Raises UserError for a version of vLLM that is not supported.
     """
@@ -181,7 +181,7 @@ def trace_model(
 def trace_distinct_layers(
     model: Any, config: ModelConfig, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
 ) -> LoadTrace:
-    """The same as `trace_model`, in the time of a model that has one layer of each kind (`identical_layers`)."""
+    """Return the same as `trace_model`, but trace only one layer of each kind (`identical_layers`)."""
     with _loadable(model, config) as (parameters, reason):
         identical = group_identical_layers(model, parameters, reason, hf_shapes, hf_dtypes)
         few, some = tensors_of_layers(parameters, identical), tensors_of_layers(hf_shapes, identical)
@@ -192,18 +192,18 @@ def trace_distinct_layers(
 def _loadable(
     model: nn.Module, config: ModelConfig
 ) -> Iterator[tuple[dict[str, Tensor], Callable[[nn.Module], str | None]]]:
-    """The parameters as they were when the model was loaded, and why those of a module may not be written straight."""
+    """Yield the parameters as they were when the model was loaded, and why a module's may not be written directly."""
     check_version()
     reasons = {module: _reason(module, config) for module in model.modules()}
     names = loaded_parameters(model).keys()
     with as_made(model) as others:
         reasons |= {module: reasons[module] or _IN_ANOTHER_FORM for module in others}
-        # Without those that were there while the model was loaded only.
+        # Without parameters that existed only during loading.
         yield {name: each for name, each in loaded_parameters(model).items() if name in names}, reasons.get
 
 
 def after_direct_write(model: nn.Module, config: ModelConfig) -> None:
-    """Recompute what vLLM derives from weights, after they were written straight into the parameters."""
+    """Recompute everything that vLLM derives from weights, after they were written directly into the parameters."""
     with torch.no_grad():
         for module in model.modules():
             for kind, derive in _DERIVED.items():

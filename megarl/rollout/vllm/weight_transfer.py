@@ -1,4 +1,4 @@
-"""Weights out of shared memory, as a backend of vLLM's own weight-transfer API (vllm.distributed.weight_transfer)."""
+"""Loads weights from shared memory, as a backend of vLLM's weight-transfer API (vllm.distributed.weight_transfer)."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ BACKEND = "shm"
 
 @dataclass
 class Segments(WeightTransferInitInfo):
-    """The shared-memory segments that buckets will lie in."""
+    """The shared-memory segments of later buckets."""
 
     paths: list[str]
     segment_bytes: int
@@ -29,13 +29,13 @@ class Segments(WeightTransferInitInfo):
 
 @dataclass
 class BucketWritten(WeightTransferUpdateInfo):
-    """A bucket whose tensors lie ready in its segment."""
+    """A bucket whose tensors have been written to its segment."""
 
     bucket: Bucket
 
 
 class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
-    """One worker's receiver: maps the segments and loads buckets through the model's own weight loaders."""
+    """Receives weights on one worker: maps the segments and loads buckets through the model's own weight loaders."""
 
     init_info_cls = Segments
     update_info_cls = BucketWritten
@@ -48,7 +48,7 @@ class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
 
     def start_weight_update(self) -> None:
         """Let vLLM collect the tensors of each layer and process the layer once it has them all."""
-        # After an update that failed half-way, layers still wait for tensors that will never come.
+        # After an update that failed halfway, layers still wait for tensors that will never come.
         if self._reload is not None:
             self._reload.finish()
         self._held = experts_held(self.model)
@@ -56,18 +56,18 @@ class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
         self._first_reload = self._first_reload or self._reload
 
     def update_weights(self, update_info: dict[str, object]) -> None:
-        """Load one bucket. The inherited method synchronizes an accelerator, which not every machine has."""
+        """Load one bucket. The inherited method also synchronizes an accelerator, which not every machine has."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: BucketWritten) -> None:
-        """Load one bucket into the model, without the experts of other workers, which nobody copies or quantises."""
+        """Load one bucket into the model, without copying or quantising the experts of other workers."""
         bucket = without_others(update_info.bucket, self._held)
         with torch.no_grad():
             # Copies, because vLLM keeps the tensors until their layer is complete and the segment is soon overwritten.
             self.model.load_weights(list(loadable(bucket, self._memories[bucket.segment])))
 
     def finish_weight_update(self) -> None:
-        """Process what is left: attention layers, and layers that have padding."""
+        """Process the remaining layers: attention, and layers with padding."""
         assert self._reload is not None
         self._reload.finish()
         self._reload = None
@@ -78,5 +78,5 @@ class SharedMemoryTransfer(WeightTransferEngine[Segments, BucketWritten]):
 
 
 def register() -> None:
-    """Make the backend known to vLLM in this process."""
+    """Register the backend with vLLM in this process."""
     WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryTransfer)

@@ -1,7 +1,7 @@
-"""Extension of a vLLM worker process by megarl.
+"""megarl's extension of vLLM worker processes.
 
-vLLM imports the module of its argument `worker_extension_cls` in every worker before it builds the model. This import
-is the only hook at that moment, so here, and nowhere else, importing has effects.
+vLLM imports the module of its argument `worker_extension_cls` in every worker before it builds the model. This is the
+only way to hook in that early, so here, and nowhere else, importing has side effects.
 """
 
 import pickle
@@ -74,25 +74,25 @@ class WorkerExtension(ProfiledWorker):
     _recorder: cpu.routed_experts.Recorder
 
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
-        """Map the shared-memory segments that buckets will lie in."""
+        """Map the shared-memory segments of later buckets."""
         info = {"paths": segments, "segment_bytes": segment_bytes}
         self.init_weight_transfer_engine(info)  # type: ignore[attr-defined]
 
     def begin_weight_update(self) -> None:
-        """Begin an update of all that is loaded."""
+        """Begin an update of all loaded weights."""
         config = self.model_config  # type: ignore[attr-defined]
         self.weight_transfer_engine.set_weight_update_target(self._loaded(), config)  # type: ignore[attr-defined]
         self.start_weight_update()  # type: ignore[attr-defined]
 
     def _loaded(self) -> torch.nn.Module:
-        """The model, and the draft beside it where there is one."""
+        """The model, combined with its draft if there is one."""
         model, draft = self.get_model(), self.get_draft_model()  # type: ignore[attr-defined]
         if draft is None:
             return model
         return WithDraft(model, draft, self.model_config.hf_text_config.num_hidden_layers)  # type: ignore[attr-defined]
 
     def complete_weight_update(self) -> None:
-        """End an update of which all has come."""
+        """Finish an update after all weights have come."""
         self.finish_weight_update()  # type: ignore[attr-defined]
         transfer = self.weight_transfer_engine  # type: ignore[attr-defined]
         if isinstance(transfer, adapter_slot.AdapterTransfer):
@@ -101,7 +101,7 @@ class WorkerExtension(ProfiledWorker):
         self.bound_keys_and_values()
 
     def bound_keys_and_values(self) -> None:
-        """Let the scales of keys and values follow from the weights, where that is asked for."""
+        """Derive the KV cache scales from the weights, if asked for."""
         if self.vllm_config.additional_config.get(BOUNDED_KV):  # type: ignore[attr-defined]
             kv_scales.bound_keys_and_values(self._loaded())
 
@@ -111,7 +111,7 @@ class WorkerExtension(ProfiledWorker):
             self.finish_weight_update()  # type: ignore[attr-defined]
 
     def trace_layout(self, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]) -> PackedTrace:
-        """Where the tensors of a HuggingFace checkpoint lie in this worker (`tracing.trace_model`)."""
+        """Trace where this worker keeps the tensors of a HuggingFace checkpoint (`tracing.trace_model`)."""
         trace = tracing.trace_model(self._loaded(), self.model_config, hf_shapes, hf_dtypes)  # type: ignore[attr-defined]
         return PackedTrace.of(trace)
 
@@ -120,16 +120,16 @@ class WorkerExtension(ProfiledWorker):
         return self.parallel_config.node_rank  # type: ignore[attr-defined]
 
     def call_pickled(self, call: bytes) -> bytes:
-        """The pickled result of a method of this worker; `call` is its name and its arguments, pickled."""
+        """Call a method of this worker and return its pickled result; `call` is the pickled name and arguments."""
         method, arguments = pickle.loads(call)
         return pickle.dumps(getattr(self, method)(*arguments))
 
     def count_memory(self, memory: CountedMemory) -> None:
-        """Count what this worker holds, where there is no GPU to do it."""
+        """See `Sleeper.count_memory`."""
         cpu.corrections.memory_of(self).count_in(memory)
 
     def record_routed_experts(self) -> None:
-        """Take down which experts tokens go to, where vLLM does not."""
+        """Record the experts of tokens, if vLLM does not."""
         self._recorder = cpu.routed_experts.Recorder(self.model_runner)  # type: ignore[attr-defined]
 
     def take_routed_experts(self) -> dict[str, cpu.routed_experts.Rows]:
@@ -137,7 +137,7 @@ class WorkerExtension(ProfiledWorker):
         return self._recorder.take()
 
     def call_receiver(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """The `outcome` of a method of this worker's WeightReceiver."""
+        """Call a method of this worker's WeightReceiver; return its `outcome`."""
         if self._receiver is None:
             config = self.model_config  # type: ignore[attr-defined]
             model = VllmModel(self._loaded(), config, self.bound_keys_and_values)
@@ -145,6 +145,6 @@ class WorkerExtension(ProfiledWorker):
         return outcome(method, self._receiver, *arguments)
 
     def _number(self) -> int:
-        """Which worker of the engine this is: those of a data-parallel rank follow each other."""
+        """The index of this worker in the engine; the workers of a data-parallel rank are consecutive."""
         parallel = self.parallel_config  # type: ignore[attr-defined]
         return parallel.data_parallel_index * parallel.world_size + self.rank  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Everything that is different about SGLang on a CPU (0.5.23), one function each. Nothing here runs on a GPU.
+"""Corrections of SGLang on a CPU (0.5.23), one function each. Nothing here runs on a GPU.
 
-SGLang's kernels are published for CUDA alone. Its CPU platform computes in plain torch where the operator
-`convert_weight_packed` is missing, so that beside these kernels' names little is needed.
+SGLang's kernels are published only for CUDA. Its CPU platform computes in plain torch if the operator
+`convert_weight_packed` is missing, so little more than these kernels' names is needed.
 """
 
 import importlib.machinery
@@ -21,13 +21,13 @@ from megarl.rollout.worker_memory import WorkerMemory
 
 
 def environment(workers: int) -> dict[str, str]:
-    """The environment of a server of so many workers on a CPU."""
+    """The environment of a CPU server with `workers` workers."""
     cores = f"0-{(os.cpu_count() or 1) - 1}"
     return {
         "SGLANG_USE_CPU_ENGINE": "1",
-        # The first generation would spend seconds, and a compiler, on the sampler.
+        # The first generation would spend seconds on compiling the sampler, and need a compiler.
         "TORCHDYNAMO_DISABLE": "1",
-        # Without it there may be as many workers as the machine has nodes of memory.
+        # Without it the number of workers is limited to that of NUMA nodes.
         "SGLANG_CPU_OMP_THREADS_BIND": "|".join([cores] * workers),
     }
 
@@ -35,29 +35,29 @@ def environment(workers: int) -> dict[str, str]:
 ARGUMENTS: Mapping[str, Any] = {
     "device": "cpu",
     "attention_backend": "torch_native",
-    # By default it takes a share of the machine's memory.
+    # The default is a share of the machine's memory.
     "max_total_tokens": 65536,
     "max_running_requests": 64,
     "disable_overlap_schedule": True,
-    # By default each worker that has nothing to do keeps a core busy, which trainer and rewards could use.
+    # By default an idle worker busy-waits, taking a core from trainer and rewards.
     "sleep_on_idle": True,
-    # Adapters, where there is a slot for one; the others compute in Triton.
+    # For the adapter slot; the other backends need Triton.
     "lora_backend": "torch_native",
 }
 """Defaults of SGLang's ServerArgs on a CPU."""
 
 
 def install() -> None:
-    """Apply all corrections to this process; before anything of SGLang is imported."""
+    """Apply all corrections to this process, before SGLang is imported."""
     stand_in_for_kernels()
     draw_by_hash()
     import_torchvision_without_cuda()
 
 
 def stand_in_for_kernels() -> None:
-    """Have a package `sgl_kernel` that has the two operators which the CPU path calls; others raise when called.
+    """Install a stand-in package `sgl_kernel` with the two operators that the CPU path calls; others raise when called.
 
-    Neither may it have `convert_weight_packed`, whose presence makes SGLang pack weights for AMX.
+    It must not have `convert_weight_packed`, whose presence makes SGLang pack weights for AMX.
     """
     kernels = types.ModuleType("sgl_kernel")
     kernels.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", None)
@@ -66,14 +66,14 @@ def stand_in_for_kernels() -> None:
     kernels.assign_extend_cache_locs_cpu = _take_from_pool  # type: ignore[attr-defined]
     kernels.__getattr__ = _missing  # type: ignore[method-assign]
     sys.modules["sgl_kernel"] = kernels
-    # Looked up when modules of SGLang are imported, and called by models with pictures alone.
+    # Looked up when SGLang is imported, but called only by vision models.
     _define("sgl_kernel", "apply_rotary_pos_emb_cpu", "flash_attn_varlen_func", "conv3d_embed_cpu")
 
 
 def draw_by_hash() -> None:
-    """Have the operator that makes the random numbers of a sample from its seed.
+    """Define the operator that derives a sample's random numbers from its seed.
 
-    SGLang's is a kernel of Triton's, and on a CPU one of the package that is not there.
+    In SGLang it is a Triton kernel, or on a CPU one of the missing package.
     """
     library = torch.library.Library("sgl_kernel", "FRAGMENT")
     library.define("murmur_hash32_cpu(Tensor seeds, Tensor positions, Tensor columns) -> Tensor")
@@ -138,14 +138,14 @@ def fork_one_worker(_: Any, server_args: Any) -> None:
 
 
 def leave_memory_unpinned(*_: Any, **__: Any) -> None:
-    """Leave memory of the host as it is, which no GPU reads.
+    """Do not pin host memory, which no GPU reads.
 
-    SGLang keeps routed experts in memory that it pins by CUDA, on a CPU too, and a torch without CUDA raises.
+    SGLang keeps routed experts in memory that it pins by CUDA, even on a CPU, where a torch without CUDA raises.
     """
 
 
 def pin_nothing(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Leave the memory of what is made for adapters unpinned: SGLang pins it on every device, and torch raises."""
+    """Do not pin the adapters' memory: SGLang does on every device, and torch without CUDA raises."""
     with _Unpinned():
         return original(*arguments, **named)
 
@@ -164,7 +164,7 @@ class _Unpinned(TorchFunctionMode):
 
 
 def memory_of(runner: Any) -> WorkerMemory:
-    """The weights and the KV cache of a worker, to be moved: SGLang's own call answers that it did, and does nothing.
+    """The weights and KV cache of a worker, to offload: on a CPU SGLang's own call reports success but does nothing.
 
     `runner` is SGLang's ModelRunner.
     """
@@ -172,7 +172,7 @@ def memory_of(runner: Any) -> WorkerMemory:
         pool, model = runner.token_to_kv_pool, runner.model
 
         def caches() -> Iterator[Tensor]:
-            # The first is that of latent attention.
+            # kv_buffer is latent attention's.
             for buffers in ("kv_buffer", "k_buffer", "v_buffer"):
                 yield from getattr(pool, buffers, ())
 
@@ -186,7 +186,7 @@ def memory_of(runner: Any) -> WorkerMemory:
 
 
 _MADE_OF_WEIGHTS = ("w_kc", "w_vc")
-"""Attributes of latent attention: the keys and values of heads in kv_b_proj, copied."""
+"""Attributes of latent attention with copies of kv_b_proj's keys and values per head."""
 _ADAPTERS_IN_TORCH = "backend.torch_backend.TorchNativeLoRABackend"
 _HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common"
 _MASK = 0xFFFFFFFF
@@ -197,7 +197,7 @@ def _rotated(words: Tensor, by: int) -> Tensor:
 
 
 _libraries: list[torch.library.Library] = []
-"""Operators are forgotten with the library that defined them."""
+"""Kept alive, since operators are unregistered with the library that defined them."""
 
 
 def _define(namespace: str, *names: str) -> None:
@@ -218,7 +218,7 @@ def _missing(name: str) -> Any:
 
 
 def _assign_to_pool(rows: Tensor, pool: Tensor, starts: Tensor, ends: Tensor, places: Tensor, _length: int) -> None:
-    """Write each request's places in the KV cache, which follow each other, into its row of the pool."""
+    """Write each request's slots in the KV cache, which are concatenated in `places`, into its row of the pool."""
     done = 0
     for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
         pool[row, start:end] = places[done : done + end - start].to(pool.dtype)

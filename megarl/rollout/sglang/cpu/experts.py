@@ -1,7 +1,7 @@
-"""Experts in SGLang on a CPU (0.5.23): those of other workers, codes, and adapters, by torch under its own layers.
+"""Experts in SGLang on a CPU (0.5.23): its own layers, with expert parallelism, number formats and adapters in torch.
 
-Experts that have adapters are multiplied by SGLang's runner for Triton, on every device; experts without any are
-multiplied in torch on a CPU. Adapters lie where its layers hold them on a GPU, cut over workers by SGLang.
+SGLang runs experts with adapters in its Triton runner on every device, and experts without them in torch on a CPU.
+Adapters are stored where its layers keep them on a GPU, sharded over workers by SGLang.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _RUNNER = "sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe"
 
 
 def register_hooks() -> None:
-    """Tell SGLang's registry of hooks these: a correction, and those that stand in for its kernels in Triton."""
+    """Register these hooks with SGLang: a correction, and replacements of its Triton kernels."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_TORCH, leave_out_experts_of_others, HookType.AROUND)
@@ -35,7 +35,7 @@ def register_hooks() -> None:
 def leave_out_experts_of_others(
     original: Callable[..., Tensor], layer: Any, x: Tensor, chosen: Any, config: Any
 ) -> Tensor:
-    """Give tokens [T, H] nothing of experts that another worker has, which SGLang numbers -1 and cannot look up."""
+    """Skip experts of other workers for tokens [T, H]: SGLang numbers them -1, and its lookup fails."""
     is_here = chosen.topk_ids >= 0
     if is_here.all():
         return original(layer, x, chosen, config)
@@ -48,9 +48,9 @@ def leave_out_experts_of_others(
 
 
 def multiply_by_decoded_experts(number_format: NumberFormat) -> Callable[[Any, Any, Any], Any]:
-    """The method `apply` of experts whose weights are codes, with scales.
+    """Make the method `apply` of experts with quantised weights.
 
-    It decodes the matrices of each expert that has a token, for SGLang's own torch.
+    It dequantises the matrices of each expert that has a token, for SGLang's own torch code.
     """
 
     def apply(method: Any, layer: Any, dispatch_output: Any) -> Any:
@@ -70,7 +70,7 @@ def multiply_by_decoded_experts(number_format: NumberFormat) -> Callable[[Any, A
 
 
 class _Decoded:
-    """The matrices of experts [experts, rows, columns], each decoded when it is asked for."""
+    """The matrices of experts [experts, rows, columns], each dequantised on access."""
 
     def __init__(self, number_format: NumberFormat, layer: Any, name: str, dtype: torch.dtype) -> None:
         self._format, self._dtype = number_format, dtype
@@ -82,7 +82,7 @@ class _Decoded:
 
 
 def leave_tokens_unsorted(*_: Any, **__: Any) -> tuple[None, None, bool, bool, None, None, None]:
-    """Sort no tokens by experts, and choose no sizes of blocks, which kernels alone read."""
+    """Neither sort tokens by expert nor choose block sizes: only the replaced kernels need that."""
     return None, None, False, False, None, None, None
 
 
@@ -120,7 +120,7 @@ def multiply_by_experts(
 
 
 def adapters_of_tokens(topk_ids: Tensor, lora_info: Any) -> tuple[Tensor, Tensor, None, None]:
-    """The adapter of each token, -1 for none, and its experts, in place of tokens that are sorted by both."""
+    """Return each token's adapter (-1 for none) and experts, in place of tokens sorted by both."""
     return lora_info.token_lora_mapping, topk_ids, None, None
 
 
@@ -137,9 +137,9 @@ def add_updates(
     mul_routed_weight: bool = False,
     **_: Any,
 ) -> None:
-    """Add B A x to `output` [T, K, sum of rows of B], of each slice of A and B [slots, E, ...], which has the scale.
+    """Add B A x to `output` [T, K, sum of rows of B] for each slice of A and B [slots, E, ...]; B includes the scale.
 
-    x is a row for each token, or one for each of its experts. The two ids are of `adapters_of_tokens`.
+    x has a row per token, or one per expert of a token. Both ids come from `adapters_of_tokens`.
     """
     rows = qcurr_hidden_states
     if len(rows) != expert_ids.numel():
@@ -156,7 +156,7 @@ def add_updates(
 
 
 def _products(rows: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
-    """Each row's product with the matrix of its expert."""
+    """Multiply each row by the matrix of its expert."""
     products = rows.new_empty(len(rows), matrices.shape[1])
     for expert in experts.unique().tolist():
         of_expert = experts == expert

@@ -1,8 +1,8 @@
-"""INT8 per channel in SGLang on a CPU (0.5.23): its own layers and loaders, with another multiplication under them.
+"""INT8 per channel in SGLang on a CPU (0.5.23): its own layers and loaders, with another matmul.
 
-SGLang multiplies codes on CPUs with AMX or of Arm, by kernels of a package that is not there. Here codes and scales
-stay where the loaders put them, as on a GPU (`megarl.rollout.sglang.int8`), and become numbers of the model's type for
-every multiplication; activations are not quantised.
+SGLang multiplies INT8 codes only on Arm CPUs and on those with AMX, by kernels of a missing package. Here codes and
+scales stay where the loaders put them, as on a GPU (`megarl.rollout.sglang.int8`), and are dequantised to the model's
+dtype for every matmul; activations are not quantised.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _INT8 = "sglang.srt.layers.quantization.w8a8_int8"
 
 
 def register_hooks() -> None:
-    """Tell SGLang's registry of hooks those that give its INT8 layers a multiplication on a CPU."""
+    """Register the hooks that give SGLang's INT8 layers a matmul on a CPU."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_INT8}.W8A8Int8Config.get_supported_act_dtypes", with_float32, HookType.AFTER)
@@ -27,7 +27,7 @@ def register_hooks() -> None:
 
 
 def multiply(_method: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Decode a matrix, whose transpose the kernels of GPUs take, and multiply by it: `W8A8Int8LinearMethod.apply`."""
+    """Dequantise a matrix, stored transposed for GPU kernels, and multiply; replaces `W8A8Int8LinearMethod.apply`."""
     return F.linear(x, INT8_CHANNEL.dequantise(layer.weight.t(), layer.weight_scale, x.dtype), bias)
 
 

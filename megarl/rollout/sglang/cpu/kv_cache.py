@@ -1,6 +1,6 @@
-"""Keys and values in FP8 in SGLang on a CPU (0.5.23): its own pool of codes, read by its attention in torch.
+"""FP8 KV cache in SGLang on a CPU (0.5.23): its own pool of codes, read by its torch attention.
 
-SGLang has them on CPUs with AMX only, for kernels of a package that is not there.
+SGLang supports it only on CPUs with AMX, for kernels of a missing package.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator"
 
 
 def check(hf_config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise UserError where SGLang on a CPU cannot hold the keys and values of a model as it is asked to."""
+    """Raise UserError if SGLang on a CPU cannot hold the model's KV cache in the requested format."""
     if given.get("kv_cache_dtype") == FP8_KEYS_AND_VALUES and "kv_lora_rank" in hf_config:
         raise UserError(
             f"rollout.engine_args.kv_cache_dtype={FP8_KEYS_AND_VALUES} is not for multi-latent attention on a CPU,"
@@ -26,14 +26,14 @@ def check(hf_config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def register_hooks() -> None:
-    """Tell SGLang's registry of hooks the one that lets a CPU without AMX have the pool."""
+    """Register the hook that allows the pool on a CPU without AMX."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_CONFIGURATOR}.KVCacheConfigurator.configure", ask_for_no_amx, HookType.AROUND)
 
 
 def ask_for_no_amx(original: Callable[..., Any], configurator: Any, **named: Any) -> Any:
-    """Make the pools where the CPU has no AMX, which SGLang asks for, with its attention, where they are FP8."""
+    """Create FP8 pools on a CPU without AMX, although SGLang requires AMX, and its AMX attention, for them."""
     with ExitStack() as patches:
         if configurator.kv_cache_dtype == torch.float8_e4m3fn:
             for name, answer in (("cpu_has_amx_support", True), ("attention_backends", ["intel_amx"])):

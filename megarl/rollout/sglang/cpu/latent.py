@@ -1,7 +1,7 @@
-"""Latent attention in SGLang on a CPU (0.5.23): its own layers, over the cache that `torch_native` reads.
+"""Latent attention in SGLang on a CPU (0.5.23): its own layers over the cache that `torch_native` reads.
 
-SGLang multiplies by adapters of kv_b_proj in Triton alone. Their matrices have a slot for each adapter, A [slots, r, L]
-and B [slots, heads * (K + V), r], whose rows are the keys of a head before its values.
+SGLang applies adapters of kv_b_proj only in Triton. Their matrices have a slot per adapter: A [slots, r, L] and B
+[slots, heads * (K + V), r], in which a head's key rows precede its value rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ _OF_SLOTS = "sglang.kernels.ops.lora.dense.kv_b_lora_absorbed"
 
 
 def register_hooks() -> None:
-    """Tell SGLang's registry of hooks those of latent attention."""
+    """Register the hooks of latent attention."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(f"{_LATENT}.get_handler", attend_to_latent, HookType.AROUND)
@@ -35,9 +35,10 @@ def register_hooks() -> None:
 
 
 def attend_to_latent(original: Callable[..., Any], registry: Any, backend: str) -> Any:
-    """Have latent attention read latent keys and values from the cache, of prompts too, as a response's tokens do.
+    """Make latent attention read latent keys and values from the cache for prompts, too, as it does for responses.
 
-    SGLang gives `torch_native` the heads of a prompt, which it looks for in the cache, where there are none.
+    For a prompt, SGLang passes `torch_native` per-head keys and values, which the backend looks up in the cache, where
+    there are none.
     """
     from sglang.srt.models.deepseek_common.attention_forward_methods import AttnForwardMethod
 
@@ -58,7 +59,7 @@ def rotate_without_yarn(
     partial_rotary_factor: float = 1.0,
     device: str | None = None,
 ) -> Any:
-    """Rotate as on other devices where positions are not scaled: on a CPU SGLang asserts that they are, by yarn."""
+    """Rotate unscaled positions as on other devices: on a CPU SGLang asserts YaRN scaling."""
     rotation = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
     if rope_scaling is not None:
         return original(*rotation, device)
@@ -68,16 +69,16 @@ def rotate_without_yarn(
 
 
 _FORMATS = {each.codes: each for each in (FP8_BLOCK, INT8_CHANNEL)}
-"""Type of codes -> their number format."""
+"""Dtype of codes -> number format."""
 
 
 def decode_keys_and_values_of_heads(
     _result: None, model: Any, *_: Any, weight_names: Sequence[str] | None = None, **__: Any
 ) -> None:
-    """Decode the matrices that latent attention multiplies by, which SGLang makes of kv_b_proj, for the model's type.
+    """Dequantise the matrices that latent attention derives from kv_b_proj to the model's dtype.
 
-    On a CPU it quantises those of block FP8 again, with one scale for all of them; those of INT8 it decodes in bfloat16
-    on any device, codes times scales that are rounded, too. `weight_names` are those that were loaded.
+    On a CPU, SGLang requantises those in block FP8 with a single scale. On any device it dequantises those in INT8 in
+    bfloat16, with rounded scales. `weight_names` are the weights that were loaded.
     """
     loaded = None if weight_names is None else {name.rpartition(".kv_b_proj.")[0] for name in weight_names}
     for i, layer in enumerate(model.model.layers):
@@ -97,7 +98,7 @@ def decode_keys_and_values_of_heads(
 
 
 def keys_of_heads(queries: Tensor, b: Tensor, batch: Any, rows_of_head: int) -> Tensor:
-    """Queries [T, heads, K] by the keys of B: [T, heads, r]."""
+    """Multiply queries [T, heads, K] by the key rows of B; returns [T, heads, r]."""
     found = queries.new_zeros(*queries.shape[:2], b.shape[-1])
     for rows, slot in _segments(batch):
         keys = b[slot].unflatten(0, (-1, rows_of_head))[:, : queries.shape[-1]]
@@ -106,14 +107,14 @@ def keys_of_heads(queries: Tensor, b: Tensor, batch: Any, rows_of_head: int) -> 
 
 
 def add_to_latent(low_rank: Tensor, a: Tensor, batch: Any, output: Tensor) -> Tensor:
-    """Add [T, heads, r] by A, scaled, to queries of the latent [T, heads, L]."""
+    """Add `low_rank` [T, heads, r] times A, scaled, to the latent queries [T, heads, L]."""
     for rows, slot in _segments(batch):
         output[rows] += batch.scalings[slot] * torch.einsum("thr,rl->thl", low_rank[rows], a[slot])
     return output
 
 
 def low_rank_of_latent(attended: Tensor, a: Tensor, batch: Any) -> Tensor:
-    """Attended latents [T, heads, L] by A: [T, heads, r]."""
+    """Multiply attended latents [T, heads, L] by A; returns [T, heads, r]."""
     found = attended.new_zeros(*attended.shape[:2], a.shape[1])
     for rows, slot in _segments(batch):
         found[rows] = torch.einsum("thl,rl->thr", attended[rows], a[slot])
@@ -121,7 +122,7 @@ def low_rank_of_latent(attended: Tensor, a: Tensor, batch: Any) -> Tensor:
 
 
 def add_values_of_heads(low_rank: Tensor, b: Tensor, batch: Any, output: Tensor, keys: int, values: int) -> Tensor:
-    """Add [T, heads, r] by the values of B, scaled, to the heads' outputs [T, heads, V]."""
+    """Add `low_rank` [T, heads, r] times the value rows of B, scaled, to the heads' outputs [T, heads, V]."""
     for rows, slot in _segments(batch):
         of_values = b[slot].unflatten(0, (-1, keys + values))[:, keys:]
         output[rows] += batch.scalings[slot] * torch.einsum("thr,hvr->thv", low_rank[rows], of_values)
@@ -129,7 +130,7 @@ def add_values_of_heads(low_rank: Tensor, b: Tensor, batch: Any, output: Tensor,
 
 
 def _segments(batch: Any) -> Iterator[tuple[slice, int]]:
-    """Tokens that follow each other, and the slot of their adapter."""
+    """Yield runs of consecutive tokens, with the slot of their adapter."""
     bounds, slots = batch.seg_indptr.tolist(), batch.weight_indices.tolist()
     for segment in range(batch.num_segments):
         yield slice(bounds[segment], bounds[segment + 1]), slots[segment]

@@ -1,4 +1,4 @@
-"""Soft caps of attention in SGLang on a CPU (0.5.23): `torch_native` computes by torch's function, which has none."""
+"""Soft-capped attention in SGLang on a CPU (0.5.23): `torch_native` uses torch's function, which has no cap."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +12,7 @@ _ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
 
 
 def register_hooks() -> None:
-    """Tell SGLang's registry of hooks the one that caps scores."""
+    """Register the hook that caps scores."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for method in ("forward_extend", "forward_decode"):
@@ -22,7 +22,7 @@ def register_hooks() -> None:
 def cap_scores(
     original: Callable[..., Any], backend: Any, q: Tensor, k: Tensor, v: Tensor, layer: Any, *rest: Any, **named: Any
 ) -> Any:
-    """Compute attention of a `layer` that has a cap with it."""
+    """Apply the cap of a `layer` that has one."""
     if not layer.logit_cap:
         return original(backend, q, k, v, layer, *rest, **named)
     with patch(f"{_ATTENTION}.scaled_dot_product_attention", partial(capped_attention, layer.logit_cap)):
@@ -40,7 +40,7 @@ def capped_attention(
     scale: float,
     is_causal: bool,
 ) -> Tensor:
-    """Compute torch's `scaled_dot_product_attention` of scores s that become cap * tanh(s / cap) before the mask."""
+    """torch's `scaled_dot_product_attention`, with scores s replaced by cap * tanh(s / cap) before the mask."""
     if enable_gqa:
         key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], dim=-3) for each in (key, value))
     scores = cap * torch.tanh(query.float() @ key.float().mT * (scale / cap))

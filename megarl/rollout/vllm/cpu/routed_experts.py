@@ -1,7 +1,7 @@
-"""Routed experts on a CPU, where vLLM 0.32.0 returns none: that part of it belongs to its runner for GPUs.
+"""Returns routed experts on a CPU, which vLLM 0.32.0 does only in its GPU runner.
 
-A worker takes down what its routers choose in a step, and gives each request's tokens their rows by the runner's own
-order of them. The rows go the way that those of a GPU go: with the outputs of a step, one for each token that was fed.
+A worker records its routers' choices in a step, and assigns the rows to requests by the runner's own order of tokens.
+As on a GPU, the rows are returned with the outputs of a step, one per fed token.
 """
 
 import functools
@@ -22,11 +22,11 @@ Rows = npt.NDArray[np.int16]
 
 
 def without_argument(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` without the argument, which vLLM refuses on a CPU, and with every token computed where it was set.
+    """`given` without the argument, which vLLM refuses on a CPU; if it was set, prefix caching is turned off.
 
-    A token whose keys and values are found in a cache has passed no router. On a GPU vLLM keeps its experts with them.
+    A token found in the prefix cache passes no router. On a GPU vLLM caches its experts, too.
 
-    Raises UserError for data-parallel ranks, whose workers are asked by none.
+    Raises UserError for data parallelism, for which nothing collects the workers' rows.
     """
     others = {name: value for name, value in given.items() if name != ARGUMENT}
     if not given.get(ARGUMENT):
@@ -40,7 +40,7 @@ def without_argument(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RecordingCore(InProcessCore):
-    """The core of an engine whose outputs have `routed_experts`."""
+    """The core of an engine that adds `routed_experts` to the outputs."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -50,7 +50,7 @@ class RecordingCore(InProcessCore):
     def step(self) -> list[SampleOutput]:
         """See `Core.step`."""
         outputs = super().step()
-        # All workers have the same.
+        # All workers have the same rows.
         for request, rows in self.call_workers("take_routed_experts")[0].items():
             self._rows[request].append(rows)
         for output in outputs:
@@ -66,7 +66,7 @@ class RecordingCore(InProcessCore):
 
 
 class Recorder:
-    """Takes down the experts of the tokens that a worker's `runner` computes."""
+    """Records the experts of the tokens that a worker's `runner` computes."""
 
     def __init__(self, runner: Any) -> None:
         from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_routed_experts_capturer
@@ -75,7 +75,7 @@ class Recorder:
         self._layers: int = runner.model_config.get_total_num_hidden_layers()
         self._of_step: dict[int, torch.Tensor] = {}
         self._rows: dict[str, list[Rows]] = defaultdict(list)
-        # How many of its tokens each request has rows of.
+        # The number of tokens of each request that have rows.
         self._known: dict[str, int] = defaultdict(int)
         bind_routed_experts_capturer(runner.model, self)
         execute = runner.execute_model
@@ -90,11 +90,11 @@ class Recorder:
         runner.execute_model = execute_and_record
 
     def capture(self, layer_id: int, topk_ids: torch.Tensor) -> None:
-        """Take down a layer's choices [tokens, top-k]; vLLM calls it."""
+        """Record a layer's choices [tokens, top-k]; called by vLLM."""
         self._of_step[layer_id] = topk_ids.clone()
 
     def take(self) -> dict[str, Rows]:
-        """The rows of each request that were not taken yet."""
+        """Return the rows of each request that were not taken yet."""
         rows, self._rows = self._rows, defaultdict(list)
         return {request: np.concatenate(parts) for request, parts in rows.items()}
 
@@ -107,13 +107,14 @@ class Recorder:
             return
         rows = self._rows_of_step(sum(tokens.values()))
         end = 0
-        # The runner lays the tokens of its requests out one request after the other.
+        # The runner concatenates the tokens of its requests.
         for request in self._runner.input_batch.req_ids:
             start, end = end, end + tokens[request]
             first, known = self._runner.requests[request].num_computed_tokens, self._known[request]
             if first > known:
                 raise RuntimeError(f"tokens {known} to {first} of a request passed no router")
-            # A request whose keys and values were dropped computes tokens again, which were sampled by the first rows.
+            # A request whose KV cache was dropped recomputes tokens; the first rows, with which they were sampled,
+            # count.
             if len(new := rows[start + known - first : end]):
                 self._rows[request].append(new)
                 self._known[request] = first + tokens[request]
