@@ -9,6 +9,9 @@ from megarl.algorithms.metrics import Mean, Metrics
 from megarl.algorithms.trained_tokens import check_tokens_finite, trained_tokens
 from megatron_ext.packing.packing import MicroBatch
 
+_LEAST_VARIANCE = 1e-12
+"""Of returns in units of their mean square: a standard deviation of 1e-6 of their size, some steps of float32."""
+
 
 @dataclass(frozen=True)
 class ValueObjective:
@@ -55,8 +58,10 @@ class ValueObjective:
 def explained_variance(error: Tensor, error_square: Tensor, returns: Tensor, returns_square: Tensor) -> Tensor:
     """1 - Var(R - v) / Var(R) from four means: 1 for a perfect critic, 0 for one that predicts a constant.
 
-    0 if all returns are equal, since there is no variance to explain.
+    Returns that are all the same, to what float32 tells apart, leave nothing to explain: that gives 0.
     """
     variance = returns_square - returns.square()
     ratio = (error_square - error.square()) / variance
-    return torch.where(variance > 0, 1 - ratio, torch.zeros_like(ratio))
+    # Sums of float64 leave a variance of 1e-17 of equal returns, and the ratio to it would be the metric.
+    varies = variance > _LEAST_VARIANCE * returns_square
+    return torch.where(varies, 1 - ratio, torch.zeros_like(ratio))

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megarl.algorithms import Metrics, ValueObjective
 from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.metrics import Mean
+from megarl.algorithms.value_loss import explained_variance
 from megatron_ext.packing.packing import RaggedBatch, pack
 
 
@@ -97,3 +99,14 @@ def test_a_perfect_critic_explains_everything_and_equal_returns_nothing() -> Non
     batch = batch.with_fields(returns=torch.ones(6).double())
     _, _, metrics = run(ValueObjective(None), batch, torch.arange(6).double(), [[0]])
     assert metrics.values()["value/explained_variance"] == 0
+
+
+@pytest.mark.parametrize(("equal", "tokens"), [(-0.293428897857666, 71_944), (1.6933960914611816, 55_500)])
+def test_what_float64_rounds_of_equal_returns_is_nothing_to_explain(equal: float, tokens: int) -> None:
+    returns, errors = torch.full((tokens,), equal), 0.1 * torch.randn(tokens)
+    squares = [values.double().square() for values in (errors, returns)]
+    quantities = (errors, squares[0], returns, squares[1])
+    pieces = [
+        Mean.of(*each, formula=explained_variance) for each in zip(*(q.chunk(7) for q in quantities), strict=True)
+    ]
+    assert sum(pieces[1:], start=pieces[0]).value == 0
