@@ -42,6 +42,7 @@ def train(config: MegarlConfig) -> None:
         print(f"refit: {job.refit.description}", flush=True)
         if job.state.step == 0 and config.loop.eval_at_start and job.data.eval_prompts:
             job.log(_evaluate(job))
+        job.begin_steps()
         clock = Clock()
         with progress_lines(partial(_status_line, job, clock), _LONG_S):
             run_steps(job, clock, take_step=partial(train_step, job, clock), save=job.save)

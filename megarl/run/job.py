@@ -87,6 +87,11 @@ class Job:
         """Whether all steps are done."""
         return self.state.step >= self.setup.steps
 
+    def begin_steps(self) -> None:
+        """Measure GPUs and engines from here on: what they did in the start is no step's."""
+        self.gpus.end_step()
+        self.engines.begin_steps()
+
     def log(self, metrics: Mapping[str, MetricValue]) -> None:
         """Pass the metrics of the current step to all loggers, and print warnings of metrics that stay bad."""
         seen = self.alerts.observe(self.state.step, metrics)

@@ -39,3 +39,5 @@ def test_the_evaluation_before_the_first_step_can_be_left_out(tmp_path: Path) ->
     (line,) = map(json.loads, Path(config.output_dir, FILE_NAME).read_text().splitlines())
     assert line["step"] == 1
     assert "eval/accuracy" in line
+    # The start takes ten times as long as the step: an engine that was idle there is busy in the rollout.
+    assert line["throughput/engines_idle"] < 1 - 0.5 * line["seconds/rollout"] / line["seconds/step"]

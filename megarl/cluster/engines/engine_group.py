@@ -162,6 +162,11 @@ class EngineGroup(Engines):
         """Count restarts on from a checkpoint."""
         self._restarts.load_state_dict(state)
 
+    def begin_steps(self) -> None:
+        """Measure the first step from here on: the time of the start, in which engines are idle, is none of it."""
+        self._step_began_s = time.monotonic()
+        self._queue.take_idle_s()
+
     def end_step(self) -> dict[str, float]:
         """Metrics of engines that died, or of what they had to sample, since the last step."""
         now_s = time.monotonic()
