@@ -10,6 +10,8 @@ from converters.cost.devices import peak_bf16_flops
     [
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA H20", 148),
         ("NVIDIA A100-SXM4-80GB", 312),
