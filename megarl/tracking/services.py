@@ -35,6 +35,11 @@ _CLOSE_WAIT_S = 60.0
 _ADVICE = {"wandb": "set WANDB_MODE=offline", "mlflow": "see to MLFLOW_TRACKING_URI"}
 """For a service that a run does not reach."""
 _MLFLOW_FORBIDS = re.compile(r"[^\w.\- /]")
+_SECRET = re.compile(
+    r"(?:^|[_-])(?:token|secret|password|passwd|credentials?|(?:api|access|secret|private|auth)[_-]?key)$",
+    re.IGNORECASE,
+)
+"""Names of variables and options that are read by whoever may read the run, unless they are hidden."""
 
 
 class TensorBoardLogger:
@@ -84,6 +89,8 @@ class TensorBoardLogger:
 class WandbLogger:
     """A Weights & Biases run; a resumed run goes on with the run that `output_dir`/wandb_run_id names.
 
+    It has the configuration of the run, but for values that are secret by their names.
+
     Offline each start is a run of its own, in one group: when two are synced under one id, the later one replaces the
     earlier one, and a service cannot go on with a run that it has not seen.
 
@@ -104,7 +111,7 @@ class WandbLogger:
             name=run.run_name,
             group=settings.run_group or (run.run_name if is_offline else None),
             dir=str(run.output_dir),
-            config=dict(run.config),
+            config=_without_secrets(run.config),
             id=run_id,
             resume="must" if run_id else None,
         )
@@ -235,6 +242,18 @@ def open_service(name: str, make: Callable[[Run], Logger], run: Run) -> Logger:
 
 def _told(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _without_secrets(config: Any) -> Any:
+    """The same, but for texts whose names are those of secrets, as that of HF_TOKEN in `cluster.environment` is."""
+    if isinstance(config, Mapping):
+        return {
+            name: "hidden"
+            if isinstance(value, str) and value and _SECRET.search(str(name))
+            else _without_secrets(value)
+            for name, value in config.items()
+        }
+    return [_without_secrets(each) for each in config] if isinstance(config, list | tuple) else config
 
 
 def _of_mlflow(metrics: Mapping[str, MetricValue]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from megarl.tracking import LOGGERS, Histogram, Run, open_tracker, read_history,
 # Stand-ins for services that need an account or a server: they keep what they are told, as the real ones' clients do.
 WANDB = """
 import os, types
-runs, groups = {}, []
+runs, groups, configs = {}, [], []
 def setup():
     mode, group = (os.environ.get(f"WANDB_{name}") for name in ("MODE", "RUN_GROUP"))
     return types.SimpleNamespace(settings=types.SimpleNamespace(mode=mode or "online", run_group=group))
@@ -35,6 +35,7 @@ class Run:
 def init(*, project, name, group, dir, config, id, resume):
     assert (id is None) == (resume is None) and resume in (None, "must")
     groups.append(group)
+    configs.append(config)
     id = id or f"run{len(runs)}"
     return runs.setdefault(id, Run(id))
 """
@@ -128,6 +129,20 @@ def test_a_resumed_run_goes_on_with_its_wandb_run(tmp_path, installed):
     }
     assert all(run.axis == {"*": "step"} and not any(run.exit_codes) for run in wandb.runs.values())
     assert wandb.runs["run1"].lines == [{"reward/mean": 0.5, "step": 0}]
+
+
+def test_wandb_is_shown_the_configuration_without_its_secrets(tmp_path, installed):
+    wandb = installed("wandb", WANDB)
+    environment = {"HF_TOKEN": "hf_1", "JUDGE_API_KEY": "sk-2", "AWS_SECRET_ACCESS_KEY": "3", "NCCL_DEBUG": "INFO"}
+    options = {"password": "4", "api-key": "sk-5", "answer_key": "answer", "max_tokens": 8, "pad_token": "", 3: "x"}
+    config = {"cluster": {"environment": environment}, "reward": {"functions": [{"options": options}]}}
+    LOGGERS["wandb"].make(Run(tmp_path, 0, 9, config=config)).close()
+    hidden = dict.fromkeys(["HF_TOKEN", "JUDGE_API_KEY", "AWS_SECRET_ACCESS_KEY"], "hidden")
+    of_reward = {**options, "password": "hidden", "api-key": "hidden"}
+    assert wandb.configs == [
+        {"cluster": {"environment": environment | hidden}, "reward": {"functions": [{"options": of_reward}]}}
+    ]
+    assert environment["HF_TOKEN"] == "hf_1"
 
 
 def test_each_start_offline_is_a_wandb_run_of_its_own_in_one_group(tmp_path, installed, monkeypatch):
