@@ -5,7 +5,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import requires, version
@@ -31,6 +31,8 @@ _WANDB_BINS = 512
 _MLFLOW_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 _MOST_WAITING = 100
 """Steps that may wait for a service."""
+_START_WAIT_S = 120.0
+"""wandb gives up by itself after 90; MLflow asks a server that accepts and does not answer for 20 minutes."""
 _CLOSE_WAIT_S = 60.0
 _ADVICE = {"wandb": "set WANDB_MODE=offline", "mlflow": "see to MLFLOW_TRACKING_URI"}
 """For a service that a run does not reach."""
@@ -164,7 +166,8 @@ class MlflowLogger:
 class ServiceLogger:
     """A logger to a service that may be away: what it does not take is said and lost there, and no run ends for it.
 
-    It is made and used in a thread of its own, so that no step waits for the service. Raises what `make` raises.
+    It is made and used in a thread of its own, so that no step waits for the service. Raises what `make` raises, and
+    TimeoutError where that takes longer than `_START_WAIT_S`.
     """
 
     def __init__(self, name: str, make: Callable[[], Logger]) -> None:
@@ -175,6 +178,8 @@ class ServiceLogger:
         # A daemon: a service that never answers holds up no end of a program.
         self._thread = Thread(target=self._serve, args=(make, made), name=name, daemon=True)
         self._thread.start()
+        if not wait([made], _START_WAIT_S).done:
+            raise TimeoutError(f"no answer in {_START_WAIT_S:.0f} s")
         made.result()
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:

@@ -262,6 +262,20 @@ def test_a_service_that_is_away_at_the_start_ends_a_new_run_and_no_resumed_one(
     assert capsys.readouterr().err == said
 
 
+def test_no_start_waits_for_a_service_that_does_not_answer(tmp_path, installed, monkeypatch, capsys):
+    mlflow = installed("mlflow", MLFLOW)
+    answers, start = threading.Event(), time.monotonic()
+    monkeypatch.setattr(mlflow, "set_experiment", lambda _: answers.wait(60))
+    monkeypatch.setattr(services, "_START_WAIT_S", 0.1)
+    log_once("mlflow", Run(tmp_path, 1, 9, resumed=True), step=1)
+    with pytest.raises(UserError, match=r"^mlflow does not take the run \(TimeoutError: no answer in 0 s\): see to"):
+        LOGGERS["mlflow"].make(Run(tmp_path, 0, 9))
+    answers.set()
+    assert time.monotonic() - start < 30
+    said = "warning: mlflow cannot be reached (TimeoutError: no answer in 0 s); the run goes on without it\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_machine_without_internet_is_told_how_wandb_does_without(tmp_path, installed, monkeypatch):
     def unreachable(**_):
         raise TimeoutError("Run initialization has timed out after 90.0 sec.\nPlease try again")
