@@ -15,7 +15,12 @@ class Metric(NamedTuple):
 
 
 METRICS: tuple[Metric, ...] = (
-    Metric("reward/mean", "", "mean reward of the step's responses"),
+    Metric(
+        "reward/mean",
+        "",
+        "mean reward of the step's responses, also of those in groups that algorithm.dynamic_sampling or filter_groups "
+        "leaves out: as of all reward/*, groups/* and response_length/*",
+    ),
     Metric("reward/std", "", "standard deviation of the rewards over the step's responses"),
     Metric("reward/max", "", "largest reward"),
     Metric("reward/min", "", "smallest reward"),
@@ -65,12 +70,21 @@ METRICS: tuple[Metric, ...] = (
     Metric("advantage/positive_fraction", "", "share of trained tokens with an advantage above 0"),
     Metric("advantage/zero_fraction", "", "share of trained tokens whose advantage is exactly 0"),
     Metric("policy/loss", "", "what the optimizer minimises, all terms and coefficients included"),
-    Metric("policy/entropy", "nats", "mean entropy of the policy over the response tokens"),
+    Metric(
+        "policy/entropy",
+        "nats",
+        "mean entropy of the policy over the response tokens, at rollout.temperature, without its top_p and top_k",
+    ),
     Metric("policy/kl_to_reference", "nats", "estimated KL of the policy to the reference model, mean over tokens"),
     Metric(
         "policy/kl_coefficient", "", "weight of the KL to the reference in this step (algorithm.kl_target adapts it)"
     ),
-    Metric("policy/kl_to_old", "nats", "estimated KL of the policy to the one of algorithm.ratio_to, mean over tokens"),
+    Metric(
+        "policy/kl_to_old",
+        "nats",
+        "estimated KL of the policy of algorithm.ratio_to, whose tokens they are, to the present one, mean over tokens "
+        "(k3)",
+    ),
     Metric("policy/clip_fraction", "", "share of response tokens whose probability ratio was clipped"),
     Metric("policy/clip_fraction_low", "", "share clipped at 1 - clip_low"),
     Metric("policy/clip_fraction_high", "", "share clipped at 1 + clip_high"),
@@ -163,13 +177,18 @@ METRICS: tuple[Metric, ...] = (
     Metric("prime/gradient_norm", "", "norm of its gradient before it is clipped"),
     Metric("prime/learning_rate", "", "its learning rate"),
     Metric("distillation/kl", "nats", "estimated KL of the policy to its teachers, mean over tokens"),
-    Metric("throughput/tokens_per_s", "tokens/s", "prompt and response tokens of the step by its wall time"),
+    Metric(
+        "throughput/tokens_per_s",
+        "tokens/s",
+        "prompt and response tokens that are trained with, by the wall time of the step",
+    ),
     Metric("throughput/tokens_per_s_per_gpu", "tokens/s", "the same by the GPUs of the run, engines' included"),
     Metric(
         "throughput/trainer_tflops",
         "TFLOP/s",
-        "matrix products of the policy's passes, shared prefixes once, gradients of frozen weights and recomputation "
-        "not counted, by the wall time of the stages in which its ranks compute, for one rank",
+        "matrix products of the policy's passes, shared prefixes once, the output layer at every token, gradients of "
+        "frozen weights and recomputation not counted, by the wall time of the stages in which its ranks compute, for "
+        "one rank",
     ),
     Metric("throughput/mfu", "", "the same as a share of a GPU's peak in bfloat16 (`tracking.peak_tflops`)"),
     Metric("seconds/step", "s", "wall time of the step"),
@@ -177,8 +196,8 @@ METRICS: tuple[Metric, ...] = (
         "seconds/<stage>",
         "s",
         "wall time of one stage: rollout, reward, log_probs (making the batch, and the passes before the update that "
-        "give log-probs and values), advantage, update, refit, evaluate, checkpoint; of `megarl dpo` and `megarl spin` "
-        "also reference",
+        "give log-probs and values), advantage, update, refit, evaluate, checkpoint (the one of the step before, which "
+        "follows its line); of `megarl dpo` and `megarl spin` also reference",
     ),
     Metric(
         "seconds/turns",
