@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from converters.errors import UserError
 from megarl.cluster.engines.engine_group import EngineGroup
-from megarl.data import Prompt, PromptGroup, Turn, load_prompts
-from megarl.models.context import check_context
+from megarl.data import Prompt, PromptGroup, Turn
 from megarl.models.policy import Model, check_cut, check_ends, read_model
+from megarl.models.prompts import read_prompts
 from megarl.process.phase import phase
 from megarl.rewards import Scorer
 from megarl.run.opening import open_processes
@@ -58,8 +58,7 @@ def fresh_engines(config: MegarlConfig) -> Iterator[FreshEngines]:
             model = read_model(config.model, config.rollout.stop_token_ids)
             check_ends(model)
             check_cut(model.without_prediction_layers, config.rollout)
-            prompts = load_prompts(config.data.eval_files, model.tokenizer, config.data).prompts
-            check_context(config, (prompt.token_ids for prompt in prompts))
+            prompts = read_prompts(config.data.eval_files, model, config)
             scorer = stack.enter_context(Scorer(config.reward))
             scorer.check_questions(prompts)
         processes = stack.enter_context(open_processes(config, {}, engines=True))

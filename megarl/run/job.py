@@ -16,12 +16,12 @@ from megarl.cluster.placement.roles import POLICY
 from megarl.cluster.trainer.trainer_group import TrainerGroup
 from megarl.cluster.workers.idle_ranks import IdleRanks
 from megarl.config.without_effect import without_effect
-from megarl.data import Prompt, PromptSampler, load_prompts
+from megarl.data import Prompt, PromptSampler
 from megarl.data.sampler import digest_of
 from megarl.diagnostics.alerts import Alerts
 from megarl.models.auxiliary import AuxiliaryModels, auxiliary_options, check_auxiliary, open_auxiliary
-from megarl.models.context import check_context
 from megarl.models.policy import Model
+from megarl.models.prompts import read_prompts
 from megarl.output.export import write_export
 from megarl.process.phase import phase
 from megarl.refit.engine_start import EngineStart
@@ -250,18 +250,9 @@ def _schedule(config: MegarlConfig, version: int) -> Schedule:
 def _read_prompt_data(config: MegarlConfig, model: Model) -> PromptData:
     train, held_out = config.data.train_files, config.data.eval_files
     return PromptData(
-        prompts=_read_prompts(train, config, model),
-        eval_prompts=_read_prompts(held_out, config, model) if held_out else [],
+        prompts=read_prompts(train, model, config),
+        eval_prompts=read_prompts(held_out, model, config) if held_out else [],
     )
-
-
-def _read_prompts(files: list[str], config: MegarlConfig, model: Model) -> list[Prompt]:
-    found = load_prompts(files, model.tokenizer, config.data)
-    if found.dropped:
-        limit = config.data.max_prompt_tokens
-        print(f"{found.dropped} prompts of {', '.join(files)} are longer than {limit} tokens and are left out")
-    check_context(config, (prompt.token_ids for prompt in found.prompts))
-    return found.prompts
 
 
 def _position(setup: RunSetup, prompts: Sequence[Prompt]) -> LoopState:

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from digits import count_digits
@@ -41,6 +43,25 @@ def test_the_accuracy_is_that_of_greedy_answers(tmp_path, capsys):
     assert len(set(rewards)) > 1
     assert found["accuracy"] == pytest.approx(sum(rewards) / len(rewards))
     assert (found["dropped"], found["model"]) == (0, str(folder))
+
+
+def test_prompts_that_are_left_out_are_told(tmp_path, capsys):
+    folder = write_tiny_model("qwen3", tmp_path / "model")
+    file = write_arithmetic(tmp_path / "data", held_out=32).eval
+    prompts = load_prompts([str(file)], AutoTokenizer.from_pretrained(folder), DataConfig()).prompts
+    limit = max(len(prompt.token_ids) for prompt in prompts)
+    table = pq.read_table(file)
+    rows = table.to_pylist()
+    for row in rows[3:5]:
+        row["prompt"][0]["content"] *= 2
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), file)
+    words = ["eval", "--model", str(folder), "--files", str(file), "--output-dir", str(tmp_path / "out"), "--json"]
+    words += [f"data.max_prompt_tokens={limit}", "data.overlong_prompts=drop", "rollout.engine=transformers"]
+    # Seen before the engines start, which do not.
+    assert main([*words, "--max-response-tokens", "100000000"]) == 2
+    said = capsys.readouterr()
+    assert f"2 prompts of {file} are longer than {limit} tokens and are left out\n" in said.err
+    assert said.out == ""
 
 
 def greedy_answers(folder, file):
