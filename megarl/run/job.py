@@ -88,9 +88,10 @@ class Job:
         return self.state.step >= self.setup.steps
 
     def begin_steps(self) -> None:
-        """Measure GPUs and engines from here on: what they did in the start is no step's."""
+        """Measure ranks, GPUs and engines from here on: what they did in the start is no step's."""
         self.gpus.end_step()
         self.engines.begin_steps()
+        self.throughput.begin_steps()
 
     def log(self, metrics: Mapping[str, MetricValue]) -> None:
         """Pass the metrics of the current step to all loggers, and print warnings of metrics that stay bad."""

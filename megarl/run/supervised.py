@@ -85,7 +85,9 @@ class Training:
 
     def learn(self, batches: BatchStream, objective: AnyObjective, measurement: Measurement | None) -> None:
         """Take one optimizer step per batch, until all steps are done, batches run out, or the run has converged."""
-        self.clock.end_step(tokens=0)  # the time of starting up belongs to no step
+        # The start belongs to no step, nor does what it computed of held-out examples.
+        self.clock.end_step(tokens=0)
+        self.throughput.begin_steps()
         take_step = partial(self._take_step, batches, objective, measurement)
         run_steps(self, self.clock, take_step=take_step, save=partial(self._save, batches))
 

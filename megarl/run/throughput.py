@@ -26,6 +26,10 @@ class Throughput:
         self._trainer, self._computing, self._waiting = trainer, computing, waiting
         self._gpus, self._peak_tflops = gpus, peak_tflops
 
+    def begin_steps(self) -> None:
+        """Count from here on: what the ranks computed before is no step's."""
+        self._trainer.take_flops()
+
     def end_step(self, timings: dict[str, float]) -> dict[str, MetricValue]:
         """Add metrics per GPU and of the policy's ranks to `timings`, the result of `Clock.end_step`."""
         metrics: dict[str, MetricValue] = dict(timings)

@@ -46,6 +46,9 @@ class FakeTrainer:
         self.steps += 1
         return StepResult([Metrics({"sft/loss": torch.tensor(float(self.steps))})], 1.0, 1e-3)
 
+    def take_flops(self):
+        return 0.0
+
     def begin_save(self, folder, *, in_background):
         (folder / "weights").write_text(str(self.steps))
 

@@ -112,6 +112,16 @@ def test_dpo_prefers_the_chosen_replies_to_held_out_prompts(given, tmp_path):
 
 
 @pytest.mark.long
+def test_the_work_of_the_first_step_is_its_own(given, tmp_path):
+    steps = run("dpo", tmp_path, *given, "preference.steps=3", "preference.pairs_per_step=4", "checkpoint.every=0")
+    first, second, _ = (
+        line["throughput/trainer_tflops"] * (line["seconds/reference"] + line["seconds/update"]) for line in steps
+    )
+    # The reference's log-probs of held-out pairs are computed before.
+    assert first == pytest.approx(second, rel=0.5)
+
+
+@pytest.mark.long
 def test_a_reward_model_ranks_held_out_replies_and_is_a_classifier(given, tmp_path):
     model, files = given
     settings = ("preference.steps=20", "cluster.trainer_ranks=1")
