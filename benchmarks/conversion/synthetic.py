@@ -96,9 +96,10 @@ _FP8_NAN = 0x7F
 def shallow_config(size_bytes: int) -> dict[str, Any]:
     """The config.json of a DeepSeek-V3 of few layers whose tensors have about `size_bytes` in bf16.
 
-    Layers are added as long as they fit, then words. The first layer is dense.
+    Layers are added as long as they fit, then words. The first layer is dense, and there is another, which the one of
+    multi-token prediction is like.
     """
-    layers = 1
+    layers = 2
     while _size_bytes(_shallow(layers + 1, _VOCABULARY)) <= size_bytes:
         layers += 1
     config = _shallow(layers, _VOCABULARY)

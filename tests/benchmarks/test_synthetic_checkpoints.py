@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversion.synthetic import SHAPES, narrow_config, write_checkpoint
+from conversion.synthetic import SHAPES, narrow_config, shallow_config, write_checkpoint
 from transformers import AutoTokenizer
 
 from converters.architectures import read_architecture
@@ -65,3 +65,7 @@ def test_a_config_has_about_the_wanted_size(shape: str, size_bytes: int) -> None
     stored = [*architecture.hf_shapes, *architecture.hf_copies.values()]
     total = sum(torch.Size(architecture.hf_shapes[name]).numel() * dtypes[name].itemsize for name in stored)
     assert total == pytest.approx(size_bytes, rel=0.1)
+
+
+def test_the_smallest_config_is_one_of_its_architecture() -> None:
+    assert read_architecture(shallow_config(1)).hf_shapes
