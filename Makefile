@@ -27,7 +27,7 @@ help:
 	@echo "make setup [CUDA=1] [SGLANG=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install; SGLang beside it, in an environment of its own on CUDA"
 	@echo "make docs              docs/configuration.md, docs/metrics.md and docs/options.md from the code"
 	@echo "make benchmark         seconds per stage, beside TRL"
-	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp, mbridge and megatron-bridge"
+	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp; with --shape narrow beside mbridge and megatron-bridge, too"
 	@echo "make benchmark-refit [ARGS=...]     moving weights into an engine, beside memcpy, gathering and megatron-core"
 	@echo "make benchmark-weight-changes [ARGS=...]   what a step changes in the weights"
 	@echo "make benchmark-adapter-refit   bytes of a LoRA run's refit, merged and alone"

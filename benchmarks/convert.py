@@ -1,7 +1,8 @@
 """How fast `megarl convert` and `megarl export` are, beside `cp`, the disk, mbridge and megatron-bridge.
 
 On synthetic checkpoints of several sizes; programs take turns, each from the same state of the disk and the page cache.
-`make benchmark-convert` installs the peers first; without them, and but for `--shape narrow`, they are left out.
+`make benchmark-convert` installs the peers first. They are measured with `--shape narrow` alone; where they are left out,
+a line says why.
 """
 
 import argparse
@@ -17,7 +18,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from conversion.observe import Observation, observe
-from conversion.programs import MEGARL, PEERS, Form, Program, disk_programs, our_programs, peer_programs
+from conversion.programs import (
+    MEGARL,
+    PEERS,
+    Form,
+    Program,
+    disk_programs,
+    our_programs,
+    peer_programs,
+    why_no_peers,
+)
 from conversion.report import dry_run_sentence, page, sentences
 from conversion.rounds import Run, run_rounds
 from conversion.synthetic import DEEPSEEK_V3, QUANTIZATION_CONFIG, SHAPES, write_checkpoint
@@ -28,9 +38,10 @@ from rich.console import Console
 from megarl.tracking.versions import versions
 
 _DRY_RUN = "dry-run"
-_GROUPS = ("disk", "megarl", "mbridge", "megatron-bridge", _DRY_RUN)
+_OF_PEERS = ("mbridge", "megatron-bridge")
+_GROUPS = ("disk", "megarl", *_OF_PEERS, _DRY_RUN)
 _VERSIONS = ("python", "megarl", "torch", "megatron-core", "safetensors")
-_PEERS = ("mbridge", "megatron-bridge", "transformers")
+_PEERS = (*_OF_PEERS, "transformers")
 # 60 of the 61 layers share 15 stages.
 _DRY_RUN_LAYOUT = ("--tp", "8", "--pp", "16", "--ep", "32", "--decoder-last-pipeline-num-layers", "1")
 
@@ -48,8 +59,9 @@ def main() -> None:
     dry_runs: list[Observation] = []
     with tempfile.TemporaryDirectory(prefix="megarl-benchmark-", dir=options.folder) as name:
         folder = Path(name)
-        facts = _facts(folder, options.shape)
-        for each in facts.values():
+        absent = why_no_peers(options.shape) if set(options.only) & set(_OF_PEERS) else None
+        facts = _facts(folder, options.shape, has_peers=any(program.group in _OF_PEERS for program in programs))
+        for each in (*facts.values(), *filter(None, [absent])):
             console.print(each)
         for size in options.sizes_gb if programs else ():
             runs_of_size[size] = list(_measure(programs, size, options, folder, console))
@@ -100,13 +112,14 @@ def _dry_runs(rounds: int, folder: Path) -> list[Observation]:
     return [observe(command, program.environment) for _ in range(rounds)]
 
 
-def _facts(folder: Path, shape: str) -> dict[str, str]:
+def _facts(folder: Path, shape: str, *, has_peers: bool) -> dict[str, str]:
     ours = {name: version for name, version in versions().items() if name in _VERSIONS}
-    theirs = {peer.name: peer.version for peer in metadata.distributions(path=[str(PEERS)]) if peer.name in _PEERS}
+    installed = metadata.distributions(path=[str(PEERS)]) if has_peers else []
+    theirs = {peer.name: peer.version for peer in installed if peer.name in _PEERS}
     return {
         "Date": date.today().isoformat(),
         "Machine": describe(folder),
-        "Versions": _joined(ours) + (f"; {_joined(theirs)}" if theirs else "; no peers are installed"),
+        "Versions": _joined(ours) + (f"; {_joined(theirs)}" if theirs else ""),
         "Checkpoints": shape,
         "Command": f"`python {shlex.join(sys.argv)}`",
     }
@@ -139,7 +152,10 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, metavar="DIR", help="where to write, on the disk that is measured")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every run's numbers to FILE")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if set(options.only) <= set(_OF_PEERS) and (absent := why_no_peers(options.shape)):
+        parser.error(absent)
+    return options
 
 
 if __name__ == "__main__":

@@ -73,12 +73,21 @@ def our_programs(workers: Sequence[int]) -> Iterator[Program]:
         yield _ours("export", "Megatron", "FP8", number, "--fp8")
 
 
-def peer_programs(shape: str) -> Iterator[Program]:
-    """mbridge and megatron-bridge, which load into a model in memory and export from it; none if not installed.
+def why_no_peers(shape: str) -> str | None:
+    """Why mbridge and megatron-bridge cannot be measured; None where they can."""
+    if shape != "narrow":
+        return (
+            "mbridge and megatron-bridge are not measured: with multi-token prediction mbridge takes no other number of"
+            " layers than 61, which --shape narrow has."
+        )
+    if not PEERS.is_dir():
+        return f"mbridge and megatron-bridge are not measured: `make benchmark-convert` puts them into {PEERS.name}."
+    return None
 
-    Only for the shape "narrow": with multi-token prediction mbridge takes no other number of layers than 61.
-    """
-    if not PEERS.is_dir() or shape != "narrow":
+
+def peer_programs(shape: str) -> Iterator[Program]:
+    """mbridge and megatron-bridge, which load into a model in memory and export from it; none where they cannot."""
+    if why_no_peers(shape) is not None:
         return
     variables = {"PYTHONPATH": f"{PEERS}:{ROOT / 'benchmarks'}"}
     forms: tuple[tuple[str, Form], ...] = (("mbridge", "bf16"), ("megatron-bridge", "bf16"), ("mbridge", "FP8"))

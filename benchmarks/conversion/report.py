@@ -50,6 +50,8 @@ _NOTES = """\
   seconds, only in "whole command". Transformer Engine's modules are replaced by ones with the same parameters,
   mbridge's reading to the GPU and its FP8 kernel by the same on the CPU; the loops are theirs. megatron-bridge leaves
   out multi-token prediction.
+- mbridge's seconds of loading are of tensors, hardly of bytes: for each it makes a set of all names and asks the model
+  for all of its tensors. So its share grows with the number of tensors and falls with their size.
 - Memory is RssAnon and RssShmem of all processes together, sampled every 50 ms: what no file backs. The greatest of
   all runs.
 """

@@ -1,5 +1,6 @@
 import mmap
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -78,3 +79,10 @@ def test_speeds_are_divided_by_those_of_cp_in_the_same_round() -> None:
     ours = summarise(runs)[1]
     assert ours.written_over_cp == 0.5
     assert ours.read_over_cp == 1.0
+
+
+def test_peers_that_are_left_out_are_not_silently_so() -> None:
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "convert.py"
+    ended = subprocess.run([sys.executable, script, "--only", "mbridge"], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "--shape narrow" in ended.stderr
