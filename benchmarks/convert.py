@@ -1,8 +1,8 @@
 """How fast `megarl convert` and `megarl export` are, beside `cp`, the disk, mbridge and megatron-bridge.
 
 On synthetic checkpoints of several sizes; programs take turns, each from the same state of the disk and the page cache.
-`make benchmark-convert` installs the peers first. They are measured with `--shape narrow` alone; where they are left out,
-a line says why.
+`make benchmark-convert` installs the peers first. They are measured with `--shape narrow` alone; where they are left
+out, a line says why.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Both start from the same model, take the same prompts, with 8 responses each, and make one update of the same loss in
 fp32: a tiny model after its warm-up, 64 prompts a step, or a pretrained one of 135 million parameters, 4 prompts, with
-responses of equal length or of a spread of lengths. TRL samples with HuggingFace's generate, as its vLLM mode needs a
+responses of similar length or of a spread of lengths. TRL samples with HuggingFace's generate, as its vLLM mode needs a
 GPU. The programs take turns, each run is a process tree of its own on the same cores, and measurement begins after
 the warm-up steps.
 """
