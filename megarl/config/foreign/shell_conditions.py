@@ -20,7 +20,7 @@ _COMPARED: Mapping[str, Callable[[str, str], bool]] = {
 }
 
 
-_NUMBER = re.compile(r"-?[1-9][0-9]{0,17}|0")
+NUMBER = re.compile(r"-?[1-9][0-9]{0,17}|0")
 """A number in which everybody reads the same."""
 
 
@@ -84,7 +84,7 @@ def holds(texts: Sequence[str]) -> bool | None:
         return bool(words[1]) == (words[0] == "-n")
     if len(words) != 3 or words[1] not in _COMPARED or set(words[0] + words[2]) & set("*?[~{\\"):
         return None
-    are_numbers = all(_NUMBER.fullmatch(each) for each in (words[0], words[2]))
+    are_numbers = all(NUMBER.fullmatch(each) for each in (words[0], words[2]))
     return _COMPARED[words[1]](words[0], words[2]) if are_numbers or not words[1].startswith("-") else None
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from converters.errors import UserError
 from megarl.config.foreign.shell_conditions import UNDECIDED, Block, Condition, is_test
+from megarl.config.foreign.shell_text import ENDS, ShellText
 from megarl.config.foreign.shell_words import Part, RawWord
 
 _OPENING: Mapping[str, str] = {
@@ -18,9 +19,7 @@ _CLOSING = frozenset(("fi", "done", "esac", "}"))
 _PARTS: Mapping[str, str] = {"elif": "test", "else": "body"}
 _BETWEEN = frozenset(("then", "else", "elif", "do", "in", "!", "time"))
 _OPERATORS = (";;&", ";&", ";;", "&&", "||")
-_ENDS = frozenset(" \t\r\n;&|()<>")
 _SUCCEEDING = frozenset(("cd", "mkdir", "export", "source", ".", "echo", "set"))
-_SPECIAL = "@*#?$!-_"
 
 
 @dataclass
@@ -30,15 +29,19 @@ class Statement:
     words: list[RawWord]
     conditions: list[tuple[Condition, bool]]
     """Conditions under which it runs, and whether each has to hold; it may run once, often or never."""
+    may_be_of_function: bool = False
+    """Whether `$1` and `$@` may be those of a function."""
 
 
-class ShellScanner:
-    """Goes through the text of a script once. Raises UserError, with `name` and the line, for a quote without end."""
+class ShellScanner(ShellText):
+    """Goes through the statements of a script once. Raises UserError, as ShellText, for a quote without end."""
 
-    def __init__(self, text: str, name: str) -> None:
-        self._text, self._name = text, name
-        self._at = 0
-        self._line = 1
+    def __init__(self, text: str, name: str, line: int = 1) -> None:
+        super().__init__(text, name, line)
+        self._is_substitution = False
+        """Whether the text ends with the parenthesis that closes it."""
+        self._ends_of_texts: list[tuple[int, str, re.Pattern[str]]] = []
+        """Line, word and form of the ends of the texts that begin behind this line."""
         self._blocks: list[Block] = []
         self._parentheses = 0
         self._chain: list[tuple[Condition, bool]] = []
@@ -62,16 +65,25 @@ class ShellScanner:
                 line = self._line
                 words.append(RawWord(line, [Part("arithmetic", self._past_parentheses()[1:-1], False)]))
                 self._is_plain = False
+            elif char == ")" and self._is_substitution and not self._parentheses and not self._is_in_case():
+                break
             elif char in "\n;&|()":
                 operator = next((each for each in _OPERATORS if self._text.startswith(each, self._at)), char)
                 yield from self._ended(words, operator)
                 words = []
                 self._skip(len(operator))
+                if operator == "\n":
+                    self._past_texts()
             else:
                 word = self._word()
                 if words or len(word.parts) > 1 or self._is_of_case(word.start) or not self._is_keyword(word.start):
                     words.append(word)
         yield from self._ended(words, "\n")
+        self._past_texts()
+
+    def _is_in_case(self) -> bool:
+        """Whether a parenthesis here closes a pattern of a case."""
+        return bool(self._blocks) and self._blocks[-1].kind == "case" and self._blocks[-1].state == "pattern"
 
     def _is_of_case(self, word: str) -> bool:
         """Whether it is the word or a pattern of a case, where other words than esac are no keywords."""
@@ -110,9 +122,9 @@ class ShellScanner:
             self._pattern(block, words, operator)
         elif words:
             inside = [(UNDECIDED, True)] if self._parentheses else []
-            yield Statement(
-                words, [*(each for one in self._blocks for each in one.conditions()), *inside, *self._chain]
-            )
+            conditions = [*(each for one in self._blocks for each in one.conditions()), *inside, *self._chain]
+            in_braces = any(one.kind == "{" for one in self._blocks)
+            yield Statement(words, conditions, in_braces or bool(self._parentheses))
         test = Condition(words) if self._is_plain and is_test(words) else UNDECIDED
         if block.state == "test" and (words or not self._is_plain):
             block.tests.append(test)
@@ -152,21 +164,6 @@ class ShellScanner:
         if operator == ")":
             block.begin_body()
 
-    def quoted_parts(self) -> list[Part]:
-        """The whole text as it counts between double quotes."""
-        return self._parts_until("")
-
-    def _skip(self, count: int) -> None:
-        self._line += self._text.count("\n", self._at, self._at + count)
-        self._at += count
-
-    def _to(self, end: str) -> str:
-        """The text up to `end`, which is where it goes on."""
-        stop = self._text.find(end, self._at)
-        found = self._text[self._at : stop if stop >= 0 else len(self._text)]
-        self._skip(len(found))
-        return found
-
     def _redirection(self, words: list[RawWord]) -> None:
         if words and words[-1].start.isdigit() and self._text[self._at - 1].isdigit():
             words.pop()
@@ -176,139 +173,33 @@ class ShellScanner:
             self._skip(1)
         while self._at < len(self._text) and self._text[self._at] in " \t":
             self._skip(1)
-        if self._at < len(self._text) and self._text[self._at] not in _ENDS:
+        if self._at < len(self._text) and self._text[self._at] not in ENDS:
             target = self._word()
             if operator in ("<<", "<<-"):
                 word = re.escape("".join(part.text for part in target.parts))
                 tabs = "\t*" if operator == "<<-" else ""
-                end = re.compile(rf"\n{tabs}{word}\r?(?=\n|\Z)").search(self._text, self._at)
-                if end is None:
-                    raise UserError(f"{self._name}:{self._line} begins a text whose end {target.start} is not there")
-                self._skip(end.end() - self._at)
+                end = re.compile(rf"^{tabs}{word}\r?(?:\n|\Z)", re.MULTILINE)
+                self._ends_of_texts.append((self._line, target.start, end))
 
-    def _past_parentheses(self) -> str:
-        """The text between the parenthesis here and the one that closes it."""
-        depth, start, line = 0, self._at, self._line
-        while self._at < len(self._text):
-            char = self._text[self._at]
-            depth += {"(": 1, ")": -1}.get(char, 0)
-            self._skip(1)
-            if depth == 0:
-                return self._text[start + 1 : self._at - 1]
-        raise UserError(f"{self._name}:{line} opens a parenthesis that is never closed; close it")
+    def _past_texts(self) -> None:
+        for line, word, end in self._ends_of_texts:
+            found = end.search(self._text, self._at)
+            if found is None:
+                raise UserError(f"{self._name}:{line} begins a text whose end {word} is not there")
+            self._skip(found.end() - self._at)
+        self._ends_of_texts = []
 
-    def _word(self) -> RawWord:
-        word = RawWord(self._line)
-        while self._at < len(self._text):
-            char = self._text[self._at]
-            if char == "(" and word.start.endswith("="):
-                word.items = self._array()
-                return word
-            if char in _ENDS:
-                return word
-            word.parts += self._next_parts(char)
-        return word
-
-    def _array(self) -> list[RawWord]:
-        line = self._line
-        items: list[RawWord] = []
-        self._skip(1)
-        while self._at < len(self._text):
-            char = self._text[self._at]
-            if char == ")":
-                self._skip(1)
-                return items
-            if char in " \t\r\n":
-                self._skip(1)
-            elif self._text.startswith("\\\n", self._at):
-                self._skip(2)
-            elif char == "#":
-                self._to("\n")
-            elif char in _ENDS:
-                raise UserError(f"{self._name}:{self._line} has {char} in an array; put it in quotes")
-            else:
-                items.append(self._word())
-        raise UserError(f"{self._name}:{line} begins an array that is never closed; close it with )")
-
-    def _next_parts(self, char: str) -> list[Part]:
-        """The parts that begin here, outside of quotes."""
-        if char == "'":
-            return [Part("text", self._quoted("'"), True)]
-        if char == '"':
-            self._skip(1)
-            return [Part("text", "", True), *self._parts_until('"')]
-        if char in "$`":
-            return [self._expansion(quoted=False)]
-        if char == "\\":
-            escaped = self._text[self._at + 1 : self._at + 2]
-            self._skip(2)
-            return [] if escaped in ("\n", "") else [Part("text", escaped, True)]
+    def _past_command(self) -> str:
+        """The commands between the parenthesis here and the one that closes it."""
+        inside = ShellScanner(self._text, self._name, self._line)
+        inside._at, inside._is_substitution = self._at + 1, True
+        for _ in inside.statements():
+            pass
+        if inside._at >= len(self._text):
+            raise UserError(f"{self._name}:{self._line} opens a parenthesis that is never closed; close it")
         start = self._at
-        while (
-            self._at < len(self._text) and self._text[self._at] not in "'\"$`\\" and (self._text[self._at] not in _ENDS)
-        ):
-            self._skip(1)
-        return [Part("text", self._text[start : self._at], False)]
-
-    def _quoted(self, quote: str) -> str:
-        line = self._line
-        self._skip(1)
-        found = self._to(quote)
-        if self._at >= len(self._text):
-            raise UserError(f"{self._name}:{line} opens a quote {quote} that is never closed; close it")
-        self._skip(1)
-        return found
-
-    def _parts_until(self, end: str) -> list[Part]:
-        """The parts up to the quote `end`, which is passed."""
-        line, text = self._line, ""
-        parts: list[Part] = []
-        while self._at < len(self._text):
-            char = self._text[self._at]
-            if char == end:
-                self._skip(1)
-                return [*parts, Part("text", text, True)]
-            if char in "$`":
-                parts += [Part("text", text, True), self._expansion(quoted=True)]
-                text = ""
-            elif char == "\\" and self._text[self._at + 1 : self._at + 2] in tuple('$`"\\\n'):
-                self._skip(2)
-                text += self._text[self._at - 1].replace("\n", "")
-            else:
-                text += char
-                self._skip(1)
-        if end:
-            raise UserError(f"{self._name}:{line} opens a quote {end} that is never closed; close it")
-        return [*parts, Part("text", text, True)]
-
-    def _expansion(self, *, quoted: bool) -> Part:
-        if self._text[self._at] == "`":
-            return Part("command", self._quoted("`"), quoted)
-        self._skip(1)
-        following = self._text[self._at : self._at + 1]
-        if following == "(":
-            inside = self._past_parentheses()
-            is_arithmetic = inside.startswith("(") and inside.endswith(")")
-            return Part("arithmetic", inside[1:-1], quoted) if is_arithmetic else Part("command", inside, quoted)
-        if following == "{":
-            return Part("parameter", self._braces(), quoted)
-        start = self._at
-        if following and (following in _SPECIAL.replace("_", "") or following.isdigit()):
-            self._skip(1)
-        else:
-            while self._at < len(self._text) and (self._text[self._at].isalnum() or self._text[self._at] == "_"):
-                self._skip(1)
-        name = self._text[start : self._at]
-        return Part("parameter", name, quoted) if name else Part("text", "$", quoted)
-
-    def _braces(self) -> str:
-        depth, start, line = 0, self._at, self._line
-        while self._at < len(self._text):
-            depth += {"{": 1, "}": -1}.get(self._text[self._at], 0)
-            self._skip(1)
-            if depth == 0:
-                return self._text[start + 1 : self._at - 1]
-        raise UserError(f"{self._name}:{line} opens a brace that is never closed; close it")
+        self._skip(inside._at + 1 - start)
+        return self._text[start + 1 : self._at - 1]
 
 
 def _succeeds(words: list[RawWord]) -> bool:

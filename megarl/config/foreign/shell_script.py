@@ -1,17 +1,17 @@
 """The words that a shell script gives to programs, with variables in their places, read and never run."""
 
-import ast
-import operator
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from converters.errors import UserError
 from megarl.config.foreign.given_file import read_given
+from megarl.config.foreign.shell_arithmetic import evaluate
 from megarl.config.foreign.shell_conditions import Condition, fits, holds
+from megarl.config.foreign.shell_folders import found_by_name
 from megarl.config.foreign.shell_scanner import ShellScanner, Statement
-from megarl.config.foreign.shell_words import KEPT_BLANK, Part, RawWord, Row, Word
+from megarl.config.foreign.shell_words import KEPT_BLANK, UNKNOWN, Part, RawWord, Row, Word
 
 _NAME = re.compile(r"(\w+)(\+?=)", re.ASCII)
 _PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
@@ -21,13 +21,10 @@ _CHANGED = re.compile(r"(?<![=!<>])=(?!=)|(?:<<|>>)=|\+\+|--")
 """Where arithmetic changes a variable."""
 _CHANGING = frozenset(("read", "let", "unset", "mapfile", "readarray", "getopts", "for", "select"))
 """Commands that set the variables that they name."""
-_OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
+_BRACES = re.compile(r"\{(?:[^{}]*,[^{}]*|-?\w+\.\.-?\w+(?:\.\.-?\d+)?)\}")
+"""Braces that bash makes several words of."""
+_HOME = re.compile(r"((?:[A-Za-z_]\w*=)?)~", re.ASCII)
+_KEPT = re.compile("\0([0-9]+)\0")
 _DEEPEST = 8
 """Scripts that read each other, before it is said that they go round."""
 
@@ -81,10 +78,14 @@ class _Reader:
         self._environment = environment
         self._files: list[Path] = []
         self._not_read: list[str] = []
+        self._unknown: list[str] = []
+        """Unknown stretches of texts that were read as statements, where their places count."""
         self._decided: dict[Condition, bool | None] = {}
         self._is_certain = True
         """Whether the file that is read, and the statement that is taken, run exactly once."""
         self._has_ended = False
+        self._has_arguments = self._are_arguments_set = False
+        """Whether $1 and $@ may be those of a function or of `set`, in the statement that is taken and from now on."""
         self._forgotten: set[str] = set()
         """Variables whose value is neither that of the environment nor one that could be read."""
 
@@ -114,6 +115,7 @@ class _Reader:
 
     def _take_running(self, statement: Statement) -> None:
         words = statement.words
+        self._has_arguments = self._are_arguments_set or statement.may_be_of_function
         self._forget_changed(words)
         if words[0].start in _DECLARATIONS:
             words = [word for word in words[1:] if _NAME.match(word.start)]
@@ -135,9 +137,24 @@ class _Reader:
             else:
                 self._not_read.append(f"{path.where} reads {path.text or path.unknown}, which is not there")
             return
+        if words[0].start == "eval":
+            self._evaluate(words[1:], self._where(words[0]))
+            return
         self.found.commands.append([each for word in words for each in self._expand(word)])
         self.found.places.append(self._where(words[0]))
         self.found.certain.append(self._is_certain)
+
+    def _evaluate(self, words: list[RawWord], where: str) -> None:
+        """Take the statements that `eval` is given."""
+        text = " ".join(each.text for word in words for each in self._expand(word))
+
+        def kept(unknown: re.Match[str]) -> str:
+            self._unknown.append(unknown[0])
+            return f"\0{len(self._unknown) - 1}\0"
+
+        file, _, line = where.rpartition(":")
+        for statement in ShellScanner(UNKNOWN.sub(kept, text), file, int(line)).statements():
+            self._take(statement)
 
     def _forget_changed(self, words: list[RawWord]) -> None:
         """Forget the variables that a command sets in a way that is not read."""
@@ -148,6 +165,8 @@ class _Reader:
             names = [name for word in named for part in word.parts for name in re.findall(r"\b[A-Za-z_]\w*", part.text)]
         elif command in ("cd", "pushd", "popd"):
             names = ["PWD", "OLDPWD"]
+        elif command == "set" and any(word.start in ("-", "--") for word in words[1:-1]):
+            self._are_arguments_set = True
         elif item := _ITEM.match(command):
             names = [item[1]]
             self.found.arrays.setdefault(item[1], [])
@@ -207,13 +226,15 @@ class _Reader:
         where = self._where(word)
         if word.items is not None:
             items = [each for item in word.items for each in self._expand(item)]
+            if any(re.match(r"\[.*\]=", "".join(part.text for part in item.parts)) for item in word.items):
+                items = [Word.missing(f"${name}", where)]
             if conditional:
                 self.found.grown.setdefault(name, []).append(where)
                 self.found.arrays.setdefault(name, [])
             else:
                 self.found.arrays[name] = [*(self.found.arrays.get(name, []) if grows else []), *items]
             return
-        value = self._joined(_without_start(word.parts, assignment.end()), where)
+        value = self._joined(self._with_home(_without_start(word.parts, assignment.end())), where)
         if places := self._grown(word.parts):
             self.found.grown.setdefault(name, []).extend(places)
         before = self._variable(name, where) if grows else Word("", where)
@@ -233,9 +254,13 @@ class _Reader:
     def _expand(self, raw: RawWord) -> list[Word]:
         """The words that a program sees of a word: none or many where it has an expansion outside of quotes."""
         where = self._where(raw)
+        if braces := _BRACES.search(
+            "".join("." if part.quoted or part.kind != "text" else part.text for part in raw.parts)
+        ):
+            return [Word.missing(braces[0], where)]
         row = Row(where)
         has_array = any(_is_array(part) for part in raw.parts)
-        for part in raw.parts:
+        for part in self._with_home(raw.parts):
             values = self._values(part, where)
             for number, value in enumerate(values):
                 if number:
@@ -248,43 +273,69 @@ class _Reader:
         row.end()
         return row.words
 
+    def _with_home(self, parts: list[Part]) -> list[Part]:
+        """The parts of a word, with ~ in its place."""
+        home = self._variable("HOME", "")
+        if home is None or not parts or parts[0].quoted or not (begins := _HOME.match(parts[0].text)):
+            return parts
+        rest = parts[0].text[begins.end() :]
+        if rest[:1] != "/" and len(rest) + len(parts) > 1:
+            return parts
+        return [Part("text", begins[1] + home.text, True), Part("text", rest, False), *parts[1:]]
+
     def _values(self, part: Part, where: str) -> list[Word]:
         if part.kind == "text":
-            return [Word(part.text, where)]
+            return [Word(_KEPT.sub(lambda kept: self._unknown[int(kept[1])], part.text), where)]
         if part.kind == "arithmetic":
-            return [self._arithmetic(part.text, where)]
+            number = evaluate(part.text, lambda name: self._variable(name, where))
+            return [Word.missing(f"$(({part.text}))", where) if number is None else Word(str(number), where)]
         if part.kind == "command":
+            if re.fullmatch(r"\s*#[^\n]*\s*", part.text):
+                return [Word("", where)]
             if part.text.strip() == "pwd":
-                return self._parameter("PWD", where)
-            # How scripts find the folder that they lie in.
-            is_folder = "dirname" in part.text and ("BASH_SOURCE" in part.text or "$0" in part.text)
-            folder = self._files[-1].resolve().parent
-            above = folder.parents[part.text.count("..") - 1] if ".." in part.text else folder
-            return [Word(str(above), where) if is_folder else Word.missing(f"$({part.text})", where)]
-        return self._parameter(part.text, where)
+                return self._parameter("PWD", where, quoted=part.quoted)
+            folder = found_by_name(part.text, self._files[0].resolve(), self._files[-1].resolve())
+            return [Word(str(folder), where) if folder else Word.missing(f"$({part.text})", where)]
+        return self._parameter(part.text, where, quoted=part.quoted)
 
-    def _parameter(self, text: str, where: str) -> list[Word]:
+    def _parameter(self, text: str, where: str, *, quoted: bool) -> list[Word]:
         if text[:1] in ("@", "*"):
-            return []  # the script's own arguments, of which there are none
+            # The script's own arguments, of which there are none.
+            return [Word.missing(f"${text}", where)] if self._has_arguments else []
         matched = _PARAMETER.fullmatch(text)
-        if matched is None:
-            return [Word.missing(f"${{{text}}}", where)]
+        if matched is None or (self._has_arguments and matched[1].isdigit()):
+            return [Word.missing(f"${{{text}}}" if matched is None else f"${matched[1]}", where)]
         name, array, operation, default = matched.groups()
         if array:
             if name not in self.found.arrays and not operation and self._not_read:
                 raise UserError(f"{where} uses the array {name}, and {self._not_read[-1]}: put that file there")
             self.found.used.add(name)
-            return self.found.arrays.get(name, [])
+            return self._items(name, array, operation or "", default, where, quoted=quoted)
         value = self._variable(name, where)
-        is_set = value is not None and bool(value.text)
+        is_set = value is not None and bool(value.text or operation in ("-", "=", "+"))
         if operation in ("-", ":-", "=", ":="):
-            found = value if is_set and value else self._default(default, where)
+            found = value if is_set and value else self._default(default, where, quoted=quoted)
             if "=" in operation and not is_set:
                 self.found.variables[name] = found if self._is_certain else Word.missing(f"${name}", where)
             return [found]
-        if operation in ("+", ":+"):
-            return [self._default(default, where)] if is_set else []
+        if operation in ("+", ":+") and not (value and value.is_unknown):
+            return [self._default(default, where, quoted=quoted)] if is_set else []
         return [value or Word.missing(f"${name}", where)]
+
+    def _items(self, name: str, array: str, operation: str, default: str, where: str, *, quoted: bool) -> list[Word]:
+        """The words of an array."""
+        alone = [word for word in [self.found.variables.get(name)] if word and word.text]
+        items = self.found.arrays.get(name, alone)
+        if "+" in operation and items and default.strip('"') == f"${{{name}{array}}}":
+            # As scripts have it for an array that may be empty, with set -u: its own quotes keep the blanks.
+            return [Word(item.text.replace(" ", KEPT_BLANK), item.where) for item in items]
+        if ("+" in operation) == bool(items) and operation:
+            return [self._default(default, where, quoted=quoted)]
+        if array == "[*]" and quoted:
+            if "IFS" in self.found.variables:
+                return [Word.missing(f"${{{name}[*]}}", where)]
+            return [Word(" ".join(item.text for item in items), where)]
+        return items
 
     def _variable(self, name: str, where: str) -> Word | None:
         found = self.found.variables.get(name)
@@ -296,11 +347,10 @@ class _Reader:
             return next(iter(self.found.arrays[name]), Word("", where))
         return Word(self._environment[name], where) if name in self._environment else None
 
-    def _default(self, text: str, where: str) -> Word:
+    def _default(self, text: str, where: str, *, quoted: bool) -> Word:
         scanner = ShellScanner(text, where)
-        if not set(text) & set("'\"\\"):
+        if quoted or not set(text) & set("'\"\\"):
             return self._joined(scanner.quoted_parts(), where)
-        words = next((statement.words for statement in scanner.statements()), [])
         # Blanks between quotes do not part words, even where the expansion itself is not in quotes.
         pieces = [
             "".join(
@@ -308,31 +358,9 @@ class _Reader:
                 for part in word.parts
                 for text in [" ".join(value.text for value in self._values(part, where))]
             )
-            for word in words
+            for word in scanner.words()
         ]
         return Word(" ".join(pieces), where)
-
-    def _arithmetic(self, text: str, where: str) -> Word:
-        unknown = f"$(({text}))"
-
-        def value(node: ast.AST) -> int:
-            match node:
-                case ast.Expression(body=body):
-                    return value(body)
-                case ast.Constant(value=number) if type(number) is int:
-                    return number
-                case ast.Name(id=name) if found := self._variable(name, where):
-                    return int(found.text)
-                case ast.UnaryOp(op=ast.USub(), operand=operand):
-                    return -value(operand)
-                case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _OPERATIONS:
-                    return _OPERATIONS[type(operation)](value(left), value(right))
-            raise ValueError(text)
-
-        try:
-            return Word(str(value(ast.parse(re.sub(r"\$\{?(\w+)\}?", r"\1", text).strip(), mode="eval"))), where)
-        except (ValueError, SyntaxError, ZeroDivisionError):
-            return Word.missing(unknown, where)
 
 
 def _is_array(part: Part) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from converters.errors import UserError
 
-_UNKNOWN = re.compile("\0([^\0]*)\0")
+UNKNOWN = re.compile("\0([^\0]*)\0")
 KEPT_BLANK = "\1"
 _PIECE = re.compile("(?:\0[^\0]*\0|[^ \t\r\n])+")
 
@@ -52,13 +52,13 @@ class Word:
     @property
     def unknown(self) -> str:
         """The first thing in it that only running the script would tell."""
-        found = _UNKNOWN.search(self.text)
+        found = UNKNOWN.search(self.text)
         return found[1] if found else ""
 
     @property
     def is_unknown(self) -> bool:
         """Whether nothing of it is known, so that it may be no word, or many."""
-        return _UNKNOWN.fullmatch(self.text) is not None
+        return UNKNOWN.fullmatch(self.text) is not None
 
     def split(self) -> "list[Word]":
         """The word cut at its blanks."""
