@@ -23,7 +23,7 @@ _CHANGING = frozenset(("read", "let", "unset", "mapfile", "readarray", "getopts"
 """Commands that set the variables that they name."""
 _BRACES = re.compile(r"\{(?:[^{}]*,[^{}]*|-?\w+\.\.-?\w+(?:\.\.-?\d+)?)\}")
 """Braces that bash makes several words of."""
-_HOME = re.compile(r"((?:[A-Za-z_]\w*=)?)~", re.ASCII)
+_HOME = re.compile(r"^~(?=/|$)")
 _KEPT = re.compile("\0([0-9]+)\0")
 _DEEPEST = 8
 """Scripts that read each other, before it is said that they go round."""
@@ -234,7 +234,7 @@ class _Reader:
             else:
                 self.found.arrays[name] = [*(self.found.arrays.get(name, []) if grows else []), *items]
             return
-        value = self._joined(self._with_home(_without_start(word.parts, assignment.end())), where)
+        value = self._joined(_with_home(_without_start(word.parts, assignment.end())), where)
         if places := self._grown(word.parts):
             self.found.grown.setdefault(name, []).extend(places)
         before = self._variable(name, where) if grows else Word("", where)
@@ -260,7 +260,7 @@ class _Reader:
             return [Word.missing(braces[0], where)]
         row = Row(where)
         has_array = any(_is_array(part) for part in raw.parts)
-        for part in self._with_home(raw.parts):
+        for part in _with_home(raw.parts):
             values = self._values(part, where)
             for number, value in enumerate(values):
                 if number:
@@ -272,16 +272,6 @@ class _Reader:
                     row.add_split(value)
         row.end()
         return row.words
-
-    def _with_home(self, parts: list[Part]) -> list[Part]:
-        """The parts of a word, with ~ in its place."""
-        home = self._variable("HOME", "")
-        if home is None or not parts or parts[0].quoted or not (begins := _HOME.match(parts[0].text)):
-            return parts
-        rest = parts[0].text[begins.end() :]
-        if rest[:1] != "/" and len(rest) + len(parts) > 1:
-            return parts
-        return [Part("text", begins[1] + home.text, True), Part("text", rest, False), *parts[1:]]
 
     def _values(self, part: Part, where: str) -> list[Word]:
         if part.kind == "text":
@@ -348,7 +338,7 @@ class _Reader:
         return Word(self._environment[name], where) if name in self._environment else None
 
     def _default(self, text: str, where: str, *, quoted: bool) -> Word:
-        scanner = ShellScanner(text, where)
+        scanner = ShellScanner(text if quoted else _HOME.sub("$HOME", text), where)
         if quoted or not set(text) & set("'\"\\"):
             return self._joined(scanner.quoted_parts(), where)
         # Blanks between quotes do not part words, even where the expansion itself is not in quotes.
@@ -364,7 +354,15 @@ class _Reader:
 
 
 def _is_array(part: Part) -> bool:
-    return part.kind == "parameter" and ("[@]" in part.text or part.text == "@")
+    return part.kind == "parameter" and ("[@]" in part.text or part.text[:1] == "@")
+
+
+def _with_home(parts: list[Part]) -> list[Part]:
+    """The parts of a word, with ~ in its place."""
+    begins = parts and not parts[0].quoted and re.match(r"((?:[A-Za-z_]\w*=)?)~(.*)", parts[0].text, re.ASCII)
+    if not begins or (begins[2][:1] != "/" and (begins[2] or len(parts) > 1)):
+        return parts
+    return [Part("text", begins[1], False), Part("parameter", "HOME", True), Part("text", begins[2], False), *parts[1:]]
 
 
 def _without_start(parts: list[Part], count: int) -> list[Part]:
