@@ -98,8 +98,8 @@ def read_arguments(
 def last_program(script: ShellScript, counts: Callable[[Word], bool] | None = None) -> Program | None:
     """The last Python program of a script, of those that count if there are any; None where it starts none.
 
-    Raises UserError for a statement behind a program that begins with arguments, and for a last program beside another
-    one, where only running the script would tell which of the two it is.
+    Raises UserError for a statement behind a program that begins with arguments, for a last program beside another one,
+    where only running the script would tell which of the two it is, and for a script that ends with an error before.
     """
     found: list[Program] = []
     for command, where, is_certain in zip(script.commands, script.places, script.certain, strict=True):
@@ -113,6 +113,10 @@ def last_program(script: ShellScript, counts: Callable[[Word], bool] | None = No
             if word.text.endswith(".py") or is_module:
                 found.append(Program(word, is_certain, command[number + 1 :]))
                 break
+    if not found and script.failed_at:
+        raise UserError(
+            f"{script.failed_at} ends the script before it starts a program: export the variables that it asks for there"
+        )
     if not found:
         return None
     programs = [program for program in found if counts is None or counts(program.name)] or found

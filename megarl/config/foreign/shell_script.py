@@ -50,6 +50,8 @@ class ShellScript:
     """Variables that a branch or a loop sets, whose value here is that of the environment."""
     used: set[str] = field(default_factory=set)
     """Arrays that a command takes."""
+    failed_at: str = ""
+    """File and line of the `exit` by which it ends with an error."""
 
     def uncertain(self, arrays: Collection[str]) -> dict[str, list[str]]:
         """Reason -> arguments that running the script may give, or give otherwise: places of `arrays`, variables."""
@@ -111,6 +113,8 @@ class _Reader:
         if statement.words[0].start in ("exit", "exec") and self._is_certain:
             # Without a program, exec redirects what the script itself writes.
             self._has_ended = statement.words[0].start == "exit" or len(statement.words) > 1
+            if statement.words[0].start == "exit" and [word.start for word in statement.words[1:]] not in ([], ["0"]):
+                self.found.failed_at = self._where(statement.words[0])
         self._is_certain = before
 
     def _take_running(self, statement: Statement) -> None:

@@ -70,6 +70,11 @@ TRAINS = f"python3 -m verl.trainer.main_ppo {' '.join(SETTINGS)} data.seed="
         (f"[ -d /d ] && {TRAINS}1\n{TRAINS}2", 2),
         (f"MODE=sync\nif [ $MODE = sync ]; then {TRAINS}1\nexit; fi\n{TRAINS}2", 1),
         (f"exec {TRAINS}1\n{TRAINS}2", 1),
+        (
+            f'A=(a.b=1)\nif [ -z "${{MODEL:-}}" ]; then\n  exit 1; fi\n{TRAINS}2',
+            r"run\.sh:3 ends the script before .* export",
+        ),
+        (f"{TRAINS}1\nexit 1", 1),
         (f"exec > log\n[ -d /d ] || exit 1\n{TRAINS}2", 2),
         (f"source set.sh\n{TRAINS}$S", 5),
         (f"S=7\n[ -d /d ] && source set.sh\n{TRAINS}$S", r"\$S has no value"),
