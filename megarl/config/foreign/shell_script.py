@@ -288,7 +288,8 @@ class _Reader:
                 return [Word("", where)]
             if part.text.strip() == "pwd":
                 return self._parameter("PWD", where, quoted=part.quoted)
-            folder = found_by_name(part.text, self._files[0].resolve(), self._files[-1].resolve())
+            script, source = self._files[0].resolve(), self._files[-1].resolve()
+            folder = found_by_name(part.text, script, source, lambda word: self._known(word, where))
             return [Word(str(folder), where) if folder else Word.missing(f"$({part.text})", where)]
         return self._parameter(part.text, where, quoted=part.quoted)
 
@@ -340,6 +341,11 @@ class _Reader:
         if name in self.found.arrays:
             return next(iter(self.found.arrays[name]), Word("", where))
         return Word(self._environment[name], where) if name in self._environment else None
+
+    def _known(self, word: str, where: str) -> str:
+        """The value of a word without quotes; empty where it is not known."""
+        value = self._default(word, where, quoted=True)
+        return "" if value.unknown else value.text
 
     def _default(self, text: str, where: str, *, quoted: bool) -> Word:
         scanner = ShellScanner(text if quoted else _HOME.sub("$HOME", text), where)

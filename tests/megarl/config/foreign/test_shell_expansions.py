@@ -37,6 +37,8 @@ KNOWN = [
     'eval "show \\\n --a 1 \\\n --b 2"',
     'D=$(dirname "$(dirname "$(realpath "$0")")")\nshow $D $(dirname $(readlink -f $0))',
     'D="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../x" &> /dev/null && pwd -P)"\nshow $D',
+    'D=$(dirname $(realpath $0))\nE="$(cd -- "${D}/../x" &>/dev/null && pwd)"\n'
+    'show $E $(dirname "$E") $(cd $D/.. ; pwd)',
     'set -eo pipefail\nset +e -x\nset --\nshow $@ ${1:-a} "$@"',
 ]
 UNKNOWN = [
@@ -53,6 +55,7 @@ UNKNOWN = [
     "A=([0]=x [1]=y)\nshow ${A[@]}",
     'D=$(basename "$(dirname "$0")")\nshow $D',
     "show $(ls $(dirname $0)/script.sh)",
+    'D=$(cd "$(dirname $0)" && cd .. && pwd)\nF=$(dirname "$NO/a")\nshow $D $F',
     "[ -f /etc/passwd ] && D=1\nshow ${D:+--debug}",
     'A="\'$(echo c d)\'"\neval "show $A"',
 ]
