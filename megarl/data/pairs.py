@@ -85,12 +85,12 @@ def _read_file(file: str | Path, config: PreferenceConfig) -> Iterator[tuple[Cha
         where = [f"row {number} (from 0) of {file}, column {column!r}" for column in columns]
         prompt = check_messages(row[config.prompt_column], where[0])
         yield (
-            _chat(prompt, row[config.chosen_column], where[1]),
-            _chat(prompt, row[config.rejected_column], where[2]),
+            _chat(prompt, row[config.chosen_column], where[1], config.prompt_column),
+            _chat(prompt, row[config.rejected_column], where[2], config.prompt_column),
         )
 
 
-def _chat(prompt: list[Message], reply: Any, where: str) -> Chat:
+def _chat(prompt: list[Message], reply: Any, where: str, prompt_column: str) -> Chat:
     if isinstance(reply, str):
         messages: list[Message] = [{"role": "assistant", "content": reply}]
     elif isinstance(reply, list):
@@ -99,6 +99,11 @@ def _chat(prompt: list[Message], reply: Any, where: str) -> Chat:
             messages = messages[len(prompt) :]
     else:
         raise UserError(f"{where} must hold a text or a list of {{role, content}} messages, found {reply!r}")
+    if messages and messages[0]["role"] in ("system", "user"):
+        raise UserError(
+            f"{where} begins with other messages than the prompt in column {prompt_column!r}, so that one of the two is"
+            " not what was answered: repeat that prompt, the same to the letter, or leave it out of the reply"
+        )
     if not messages or messages[-1]["role"] != "assistant":
         raise UserError(f"{where}: the last message must be one of the role 'assistant', the reply to the prompt")
     if not messages[-1]["content"].strip() and "tool_calls" not in messages[-1]:

@@ -108,6 +108,9 @@ def test_a_prompt_that_is_computed_once_counts_once(tmp_path):
     ("reply", "says"),
     [
         ([say("user", "1+1=")], "the last message must be one of the role 'assistant'"),
+        ([say("user", "1+1"), say("assistant", "3")], "begins with other messages than the prompt in column 'prompt'"),
+        ([say("system", "0"), say("user", "1+1="), say("assistant", "3")], "begins with other messages"),
+        ([say("user", "1+1="), say("user", "?"), say("assistant", "3")], "begins with other messages"),
         ([say("assistant", "2"), say("user", "?")], "the last message must be one of the role 'assistant'"),
         ([say("assistant", "")], "is an empty reply"),
         ([], "must hold a non-empty list"),
