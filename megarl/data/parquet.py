@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +24,8 @@ def read_rows(
     """Yield (row number from 0, {column: value}) of one parquet file; missing optional columns are left out.
 
     `named_by` maps a column whose name is configurable to its configuration key, for messages. Raises `UserError` for a
-    file that is missing, unreadable, not parquet, without rows, or without a needed column.
+    file that is missing, unreadable, not parquet, without rows, or without a needed column, and for a value that Python
+    cannot hold.
     """
     path = Path(file)
     if not path.is_file():
@@ -34,12 +35,23 @@ def read_rows(
             columns = _columns(path, parquet, needed, optional, named_by or {})
             row = 0
             for batch in parquet.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
-                for values in batch.to_pylist():
+                for values in _values(batch, path, row):
                     yield row, values
                     row += 1
     except (pa.ArrowException, OSError) as error:
         unreadable = f"cannot be read as parquet ({error}); write it again, as pandas.DataFrame.to_parquet does"
         raise UserError(f"data file {path} {_what_else_it_is(path) or unreadable}") from error
+
+
+def _values(batch: pa.RecordBatch, path: Path, first: int) -> list[dict[str, Any]]:
+    """The rows of a batch, of which the `first` has that number in the file."""
+    try:
+        return cast("list[dict[str, Any]]", batch.to_pylist())
+    except (ValueError, OverflowError) as error:  # text that is no UTF-8, times that datetime cannot hold
+        raise UserError(
+            f"rows {first} to {first + len(batch) - 1} (from 0) of {path} hold a value that Python cannot ({error});"
+            " write it as a text, or leave it out"
+        ) from error
 
 
 def _what_else_it_is(path: Path) -> str:

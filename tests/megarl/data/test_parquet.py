@@ -75,3 +75,25 @@ def test_an_empty_file_is_refused(tmp_path):
     pq.write_table(pa.table({"x": pa.array([], pa.int64())}), path)
     with pytest.raises(UserError, match=r"a\.parquet has no rows"):
         list(read_rows(path, ["x"]))
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (pa.array([10**14], pa.timestamp("s")), "days=1157407407"),
+        (
+            pa.Array.from_buffers(
+                pa.string(), 1, [None, *map(pa.py_buffer, [bytes([0] * 4 + [1] + [0] * 3), b"\xff"])]
+            ),
+            "utf-8",
+        ),
+    ],
+)
+def test_a_value_that_python_cannot_hold_is_refused_with_its_rows(tmp_path, value, says):
+    path = tmp_path / "a.parquet"
+    good = pa.array([None] * 70, value.type)
+    pq.write_table(pa.table({"x": pa.chunked_array([good, value])}), path)
+    with pytest.raises(
+        UserError, match=rf"^rows 64 to 70 \(from 0\) of .*a\.parquet hold a value .*{says}.* as a text"
+    ):
+        list(read_rows(path, ["x"]))
