@@ -11,6 +11,12 @@ from converters.errors import UserError
 
 _ROWS_PER_BATCH = 64
 """Small: Arrow cannot read a batch with over 2 GiB of text in a struct, and the tests of one row may take megabytes."""
+_SILENTLY_MISSED = {
+    **dict.fromkeys(("images", "videos", "audios"), "models learn from text alone here"),
+    "tools": "no chat template is told of it here: write the tools into a system message, as the template does",
+}
+"""Columns that verl and TRL pass to the model beside the messages -> why they are not supported here."""
+_NOTHING = (None, "", "[]", [], {})
 _OTHERS = {
     b"{": "is no parquet file; docs/data.md has a line that makes one of jsonl",
     b"version https://git-lfs": "is a pointer of Git LFS: `git lfs pull` in its folder brings the file itself",
@@ -24,8 +30,8 @@ def read_rows(
     """Yield (row number from 0, {column: value}) of one parquet file; missing optional columns are left out.
 
     `named_by` maps a column whose name is configurable to its configuration key, for messages. Raises `UserError` for a
-    file that is missing, unreadable, not parquet, without rows, or without a needed column, and for a value that Python
-    cannot hold.
+    file that is missing, unreadable, not parquet, without rows, or without a needed column, for a value that Python
+    cannot hold, and for a row with images or tools.
     """
     path = Path(file)
     if not path.is_file():
@@ -33,14 +39,25 @@ def read_rows(
     try:
         with pq.ParquetFile(path) as parquet:
             columns = _columns(path, parquet, needed, optional, named_by or {})
+            missed = [name for name in _SILENTLY_MISSED if name in parquet.schema_arrow.names and name not in columns]
             row = 0
-            for batch in parquet.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
+            for batch in parquet.iter_batches(batch_size=_ROWS_PER_BATCH, columns=[*columns, *missed]):
                 for values in _values(batch, path, row):
+                    for name in missed:
+                        _check_missed(name, values.pop(name), f"row {row} (from 0) of {path}")
                     yield row, values
                     row += 1
     except (pa.ArrowException, OSError) as error:
         unreadable = f"cannot be read as parquet ({error}); write it again, as pandas.DataFrame.to_parquet does"
         raise UserError(f"data file {path} {_what_else_it_is(path) or unreadable}") from error
+
+
+def _check_missed(column: str, value: Any, where: str) -> None:
+    if value not in _NOTHING:
+        raise UserError(
+            f"{where} has something in column {column!r}, and {_SILENTLY_MISSED[column]}; take the rows that need it"
+            " out, and the column, too"
+        )
 
 
 def _values(batch: pa.RecordBatch, path: Path, first: int) -> list[dict[str, Any]]:

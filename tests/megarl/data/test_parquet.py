@@ -97,3 +97,22 @@ def test_a_value_that_python_cannot_hold_is_refused_with_its_rows(tmp_path, valu
         UserError, match=rf"^rows 64 to 70 \(from 0\) of .*a\.parquet hold a value .*{says}.* as a text"
     ):
         list(read_rows(path, ["x"]))
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "empty"),
+    [
+        ("images", [{"bytes": b"\x89PNG", "path": None}], []),  # as verl's geo3k has them
+        ("tools", '[{"type": "function"}]', "[]"),
+        ("tools", [{"type": "function"}], None),
+    ],
+)
+def test_what_a_model_would_be_shown_elsewhere_is_not_left_out_silently(tmp_path, column, value, empty):
+    path = tmp_path / "a.parquet"
+    rows = [{"x": 1, column: value}, {"x": 2, column: empty}]
+    pq.write_table(pa.Table.from_pylist(rows).slice(1), path)
+    assert list(read_rows(path, ["x"])) == [(0, {"x": 2})]
+    pq.write_table(pa.Table.from_pylist(rows[::-1]), path)
+    with pytest.raises(UserError, match=rf"^row 1 \(from 0\) of .*a\.parquet has something in column '{column}', and "):
+        list(read_rows(path, ["x"]))
+    assert [values for _, values in read_rows(path, [column])] == [{column: empty}, {column: value}]
