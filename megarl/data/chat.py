@@ -44,6 +44,21 @@ def check_messages(value: object, where: str) -> list[Message]:
     return [_checked(message, f"{where}: message {number}") for number, message in enumerate(value)]
 
 
+def check_prompt(value: object, where: str) -> list[Message]:
+    """Return `value` as a chat that the assistant is to answer; raises `UserError` as `check_messages`.
+
+    Behind a last message of the assistant templates begin another one, so that a prefix would be no prefix, and a
+    conversation with its answer would be a prompt that has it.
+    """
+    messages = check_messages(value, where)
+    if messages[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where}: the last message is one of the assistant, and a response begins a message of its own: take that"
+            " one out"
+        )
+    return messages
+
+
 def _checked(message: object, where: str) -> Message:
     if isinstance(message, Mapping) and isinstance(message.get("role"), str):
         content = message.get("content")

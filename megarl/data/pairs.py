@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from converters.errors import UserError
-from megarl.data.chat import Message, check_messages
+from megarl.data.chat import Message, check_messages, check_prompt
 from megarl.data.conversations import Chat, Conversation, tokenise
 from megarl.data.parquet import read_rows
 from megarl.schema import PreferenceConfig
@@ -83,7 +83,7 @@ def _read_file(file: str | Path, config: PreferenceConfig) -> Iterator[tuple[Cha
     keys = [f"preference.{name}_column" for name in ("prompt", "chosen", "rejected")]
     for number, row in read_rows(file, columns, named_by=dict(zip(columns, keys, strict=True))):
         where = [f"row {number} (from 0) of {file}, column {column!r}" for column in columns]
-        prompt = check_messages(row[config.prompt_column], where[0])
+        prompt = check_prompt(row[config.prompt_column], where[0])
         yield (
             _chat(prompt, row[config.chosen_column], where[1], config.prompt_column),
             _chat(prompt, row[config.rejected_column], where[2], config.prompt_column),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError
-from megarl.data.chat import LengthBound, check_messages, encode, render
+from megarl.data.chat import LengthBound, check_prompt, encode, render
 from megarl.data.parquet import read_rows
 from megarl.data.whole_calls import with_calls
 from megarl.schema import DataConfig
@@ -107,7 +107,7 @@ def _read_file(
     for number, row in read_rows(file, needed, ["extra_info"], named_by):
         where = f"row {number} (from 0) of {file}"
         column = f"{where}, column {prompt_column!r}"
-        messages = check_messages(row[prompt_column], column)
+        messages = check_prompt(row[prompt_column], column)
         reward_model, extra_info = row["reward_model"], row.get("extra_info") or {}
         if not isinstance(row["data_source"], str):
             raise UserError(f"{where}: column 'data_source' must be a text, found {row['data_source']!r}")

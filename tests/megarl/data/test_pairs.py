@@ -87,6 +87,10 @@ def test_columns_have_the_names_of_the_configuration(tmp_path):
         (row(None, "2"), "column 'chosen' must hold a text or a list .*found None"),
         (row("22222", "333333"), "have 25 tokens together, .*the limit of 24"),
         ({"prompt": [], "chosen": "2", "rejected": "3"}, "column 'prompt' must hold a non-empty list"),
+        (
+            {"prompt": [say("user", "1"), say("assistant", "2")], "chosen": "2", "rejected": "3"},
+            "column 'prompt': the last message is one of the assistant",
+        ),
     ],
 )
 def test_a_bad_row_is_named(tmp_path, bad, says):

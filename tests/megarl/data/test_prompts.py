@@ -89,10 +89,10 @@ def test_a_key_that_other_messages_alone_have_is_not_there(tmp_path):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.tool_calls[0].name if 'tool_calls' in m else m.content }}{% endfor %}"
     )
-    calls = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "tool_calls": [{"name": "f"}]}]
-    rows = [row("7"), row(prompt=calls)]
+    called = {"role": "assistant", "content": "2", "tool_calls": [{"name": "f"}]}
+    rows = [row("7"), row(prompt=[{"role": "user", "content": "1"}, called, {"role": "tool", "content": "3"}])]
     prompts = load_prompts([write(tmp_path / "a.parquet", rows)], tokenizer, DataConfig()).prompts
-    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["7", "1f"]
+    assert [tokenizer.decode(list(prompt.token_ids)) for prompt in prompts] == ["7", "1f3"]
 
 
 CALLS = (
@@ -106,7 +106,7 @@ CALLS = (
 
 def calling(**call):
     said = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", **call}}]}
-    return row(prompt=[{"role": "user", "content": "1"}, said])
+    return row(prompt=[{"role": "user", "content": "1"}, said, {"role": "tool", "content": "3"}])
 
 
 def test_arguments_of_other_rows_calls_are_refused(tmp_path):
@@ -194,7 +194,7 @@ def test_rows_whose_arguments_are_other_texts_of_one_mapping_are_rendered_each(t
 
 
 def test_a_call_that_a_template_leaves_out_is_refused(tokenizer, tmp_path):
-    chat = [*calling()["prompt"], {"role": "user", "content": "2"}]
+    chat = calling()["prompt"]
     said = r"row 1 .*, column 'prompt', message 1: .* leaves out a part of its 'tool_calls'"
     with pytest.raises(UserError, match=said):
         load_prompts([write(tmp_path / "a.parquet", [row(), row(prompt=chat)])], tokenizer, DataConfig())
@@ -265,6 +265,10 @@ def test_overlong_prompts_are_refused(tokenizer, tmp_path, change, said):
         ({"prompt": []}, "non-empty list"),
         ({"prompt": [{"role": "user", "content": None}]}, "message 0 must have a text 'role'"),
         ({"prompt": [{"content": "1"}]}, "message 0 must have a text 'role'"),
+        (
+            {"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]},
+            "column 'prompt': the last message is one of the assistant",
+        ),
         ({"data_source": 3}, "'data_source' must be a text, found 3"),
         ({"reward_model": {"style": "rule"}}, "'reward_model' must hold a 'ground_truth'"),
         ({"reward_model": "3"}, "'reward_model' must hold a 'ground_truth'"),
