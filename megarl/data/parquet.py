@@ -18,7 +18,7 @@ _SILENTLY_MISSED = {
 """Columns that verl and TRL pass to the model beside the messages -> why they are not supported here."""
 _NOTHING = (None, "", "[]", [], {})
 _OTHERS = {
-    b"{": "is no parquet file; docs/data.md has a line that makes one of jsonl",
+    b"{": "is no parquet file; docs/data.md has lines that make one of jsonl",
     b"version https://git-lfs": "is a pointer of Git LFS: `git lfs pull` in its folder brings the file itself",
 }
 """First bytes of a file that is not parquet -> what it is."""

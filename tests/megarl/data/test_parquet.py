@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -36,7 +39,7 @@ def test_a_missing_file_is_named(tmp_path):
             b"version https://git-lfs.github.com/spec/v1\noid sha256:9f\n",
             r" is a pointer of Git LFS: `git lfs pull` in ",
         ),
-        (b'{"x": 1}\n', r" is no parquet file; docs/data\.md has a line that makes one of jsonl$"),
+        (b'{"x": 1}\n', r" is no parquet file; docs/data\.md has lines that make one of jsonl$"),
         (b"PAR1 not really PAR1", r" cannot be read as parquet \(.*\); write it again"),
     ],
 )
@@ -116,3 +119,13 @@ def test_what_a_model_would_be_shown_elsewhere_is_not_left_out_silently(tmp_path
     with pytest.raises(UserError, match=rf"^row 1 \(from 0\) of .*a\.parquet has something in column '{column}', and "):
         list(read_rows(path, ["x"]))
     assert [values for _, values in read_rows(path, [column])] == [{column: empty}, {column: value}]
+
+
+def test_the_lines_of_the_docs_make_parquet_of_jsonl_without_losing_a_column(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    (lines,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "jsonl" in block)
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").write_text('\ufeff{"x": 1}\r\n\r\n{"x": 2, "y": {"z": 3}}\n', encoding="utf-8", newline="")
+    exec(lines, {})
+    rows = [values for _, values in read_rows("train.parquet", ["x"], ["y"])]
+    assert rows == [{"x": 1, "y": None}, {"x": 2, "y": {"z": 3}}]
