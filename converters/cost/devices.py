@@ -1,21 +1,25 @@
-"""Peak rates of GPUs, from their data sheets: what a forecast starts from, and what the use of a GPU is measured by."""
+"""Peak rates of GPUs from their data sheets, and their memory as CUDA says it.
+
+A forecast starts from them, and the use of a GPU is measured by them.
+"""
 
 from dataclasses import dataclass
 
-_TERA, _GIGA = 1e12, 1e9
+_TERA, _GIGA, _GIB = 1e12, 1e9, 1024**3
 
 
 @dataclass(frozen=True)
 class Device:
     """A GPU. Operations are dense products, floating-point operations per second; sizes in bytes.
 
-    Example: Device(989e12, 1979e12, 80e9, 3350e9, 450e9), which is an H100
+    Example: Device(989e12, 1979e12, 85e9, 3350e9, 450e9), which is an H100
     """
 
     bf16_flops: float
     fp8_flops: float
     """As `bf16_flops` on a GPU that has no products in 8 bits."""
     memory_bytes: float
+    """All that a program may have: "80 GB" are 80 GiB, of which the driver keeps one for itself."""
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float
     """Each way; of a GPU without NVLink, the PCIe of its slot."""
@@ -24,12 +28,12 @@ class Device:
 
 
 def _device(
-    bf16_tflops: float, fp8_tflops: float, gbytes: float, gbytes_per_s: float, nvlink_gbytes_per_s: float, gpus: int = 8
+    bf16_tflops: float, fp8_tflops: float, gib: float, gbytes_per_s: float, nvlink_gbytes_per_s: float, gpus: int = 8
 ) -> Device:
     return Device(
         bf16_tflops * _TERA,
         fp8_tflops * _TERA,
-        gbytes * _GIGA,
+        gib * _GIB,
         gbytes_per_s * _GIGA,
         nvlink_gbytes_per_s * _GIGA,
         gpus,
@@ -37,21 +41,22 @@ def _device(
 
 
 DEVICES = {
-    "A100": _device(312, 312, 80, 2039, 300),
-    "A800": _device(312, 312, 80, 2039, 200),
-    "H20": _device(148, 296, 96, 4000, 450),
-    "H100 PCIe": _device(756, 1513, 80, 2000, 300, 2),
-    "H100 NVL": _device(835, 1671, 94, 3900, 300, 2),
-    "H100": _device(989, 1979, 80, 3350, 450),
-    "H800": _device(989, 1979, 80, 3350, 200),
-    "H200 NVL": _device(835, 1671, 141, 4800, 450, 4),
-    "H200": _device(989, 1979, 141, 4800, 450),
-    "GH200": _device(989, 1979, 96, 4000, 450, 1),
-    "L40S": _device(362, 733, 48, 864, 32),
-    "B200": _device(2250, 4500, 180, 7700, 900),
-    "GB200": _device(2500, 5000, 186, 8000, 900, 72),
+    "A100": _device(312, 312, 79.2, 2039, 300),
+    "A800": _device(312, 312, 79.2, 2039, 200),
+    "H20": _device(148, 296, 95, 4000, 450),
+    "H100 PCIe": _device(756, 1513, 79.1, 2000, 300, 2),
+    "H100 NVL": _device(835, 1671, 93.1, 3900, 300, 2),
+    "H100": _device(989, 1979, 79.1, 3350, 450),
+    "H800": _device(989, 1979, 79.1, 3350, 200),
+    "H200 NVL": _device(835, 1671, 139.7, 4800, 450, 4),
+    "H200": _device(989, 1979, 139.7, 4800, 450),
+    "GH200": _device(989, 1979, 94.5, 4000, 450, 1),
+    "L40S": _device(362, 733, 44.4, 864, 32),
+    "B200": _device(2250, 4500, 178.3, 7700, 900),
+    "GB200": _device(2500, 5000, 184.3, 8000, 900, 72),
 }
-"""TFLOP/s in bf16 and fp8, GB, GB/s of memory, GB/s of NVLink each way, GPUs joined by it; a part of the name first."""
+"""A part of the name; TFLOP/s in bf16 and fp8; GiB, as torch says them where memory is short ("a total capacity of 79.11
+GiB", with ECC); GB/s of memory; GB/s of NVLink each way; GPUs joined by it."""
 
 
 def device_named(name: str) -> Device | None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from converters.cost.devices import peak_bf16_flops
+from converters.cost.devices import DEVICES, peak_bf16_flops
 
 
 @pytest.mark.parametrize(
@@ -24,3 +24,11 @@ def test_the_longest_name_that_fits_is_the_device(name: str, teraflops: int) -> 
 
 def test_a_device_that_is_not_known_has_no_peak() -> None:
     assert peak_bf16_flops("cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "mib_of_nvidia_smi"),
+    [("A100", 81_920), ("H100", 81_559), ("H20", 97_871), ("H200", 143_771), ("B200", 183_359), ("L40S", 46_068)],
+)
+def test_memory_is_what_the_driver_leaves_of_what_it_says(name: str, mib_of_nvidia_smi: int) -> None:
+    assert 0.97 < DEVICES[name].memory_bytes / (mib_of_nvidia_smi * 1024**2) < 1
