@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import UserError, did_you_mean
@@ -37,6 +38,7 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "memory_share": partial(_ENGINE.memory_share, {}),
     "computes_beside": _ENGINE.computes_beside,
     "prefill_tokens": _ENGINE.prefill_tokens({}),
+    "most_samples": _ENGINE.max_concurrent_samples({}) or inf,
     "is_eager": False,
     "kv_bytes": 2,
     "kv_ranks": 1,
@@ -180,6 +182,7 @@ def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
     sizes = kind.sizes(config.rollout.engine_args)
     # Weights that the engine itself holds in FP8 are in blocks, too.
     held = FP8_BLOCK if sizes.dtype == "fp8" else None
+    most = kind.max_concurrent_samples(config.rollout.engine_args) or inf
     return {
         "engine_tp": sizes.tensor,
         "engine_ep": sizes.expert,
@@ -187,6 +190,7 @@ def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
         "memory_share": partial(kind.memory_share, config.rollout.engine_args),
         "computes_beside": kind.computes_beside,
         "prefill_tokens": kind.prefill_tokens(config.rollout.engine_args),
+        "most_samples": most / max(1, (sizes.expert or 1) // sizes.tensor),
         "is_eager": sizes.is_eager,
         "kv_bytes": sizes.kv_bytes,
         "kv_ranks": sizes.kv_ranks,

@@ -110,6 +110,7 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
             kv_bytes=options.kv_bytes,
             kv_ranks=options.kv_ranks,
             prefill_tokens=options.prefill_tokens,
+            most_samples=options.most_samples,
             computes_beside=options.computes_beside,
         ),
         staleness=options.staleness,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import inf, prod
 
 from converters.cost.devices import Device
 from megarl.planning.amounts import say_bytes
@@ -31,6 +31,8 @@ class EngineOptions:
     """Ranks that share out the tokens of keys and values: vLLM's `decode_context_parallel_size`."""
     prefill_tokens: int = 16384
     """Tokens of prompts that are computed at a time: vLLM's `max_num_batched_tokens`."""
+    most_samples: float = inf
+    """Samples that each group of ranks with all of attention computes at once: vLLM's `max_num_seqs`."""
     computes_beside: bool = False
     """See `EngineKind.computes_beside`."""
 
@@ -187,6 +189,7 @@ class StepPrediction:
             self.engine_memory,
             self._speeds,
             self.step.engine.is_eager,
+            self.step.engine.most_samples * self.engine_memory.attention_ranks,
         )
 
     def _refit_seconds(self) -> float:

@@ -29,6 +29,8 @@ class Decoding:
     speeds: Speeds
     is_eager: bool = False
     """Its kernels are launched one by one: vLLM's `enforce_eager`."""
+    most_samples: float = math.inf
+    """Samples that its ranks compute at once."""
 
     @cached_property
     def _weights(self) -> RankWeights:
@@ -78,14 +80,14 @@ def _expert_share(architecture: Architecture) -> float:
 def rollout_seconds(engine: Decoding, workload: Workload, replicas: int) -> float:
     """Seconds until the last response of an engine that has its share of all.
 
-    The engine keeps as many sequences as its cache has room for. Responses have lengths up to the longest with the
+    The engine keeps as many sequences as its cache has room for, and as it computes at once. Responses have lengths up to the longest with the
     given mean, of which the distribution that assumes least else is exponential, cut at the longest: as responses end
     the batch becomes smaller, and at its end the longest ones decode alone.
     """
     sequences = math.ceil(workload.responses / replicas)
     prompts = math.ceil(workload.prompts / replicas)
     room = engine.memory.tokens / (workload.prompt_tokens + workload.response_tokens)
-    together = max(1.0, min(sequences, room))
+    together = max(1.0, min(sequences, room, engine.most_samples))
     context = workload.prompt_tokens + workload.response_tokens / 2
     # Waiting requests begin as others end: until all have begun the batch is full.
     full = (sequences - together) * workload.response_tokens / together * engine.step_seconds(together, context)

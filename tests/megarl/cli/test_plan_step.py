@@ -56,6 +56,7 @@ def test_a_recipe_says_the_work(
     monkeypatch.chdir(tmp_path)
     assert rollout("rollout.max_response_tokens=4096") > 2 * rollout()
     assert rollout("rollout.engine_args.enforce_eager=true") > 2 * rollout()
+    assert rollout("rollout.engine_args.max_num_seqs=16") > 2 * rollout()
 
 
 @pytest.mark.parametrize(

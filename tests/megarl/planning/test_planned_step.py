@@ -37,6 +37,13 @@ def test_longer_responses_take_longer_to_sample() -> None:
     assert StepPrediction(longer).seconds["rollout"] > 1.5 * StepPrediction(step).seconds["rollout"]
 
 
+def test_an_engine_has_no_more_samples_at_once_than_it_computes() -> None:
+    step = small_step()
+    few, fewer = (replace(step, engine=replace(step.engine, most_samples=most)) for most in (16, 8))
+    assert StepPrediction(few).rollout_seconds > 1.5 * StepPrediction(step).rollout_seconds
+    assert StepPrediction(fewer).rollout_seconds > 1.5 * StepPrediction(few).rollout_seconds
+
+
 def test_stale_samples_are_made_beside_training() -> None:
     step = small_step(colocated=False)
     in_turn, beside = StepPrediction(step), StepPrediction(replace(step, staleness=1))
