@@ -90,3 +90,11 @@ def head_widths(architecture: Architecture) -> tuple[int, int]:
     if architecture.multi_latent_attention:
         return config["qk_head_dim"] + config["qk_pos_emb_head_dim"], config["v_head_dim"]
     return config["kv_channels"], config["kv_channels"]
+
+
+def decoding_widths(architecture: Architecture) -> tuple[int, int]:
+    """Widths of the keys and values of a head where a token is decoded: of latent attention the latent itself."""
+    config = architecture.transformer_config
+    if architecture.multi_latent_attention:
+        return config["kv_lora_rank"] + config["qk_pos_emb_head_dim"], config["kv_lora_rank"]
+    return head_widths(architecture)

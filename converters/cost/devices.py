@@ -55,8 +55,8 @@ DEVICES = {
     "B200": _device(2250, 4500, 178.3, 7700, 900),
     "GB200": _device(2500, 5000, 184.3, 8000, 900, 72),
 }
-"""A part of the name; TFLOP/s in bf16 and fp8; GiB, as torch says them where memory is short ("a total capacity of 79.11
-GiB", with ECC); GB/s of memory; GB/s of NVLink each way; GPUs joined by it."""
+"""A part of the name; TFLOP/s in bf16 and fp8; GiB, as torch says them where memory is short ("a total capacity of
+79.11 GiB", with ECC); GB/s of memory; GB/s of NVLink each way; GPUs joined by it."""
 
 
 def device_named(name: str) -> Device | None:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from converters.errors import UserError
+from megarl.planning.lengths import exponential_rate, mean_square
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,14 @@ class Workload:
     def sequence_tokens(self) -> float:
         """Mean length of a prompt with its response."""
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def attention_tokens(self) -> float:
+        """Mean length of the sequence that a token is in: long ones have more of the tokens than of the sequences."""
+        longest = float(self.max_response_tokens)
+        square = longest**2 * mean_square(exponential_rate(self.response_tokens / longest))
+        prompt = self.prompt_tokens
+        return (prompt**2 + 2 * prompt * self.response_tokens + square) / self.sequence_tokens
 
     @property
     def tokens(self) -> float:

@@ -203,9 +203,10 @@ class StepPrediction:
         return self._speeds.send(nbytes) + EXCHANGE_S
 
     def _turn_seconds(self) -> float:
-        """The trainer's state to the host and back, and the engine's weights in: they share the GPUs."""
+        """All that trainer and engine have on the GPUs in turns, to the host and back: they share them."""
         memory = self.trainer_memory
-        return self._speeds.host(2 * (memory.weights + memory.optimizer) + self.engine_memory.weights)
+        away = memory.weights + memory.optimizer + memory.reference
+        return self._speeds.host(2 * (away + self.engine_memory.weights))
 
 
 def _helps(part: str, step: PlannedStep) -> str:

@@ -1,13 +1,15 @@
 """Seconds of the rollout: every decoding step of an engine, from its full batch to the last long response."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 from converters.architectures import Architecture
+from converters.cost.compute import decoding_widths, head_widths
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.number_formats import NumberFormat
+from megarl.planning.lengths import exponential_rate, longer_than
 from megarl.planning.memory.engine import EngineMemory, element_bytes, engine_weights
 from megarl.planning.memory.rank_weights import RankWeights
 from megarl.planning.step.speeds import ENGINE_STEP_S, LAUNCHED_LAYER_S, RECORDED_LAYER_S, Speeds
@@ -44,20 +46,28 @@ class Decoding:
         touched = 1 - (1 - share) ** sequences
         size = element_bytes(self.number_format)
         read = weights.output * _BF16 + (weights.dense + weights.experts * touched) * size
-        read += own * context * self.memory.kv_token
         flops = 2 * (own * weights.multiplied + sequences * share * weights.experts)
         computing = self.speeds.products(flops, read, is_fp8=self.number_format is not None)
+        pairs = own * context
+        computing += self.speeds.products(pairs * self._pair_flops(decoding_widths), pairs * self.memory.kv_token)
         layer = LAUNCHED_LAYER_S if self.is_eager else RECORDED_LAYER_S
         layers = self.architecture.num_layers
         return computing + layers * (layer + self._talking(own)) + ENGINE_STEP_S
 
-    def prefill_seconds(self, tokens: float) -> float:
-        """Prompts of the engine of so many tokens in all."""
+    def prefill_seconds(self, tokens: float, length: float) -> float:
+        """Prompts of the engine of so many tokens in all, each of this length."""
         weights = self._weights
         own = tokens / self.memory.attention_ranks
         flops = 2 * (own * weights.multiplied + tokens * _expert_share(self.architecture) * weights.experts)
         computing = self.speeds.products(flops, 0, is_fp8=self.number_format is not None)
+        # Causal: half of the pairs.
+        computing += self.speeds.products(own * length / 2 * self._pair_flops(head_widths), 0)
         return computing + self.architecture.num_layers * self._talking(own)
+
+    def _pair_flops(self, widths: Callable[[Architecture], tuple[int, int]]) -> float:
+        """Of attention, for a token and one of those before it, with heads as wide as `widths` says."""
+        heads = self.architecture.transformer_config["num_attention_heads"] / self.parallel.tensor_model_parallel_size
+        return 2 * heads * sum(widths(self.architecture)) * self.architecture.num_layers
 
     def _talking(self, own: float) -> float:
         """The collectives of a layer: sums after attention and MLP, or the exchange of whole experts' tokens."""
@@ -80,9 +90,8 @@ def _expert_share(architecture: Architecture) -> float:
 def rollout_seconds(engine: Decoding, workload: Workload, replicas: int) -> float:
     """Seconds until the last response of an engine that has its share of all.
 
-    The engine keeps as many sequences as its cache has room for, and as it computes at once. Responses have lengths up to the longest with the
-    given mean, of which the distribution that assumes least else is exponential, cut at the longest: as responses end
-    the batch becomes smaller, and at its end the longest ones decode alone.
+    The engine keeps as many sequences as its cache has room for, and as it computes at once. Responses have the lengths
+    of `megarl.planning.lengths`: as they end the batch becomes smaller, and at its end the longest ones decode alone.
     """
     sequences = math.ceil(workload.responses / replicas)
     prompts = math.ceil(workload.prompts / replicas)
@@ -91,7 +100,8 @@ def rollout_seconds(engine: Decoding, workload: Workload, replicas: int) -> floa
     context = workload.prompt_tokens + workload.response_tokens / 2
     # Waiting requests begin as others end: until all have begun the batch is full.
     full = (sequences - together) * workload.response_tokens / together * engine.step_seconds(together, context)
-    return full + engine.prefill_seconds(prompts * workload.prompt_tokens) + _ending(engine, workload, together)
+    prefill = engine.prefill_seconds(prompts * workload.prompt_tokens, workload.prompt_tokens)
+    return full + prefill + _ending(engine, workload, together)
 
 
 def _ending(engine: Decoding, workload: Workload, sequences: float) -> float:
@@ -107,32 +117,8 @@ def _alive(workload: Workload, sequences: float) -> Iterator[tuple[float, float,
     """Stretches of the longest response: first and last token, and the share of responses that are as long."""
     longest = float(workload.max_response_tokens)
     rate = exponential_rate(workload.response_tokens / longest)
-
-    def longer(share: float) -> float:
-        """The share of responses that are longer than this share of the longest."""
-        if abs(rate) < 1e-6:
-            return 1 - share
-        return (math.exp(-rate * share) - math.exp(-rate)) / -math.expm1(-rate)
-
     for number in range(_STEPS):
-        alive = longer((number + 0.5) / _STEPS)
+        alive = longer_than((number + 0.5) / _STEPS, rate)
         # Less than half a response is none.
         if alive * sequences >= 0.5:
             yield longest * number / _STEPS, longest * (number + 1) / _STEPS, alive
-
-
-def exponential_rate(mean: float) -> float:
-    """Rate of the exponential distribution on [0, 1] with a mean in (0, 1); negative for a mean above a half."""
-    low, high = -500.0, 500.0
-    mean = min(max(mean, 0.003), 0.997)
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _mean(middle) > mean:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
-
-
-def _mean(rate: float) -> float:
-    return 0.5 - rate / 12 if abs(rate) < 1e-4 else 1 / rate - 1 / math.expm1(rate)

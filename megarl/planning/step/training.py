@@ -32,9 +32,24 @@ class PassSeconds:
     """To the next stage."""
 
     @property
+    def talking(self) -> float:
+        """All that is exchanged."""
+        return self.tensor + self.experts + self.context + self.sending
+
+    @property
     def total(self) -> float:
         """All, as if nothing overlapped."""
-        return self.computing + self.tensor + self.experts + self.context + self.sending
+        return self.computing + self.talking
+
+    def after(self, products: int, *, again: bool) -> float:
+        """The backward pass, of so many products for each forward; `again` with a forward pass that it begins with.
+
+        What a forward pass exchanges goes back as its gradient, once. Tensor parallelism gathers the input of every
+        second product once more, for the gradient of its weights.
+        """
+        backward = products * self.computing + self.talking + self.tensor / 2
+        # A layer that is computed again has its input.
+        return backward + (self.total - self.sending if again else 0.0)
 
 
 @dataclass(frozen=True)
@@ -61,14 +76,13 @@ class Training:
         """All optimizer steps."""
         # Weights that do not train need no gradient: half of the backward pass.
         backward = 1 if self.options.lora else _BACKWARD
-        passes = backward + (1 if self.options.recompute.is_full else 0)
         slowest = 0.0
         for stage, each in enumerate(self._stages):
             # Gradients are added to those that are there: read and written. An adapter has few.
             weights = 0 if self.options.lora else self._held[stage].total
             adding = self.speeds.memory(weights * 2 * self.options.gradient_bytes)
             # Weights are gathered again, and gradients take the same way back.
-            after = max(passes * each.total, 2 * self._gathering)
+            after = max(each.after(backward, again=self.options.recompute.is_full), 2 * self._gathering)
             slowest = max(slowest, max(each.total, self._gathering) + after + adding)
         number = self.workload.micro_batches(self.parallel.data_parallel_size)
         return self.workload.updates * (self._pipelined(slowest, number) + self._optimizer_seconds())
@@ -115,10 +129,12 @@ class Training:
         # The tokens of a sequence-parallel rank, to each of their experts and back.
         sent = hidden / tensor * config.get("moe_router_topk", 0) * self.options.expert_load
         key_values = tokens * _key_value_width(self.architecture) / tensor * _BF16
+        # Attention and dense MLPs gather their tokens and scatter their sums, and so do shared experts; the others get
+        # theirs by the exchange.
+        gathers = 4 * len(layers) - (0 if config.get("moe_shared_expert_intermediate_size") else 2 * moe)
         return PassSeconds(
             computing=self._computing(stage, tokens, layers, moe),
-            # Attention and dense MLPs gather their tokens and scatter their sums; experts get theirs by the exchange.
-            tensor=(4 * len(layers) - 2 * moe) * self.speeds.gather(hidden, tensor),
+            tensor=gathers * self.speeds.gather(hidden, tensor),
             experts=moe * 2 * self.speeds.all_to_all(sent, parallel.expert_ranks),
             context=len(layers) * self.speeds.gather(key_values * context, context, tensor),
             sending=self.speeds.send(hidden / tensor) if parallel.pipeline_model_parallel_size > 1 else 0.0,
@@ -128,7 +144,7 @@ class Training:
         parallel = self.parallel
         weights = self._weights[stage]
         dense = self.speeds.products(2 * tokens * weights.multiplied, weights.multiplied * _BF16)
-        length = self.workload.sequence_tokens
+        length = self.workload.attention_tokens
         heads = self.architecture.transformer_config["num_attention_heads"] / parallel.tensor_model_parallel_size
         # Causal: half of the pairs, of two products.
         pairs = tokens * length * heads * sum(head_widths(self.architecture))

@@ -7,15 +7,20 @@ import pytest
 from small_step import small_step
 
 from converters.architectures import Lora
+from converters.cost.devices import DEVICES
 from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.cluster import Cluster
+from megarl.planning.lengths import exponential_rate
 from megarl.planning.memory.activations import Recompute
+from megarl.planning.memory.engine import engine_memory
 from megarl.planning.memory.trainer import TrainingOptions, micro_batches_in_flight
+from megarl.planning.refit import engine_sizes, read_model
 from megarl.planning.step.knobs import turned_knobs
 from megarl.planning.step.prediction import PlannedStep, StepPrediction
-from megarl.planning.step.rollout import exponential_rate
+from megarl.planning.step.rollout import Decoding
 from megarl.planning.step.speeds import Speeds
+from megarl.planning.step.training import PassSeconds
 from megarl.planning.workload import Workload
 
 
@@ -42,6 +47,53 @@ def test_an_engine_has_no_more_samples_at_once_than_it_computes() -> None:
     few, fewer = (replace(step, engine=replace(step.engine, most_samples=most)) for most in (16, 8))
     assert StepPrediction(few).rollout_seconds > 1.5 * StepPrediction(step).rollout_seconds
     assert StepPrediction(fewer).rollout_seconds > 1.5 * StepPrediction(few).rollout_seconds
+
+
+@pytest.mark.parametrize(
+    ("model", "seconds_of_a_pair"),
+    [
+        # A head reads the latent of 512 with 64 of position, and adds up the latent: 148 TFLOP/s are the bound.
+        ("deepseek_v3", 61 * 128 * 2 * (512 + 64 + 512) / (0.6 * 148e12)),
+        # Four heads share each of eight keys and values of 128 in bf16: 4,000 GB/s are the bound.
+        ("qwen3_8b", 36 * 8 * 2 * 128 * 2 / (0.7 * 4e12)),
+    ],
+)
+def test_decoding_a_latent_on_every_rank_is_bound_by_products(model: str, seconds_of_a_pair: float) -> None:
+    cluster, architecture, sizes = Cluster(memory_gbyte_per_s=4000), read_model(model), engine_sizes(1, None)
+    memory = engine_memory(architecture, sizes, None, memory_bytes=96e9, utilization=0.9, prefill_tokens=1)
+    engine = Decoding(architecture, sizes, None, memory, Speeds(DEVICES["H20"], cluster))
+    short, long = (engine.step_seconds(64, context) for context in (4096, 8192))
+    assert (long - short) / (64 * 4096) == pytest.approx(seconds_of_a_pair)
+
+
+def test_long_prompts_take_the_square_of_their_length() -> None:
+    engine = StepPrediction(small_step())._decoding
+    parts = [engine.prefill_seconds(65536, length) for length in (1024, 2048, 4096)]
+    assert parts[2] - parts[1] == pytest.approx(2 * (parts[1] - parts[0]))
+    assert parts[1] > 1.01 * parts[0]
+
+
+def test_tokens_are_in_longer_sequences_than_the_mean() -> None:
+    # Uniform between 0 and 4,096, as a mean in the middle assumes least: the mean of the squares over the mean.
+    alone = Workload(prompt_tokens=1, response_tokens=2048, max_response_tokens=4096)
+    assert alone.attention_tokens == pytest.approx(2 / 3 * 4096, rel=1e-3)
+    same = Workload(prompt_tokens=1000, response_tokens=1, max_response_tokens=1)
+    assert same.attention_tokens == pytest.approx(same.sequence_tokens, rel=1e-3)
+
+
+def test_a_backward_pass_exchanges_once_what_a_forward_pass_does() -> None:
+    forward = PassSeconds(computing=1, tensor=10, experts=100, context=1000, sending=10000)
+    assert forward.after(2, again=False) == 2 + 10 + 5 + 100 + 1000 + 10000
+    assert forward.after(1, again=True) == 1 + 10 + 5 + 100 + 1000 + 10000 + 1 + 10 + 100 + 1000
+
+
+def test_turns_move_all_to_the_host_and_back() -> None:
+    step = small_step()
+    plain = StepPrediction(step)
+    reference = StepPrediction(replace(step, training=replace(step.training, keeps_reference=True)))
+    assert plain.seconds["turns"] == pytest.approx(2 * (sum(plain.host_bytes) - plain.engine_memory.weights) / 25e9)
+    added = 2 * reference.trainer_memory.reference / 25e9
+    assert reference.seconds["turns"] - plain.seconds["turns"] == pytest.approx(added)
 
 
 def test_stale_samples_are_made_beside_training() -> None:
