@@ -25,6 +25,20 @@ def test_a_rank_allocates_what_was_counted(model: str, layouts: Sequence[str], r
     assert [len(ranks) for ranks in found.values()] == [planned_memory.LAYOUTS[each].world_size for each in layouts]
 
 
+@pytest.mark.parametrize(
+    ("model", "modules"),
+    [
+        ("qwen3", ["core_attn"]),
+        ("qwen3", ["layernorm"]),
+        ("deepseek_v3", ["mla_up_proj"]),
+        ("deepseek_v3", ["core_attn", "mla_up_proj", "layernorm"]),
+    ],
+)
+def test_modules_that_are_computed_again_spare_what_was_counted(model: str, modules: list[str]) -> None:
+    options = {"recompute_granularity": "selective", "recompute_modules": modules}
+    assert not too_far_off(compare(model, ["one rank"], options))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_fsdp2_gathers_some_of_many_layers(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as it gathers of four, which the other models have, is as much as there is in all."""

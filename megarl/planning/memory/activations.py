@@ -4,7 +4,7 @@ The counts follow Korthikanti et al. (arXiv 2205.05198), for gated MLPs, experts
 keeps no scores. Sequence parallelism, which is on wherever TP is above 1, cuts what tensor parallelism does not.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +77,11 @@ def layer_bytes(rows: Iterable[Kept], recompute: Recompute) -> float:
     return sum(row.nbytes for row in rows if not row.spared_by & recompute.modules)
 
 
+def module_bytes(rows: Sequence[Kept], recompute: Recompute) -> float:
+    """Bytes for a token of the largest part of a layer that is computed again by itself, and is there for that time."""
+    return max((sum(row.nbytes for row in rows if module in row.spared_by) for module in recompute.modules), default=0)
+
+
 def layer_input_bytes(architecture: Architecture, parallel: ParallelSizes, element_bytes: int) -> float:
     """Bytes for a token of the hidden state that a layer begins with."""
     return element_bytes * architecture.transformer_config["hidden_size"] / parallel.tensor_model_parallel_size
@@ -117,19 +122,34 @@ def _attention(
     architecture: Architecture, parallel: ParallelSizes, layer: int, kernels: Kernels, size: int
 ) -> list[Kept]:
     config, tp = architecture.transformer_config, parallel.tensor_model_parallel_size
+    is_latent = architecture.multi_latent_attention
     key_width, value_width = head_widths(architecture)
-    heads = config["num_attention_heads"] / tp
-    groups = heads if kernels.attention_is_plain else max(1, config["num_query_groups"] / tp)
-    core = size * (heads * key_width + groups * 2 * key_width + heads * key_width) + _FLOAT32 * heads
-    if kernels.attention_is_plain:
-        core += size * heads * value_width + size * 4 * _rotary_width(config)
-        core += size * 2 * heads * key_width * _keys_before(parallel.context_parallel_size)
+    heads, groups = config["num_attention_heads"] / tp, max(1, config["num_query_groups"] / tp)
     hidden = config["hidden_size"] / tp
+    norms = hidden * _hidden_norms(architecture, layer)
+    # Transformer Engine's products have the norm before them in their kernel, but for those of latents and experts.
+    apart = kernels.attention_is_plain or is_latent
+    rows = [
+        Kept("inputs of norms", size * norms),
+        Kept("norms", (kernels.norm_bytes - size) * norms, frozenset({"layernorm"})),
+        Kept("input of attention", size * hidden, frozenset({"layernorm"} if apart else ())),
+        *(_latents if is_latent else _head_norms)(config, tp, kernels, size),
+    ]
+    up = frozenset({"mla_up_proj"} if is_latent else ())
+    if not kernels.attention_is_plain:
+        return [
+            *rows,
+            Kept("queries, keys and values", size * (heads * key_width + groups * (key_width + value_width)), up),
+            Kept("attention", size * heads * value_width + _FLOAT32 * heads),
+        ]
+    # Values and results are as wide as keys there.
+    core = size * (2 * (heads - groups) + heads) * key_width + _FLOAT32 * heads
+    core += size * 2 * heads * key_width * _keys_before(parallel.context_parallel_size)
     return [
-        Kept("norms", kernels.norm_bytes * hidden * _hidden_norms(architecture, layer)),
-        Kept("input of attention", size * hidden, frozenset({"layernorm"})),
-        *(_latents if architecture.multi_latent_attention else _head_norms)(config, tp, kernels, size),
-        Kept("core attention", core, frozenset({"core_attn"} if kernels.attention_is_plain else ())),
+        *rows,
+        Kept("queries, keys and values", size * (heads + 2 * groups) * key_width, up),
+        Kept("core attention", core, frozenset({"core_attn"})),
+        Kept("attention", size * heads * value_width + size * 4 * _rotary_width(config)),
     ]
 
 
@@ -169,7 +189,12 @@ def _hidden_norms(architecture: Architecture, layer: int) -> int:
 def _mlp(architecture: Architecture, parallel: ParallelSizes, kernels: Kernels, size: int) -> list[Kept]:
     config, tp = architecture.transformer_config, parallel.tensor_model_parallel_size
     return [
-        Kept("input of the MLP", size * config["hidden_size"] / tp, frozenset({"layernorm", "mlp"})),
+        # A norm apart is not computed again with the MLP, which then keeps its input; one inside only with it.
+        Kept(
+            "input of the MLP",
+            size * config["hidden_size"] / tp,
+            frozenset({"layernorm" if kernels.attention_is_plain else "mlp"}),
+        ),
         Kept("MLP", size * kernels.mlp_copies * config["ffn_hidden_size"] / tp, frozenset({"mlp"})),
     ]
 
@@ -183,10 +208,12 @@ def _experts(
     shared = config.get("moe_shared_expert_intermediate_size") or 0
     hidden = size * config["hidden_size"] / tp
     rows = load * topk
+    width = size * rows * config["moe_ffn_hidden_size"] / tp
     return [
-        Kept("input of the experts", hidden, frozenset({"moe", "layernorm"})),
+        Kept("input of the experts", hidden, frozenset({"layernorm"})),
         Kept("router", (_ROUTED_ENTRY * topk + _EXPERT_ENTRY * architecture.num_experts) / tp, moe),
         Kept("tokens of experts", hidden * rows * parallel.expert_tensor_size, moe),
-        Kept("experts", size * kernels.expert_copies * rows * config["moe_ffn_hidden_size"] / tp, moe),
+        Kept("experts", (kernels.expert_copies - 1) * width, moe),
+        Kept("products of experts", width, moe | {"moe_act"}),
         Kept("shared experts", size * kernels.mlp_copies * shared / tp, frozenset({"moe", "shared_experts"})),
     ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import inf
 from typing import Any
 
@@ -16,6 +17,7 @@ from megarl.planning.memory.activations import (
     kept_by_layer,
     layer_bytes,
     layer_input_bytes,
+    module_bytes,
 )
 from megarl.planning.memory.gathered import gathered_elements
 from megarl.planning.memory.rank_weights import RankWeights, rank_weights, stage_layers
@@ -162,24 +164,25 @@ def _kept(
     recompute = options.recompute
     layers = stage_layers(architecture, parallel, stage)
     hidden = layer_input_bytes(architecture, parallel, options.weight_bytes)
-    each = [
-        layer_bytes(
-            kept_by_layer(
-                architecture,
-                parallel,
-                layer,
-                options.kernels,
-                element_bytes=options.weight_bytes,
-                expert_load=options.expert_load,
-            ),
-            recompute,
+    rows = [
+        kept_by_layer(
+            architecture,
+            parallel,
+            layer,
+            options.kernels,
+            element_bytes=options.weight_bytes,
+            expert_load=options.expert_load,
         )
         for layer in layers
     ]
+    each = [layer_bytes(of_layer, recompute) for of_layer in rows]
     flying = micro_batches_in_flight(parallel, stage, micro_batches)
     ends = _ends(architecture, parallel, options, stage)
     if not recompute.is_full:
-        return flying * (sum(each) + ends)
+        # What comes after a module in its micro-batch is done with while it is computed again.
+        parts = (module_bytes(of_layer, recompute) for of_layer in rows)
+        before = [kept + part for kept, part in zip(accumulate(each), parts, strict=True)]
+        return (flying - 1) * (sum(each) + ends) + max(sum(each) + ends, *before)
     again = _recomputed(each, recompute)
     # While a layer is computed again the results of its micro-batch are done with, and so are the layers after it.
     kept = hidden * len(again) + sum(each) - sum(map(sum, again))

@@ -14,7 +14,7 @@ from megarl.planning.cluster import Cluster
 from megarl.planning.lengths import exponential_rate
 from megarl.planning.memory.activations import Recompute
 from megarl.planning.memory.engine import engine_memory
-from megarl.planning.memory.trainer import TrainingOptions, micro_batches_in_flight
+from megarl.planning.memory.trainer import TrainingOptions, micro_batches_in_flight, trainer_memory
 from megarl.planning.refit import engine_sizes, read_model
 from megarl.planning.step.knobs import turned_knobs
 from megarl.planning.step.prediction import PlannedStep, StepPrediction
@@ -94,6 +94,29 @@ def test_turns_move_all_to_the_host_and_back() -> None:
     assert plain.seconds["turns"] == pytest.approx(2 * (sum(plain.host_bytes) - plain.engine_memory.weights) / 25e9)
     added = 2 * reference.trainer_memory.reference / 25e9
     assert reference.seconds["turns"] - plain.seconds["turns"] == pytest.approx(added)
+
+
+@pytest.mark.parametrize(
+    ("modules", "spared"),
+    [
+        # Of DeepSeek-V3's 58 layers with experts: the products that go into the second matrix of each of 8.
+        ({"moe_act"}, 58 * 2 * 8 * 2048),
+        # Keys and queries of 192 and values of 128, of 128 heads, but in one layer at a time.
+        ({"mla_up_proj"}, 60 * 2 * 128 * (192 + 192 + 128)),
+        # Each of its kernels has the norm before it, but for those of latents (61) and of experts (58).
+        ({"layernorm"}, (61 + 58 - 2) * 2 * 7168),
+        ({"core_attn"}, 0),
+    ],
+)
+def test_modules_that_are_computed_again_spare_their_tensors(modules: set[str], spared: int) -> None:
+    def kept(recompute: Recompute) -> float:
+        training = TrainingOptions(recompute=recompute)
+        architecture, sizes = read_model("deepseek_v3"), ParallelSizes()
+        [rank] = trainer_memory(architecture, sizes, training, micro_batch_tokens=1, micro_batches=1)
+        return rank.activations
+
+    found = kept(Recompute()) - kept(Recompute(modules=frozenset(modules)))
+    assert found == pytest.approx(spared, rel=0.02)
 
 
 def test_stale_samples_are_made_beside_training() -> None:
