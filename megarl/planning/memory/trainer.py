@@ -59,6 +59,9 @@ class TrainingOptions:
         moments = sum(_width(megatron.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
         # The main parameters of a model in float32 are its weights.
         main = 0 if dtype == "fp32" else _width(megatron.get("main_params_dtype"))
+        if megatron.get("use_precision_aware_optimizer") and megatron.get("store_param_remainders", True):
+            # Transformer Engine's Adam has the half of a float32 that a weight in bf16 lacks.
+            main = main - _WIDTHS["bf16"] if main == _FLOAT32 and not megatron.get("optimizer_cpu_offload") else main
         away = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
         # Megatron has host copies beside main parameters that it has made on the GPU.
         kept = main * (1 - away) if megatron.get("use_precision_aware_optimizer") else main

@@ -167,6 +167,11 @@ def test_optimizer_state_follows_its_types_and_goes_to_the_host() -> None:
     small = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "torch.bfloat16"}
     assert TrainingOptions.of(small).optimizer_bytes == 8
     assert TrainingOptions.of({}, "fp32").optimizer_bytes == 8
+    aware = {"use_precision_aware_optimizer": True}
+    assert TrainingOptions.of(aware).optimizer_bytes == 10
+    assert TrainingOptions.of({**aware, **small}).optimizer_bytes == 6
+    assert TrainingOptions.of({**aware, "store_param_remainders": False}).optimizer_bytes == 12
+    assert TrainingOptions.of({**aware, "main_params_dtype": "fp16"}).optimizer_bytes == 10
     host = {"optimizer_cpu_offload": True}
     assert TrainingOptions.of(host).optimizer_bytes == 4
     assert TrainingOptions.of({**host, "optimizer_offload_fraction": 0.5}).optimizer_bytes == 8
