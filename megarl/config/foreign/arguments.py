@@ -115,7 +115,7 @@ def last_program(script: ShellScript, counts: Callable[[Word], bool] | None = No
                 break
     if not found and script.failed_at:
         raise UserError(
-            f"{script.failed_at} ends the script before it starts a program: export the variables that it asks for there"
+            f"{script.failed_at} ends the script before a program starts: export the variables that it asks for there"
         )
     if not found:
         return None
