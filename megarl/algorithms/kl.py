@@ -1,8 +1,8 @@
 """Estimates of KL(policy || reference) from the tokens that the policy sampled.
 
 See http://joschu.net/blog/kl-approx.html; d = log pi_ref(token) - log pi(token). An estimator with a + has the value of
-the one before the + and the gradient of k2 (straight-through). On-policy, only the expected gradient of k2 is that of
-the KL; for k1 it is 0, for k3 that of the KL in the other direction, for abs neither.
+the one before the + and the gradient of k2 (straight-through). On-policy, only k2 has the KL's gradient in expectation;
+k1's is 0, k3's is that of the KL in the other direction, and abs's is neither.
 """
 
 from collections.abc import Callable, Mapping

@@ -119,8 +119,8 @@ class PolicyObjective:
         Values at tokens that are not trained on, even NaN, have no effect. Raises UserError for a log-prob of a trained
         token that is not finite.
 
-        Corrections use the ratio of the policy in that denominator to the engine's; with ratio_to=rollout, which makes
-        these the same, that of the current policy to the engine's.
+        Corrections use pi_old / pi_rollout, where pi_old is the policy in the denominator of the ratios. With
+        ratio_to=rollout that is the engine's policy itself, and corrections use pi / pi_rollout.
         """
         algorithm, tokens = self.algorithm, self._tokens(predictions, micro_batch)
         policy = self._policy_loss(tokens.inputs, algorithm.policy_loss_options)

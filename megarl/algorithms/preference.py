@@ -1,4 +1,4 @@
-"""Objectives on pairs of a chosen and a rejected reply: DPO (and SPIN), and that of a reward model.
+"""Objectives on pairs of a chosen and a rejected reply: DPO (and SPIN), and the reward model's.
 
 Batches have `unit` 2: sequence 2i is the chosen reply of pair i, sequence 2i + 1 the rejected one, each after its
 prompt. The field `weights` is that of `seq_mean_token_sum`, so each of P pairs has the weight 1 / P.

@@ -79,8 +79,8 @@ def tokenise(
 ) -> list[Conversation]:
     """Render and tokenize chats and build their masks; raises `UserError` as `load_conversations`.
 
-    Of chats longer than `max_tokens`, refuses only those whose length in characters already proves it: the caller
-    checks the result.
+    Refuses a chat for its length only if its number of characters proves that it exceeds `max_tokens`: the caller has
+    to check the result.
     """
     rendered = [_render_turns(tokenizer, chat) for chat in chats]
     bound = LengthBound(tokenizer)

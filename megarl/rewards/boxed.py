@@ -8,7 +8,7 @@ _BRACE = re.compile(r"\\boxed\s{0,9}\{|\\.|[{}]", re.DOTALL)
 def last_boxed(text: str) -> str | None:
     """Return the content of the last \\boxed{...} with balanced braces that is not empty; None without one.
 
-    Of nested boxes, returns the content of the inner one. Takes one pass over the text.
+    For nested boxes, returns the content of the inner one. Takes one pass over the text.
     """
     open_braces: list[tuple[int, bool]] = []
     found: str | None = None

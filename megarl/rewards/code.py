@@ -19,7 +19,7 @@ _LONGEST_OUTPUT_BYTES = 1024**2
 _OPEN_FILES = 64
 _MIB = 1024**2
 _REMEMBERED_TRUTHS = 1024
-"""Size of a process's cache of which ground truths test anything; each takes kilobytes, and a data set has many."""
+"""Ground truths of which a process remembers whether they test anything; each takes kilobytes, a data set has many."""
 
 
 _ISOLATIONS = {

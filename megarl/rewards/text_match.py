@@ -64,8 +64,8 @@ def numeric_match(
 ) -> float:
     """Return 1.0 if |found - truth| <= max(relative * |truth|, absolute) for the response's number, else 0.0.
 
-    That is the last number in the last \\boxed{...}; without one, in the last sentence with the word "answer"; without
-    either, in the last 300 characters.
+    The number is the last one in the last \\boxed{...}; without a box, in the last sentence with the word "answer";
+    without either, in the last 300 characters.
 
     Numbers may have an exponent (1.5e-3, 1.5 \\times 10^{-3}), a percent sign (12% is 0.12) and commas between digits.
     \\frac{a}{b} is a number, and so is a/b if it fills the box. Exponents after ^ are ignored, as in m^2, except for

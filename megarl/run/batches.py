@@ -1,4 +1,4 @@
-"""The batches of a run that trains on given data, one per optimizer step, and their position in a checkpoint."""
+"""Batches of the optimizer steps of a run that trains on given data; a checkpoint keeps its position among them."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

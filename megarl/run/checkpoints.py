@@ -31,7 +31,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """How many steps are done."""
+        """Number of finished steps."""
         return self.state["step"]
 
 

@@ -62,7 +62,7 @@ def _callback(
 ) -> Callable[Concatenate["Rollouts", P], None]:
     """Make a method a callback for the threads of engines and rewards: it holds the lock, and `take` raises its error.
 
-    Of several exceptions, the first is kept.
+    The first of several exceptions is kept.
     """
 
     @functools.wraps(method)

@@ -17,7 +17,7 @@ class Draw:
     ordinal: int
     is_finished: bool = False
     overtaken: int = 0
-    """How many later groups batches have taken before this one."""
+    """How many groups that were drawn later have already been taken by batches."""
 
 
 class Schedule:

@@ -51,7 +51,7 @@ class AlgorithmConfig:
     kl_horizon: int = 10000
     """How slowly kl_coefficient adapts, in responses: a step of this many or more changes it by at most 20 %."""
     refresh_reference_every: int = 0
-    """Make the current policy the reference every so many steps (self-play, iterative training); 0 never."""
+    """Make the current policy the reference every this many steps (self-play, iterative training); 0 never does."""
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus in the loss."""
     corrections: list[CorrectionConfig] = field(default_factory=list)

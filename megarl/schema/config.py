@@ -197,7 +197,7 @@ class LoopConfig:
     """Compute a prompt once for all responses to it in a micro-batch, and likewise any other prefix that sequences
     share; results differ only by rounding."""
     eval_every: int = 10
-    """Evaluate on eval_files every so many steps and after the last; 0 never."""
+    """Evaluate on eval_files every this many steps and after the last; 0 never evaluates."""
     eval_at_start: bool = True
     """Evaluate before the first step, too."""
     eval_samples: int = 1

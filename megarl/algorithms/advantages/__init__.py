@@ -1,4 +1,4 @@
-"""Advantages: how much better a response, or a token of it, is than expected."""
+"""Advantages: how much better a response, or one of its tokens, is than expected."""
 
 from megarl.algorithms.advantages.estimator import INPUTS, Estimator, Rewards, Source
 from megarl.algorithms.advantages.process_rewards import distillation
