@@ -1,1 +1,1 @@
-"""Processes: a Ray cluster, the group of Megatron ranks and the group of engines."""
+"""Processes of a run: the Ray cluster, the groups of Megatron ranks, and the group of engines."""

@@ -1,7 +1,7 @@
-"""Colocation: on GPUs that trainers and engines share, one side's memory is offloaded before the other's comes back.
+"""Colocation: on GPUs that trainers and engines share, one side is offloaded before the other is reloaded.
 
-A step goes through three phases. The engines have weights and KV cache, and sample. The trainers have weights,
-gradients and optimizer states, and learn. In a refit ranks and engines have their weights, and nothing else.
+A step has three phases. The engines hold weights and KV cache, and sample. The trainers hold weights, gradients and
+optimizer states, and train. In a refit ranks and engines hold only their weights.
 """
 
 import time
@@ -19,7 +19,7 @@ Phase: TypeAlias = Literal["engines", "trainers", "refit"]
 
 
 class _Held(NamedTuple):
-    """Parts of their memory that trainers and engines hold.
+    """The parts of their memory that trainers and engines hold.
 
     Example: _Held(trainers=frozenset({"weights"}), engines=frozenset({"weights"}))
     """
@@ -36,27 +36,27 @@ _HELD: Mapping[Phase, _Held] = {
 
 
 class GpuSharing(Protocol):
-    """Which of trainers and engines have their memory on the GPUs."""
+    """Decides whether trainers or engines have their memory on the GPUs."""
 
     @property
     def are_shared(self) -> bool:
-        """Whether one side has to leave before the other comes."""
+        """Whether one side must be offloaded before the other is reloaded."""
 
     def add(self, group: Group) -> None:
-        """Take in a group whose processes have just allocated what they hold on the GPUs."""
+        """Add a group whose processes have just allocated their GPU memory."""
 
     def switch_to(self, group: Group) -> None:
-        """Onload the ranks of a model, or the engines; offload first whoever else is on their GPUs."""
+        """Reload the ranks of a model, or the engines, after offloading everyone else on their GPUs."""
 
     def begin_refit(self) -> None:
-        """Onload the weights of ranks and engines, for a copy; on shared GPUs wait until one engine is up."""
+        """Reload the weights of ranks and engines for a refit; on shared GPUs wait until one engine is up."""
 
     def end_step(self) -> dict[str, float]:
         """Metrics since the last step."""
 
 
 class OwnGpus:
-    """Trainers and engines with GPUs of their own: all of them stay where they are."""
+    """Trainers and engines have GPUs of their own: nothing is moved."""
 
     are_shared = False
 
@@ -75,10 +75,10 @@ class OwnGpus:
 
 
 class SharedGpus:
-    """Moves the memory of one side off the GPUs, and then that of the other onto them.
+    """Offloads the memory of one side, then reloads the other's.
 
-    `engines` share them with the roles of the names `sharing`, and are on them first; nothing has been allocated yet.
-    `memory` counts where there are no GPUs.
+    `engines` share the GPUs with the roles named in `sharing`, and use them first; nothing has been allocated yet.
+    `memory` counts what is held if there are no GPUs.
     """
 
     are_shared = True
@@ -98,7 +98,7 @@ class SharedGpus:
             group.count_memory(self._memory)
         if isinstance(group, TrainerGroup):
             self._trainers.append(group)
-            # Reset the peak: before there were ranks to ask, the engines had the GPUs.
+            # Reset the peak, which includes the engines' memory from before.
             group.take_device_peak()
 
     def switch_to(self, group: Group) -> None:
@@ -109,7 +109,7 @@ class SharedGpus:
     def begin_refit(self) -> None:
         """See `GpuSharing.begin_refit`."""
         while not self._engines.up:
-            # A new one takes its memory when it starts, more than a refit leaves.
+            # A starting engine allocates all its memory, more than a refit leaves free.
             self._switch("engines")
             self._engines.wait_for_one()
         self._switch("refit")
@@ -131,13 +131,13 @@ class SharedGpus:
         started = time.monotonic()
         self._note_peak()
         before, after = _HELD[self._phase], _HELD[phase]
-        # Memory is given back first, then taken.
+        # Free memory first, then allocate.
         if leaving := before.trainers - after.trainers:
             for group in self._trainers:
                 group.offload(leaving)
         kept = before.engines
         if kept - after.engines:
-            # An engine sleeps as a whole.
+            # An engine can only sleep as a whole.
             self._engines.sleep()
             kept = frozenset()
         for group in self._trainers:

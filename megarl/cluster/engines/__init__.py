@@ -1,1 +1,1 @@
-"""The engines of a run as one object: requests are spread over them, and dead ones are restarted."""
+"""The engines of a run as one object: distributes requests over them, and restarts dead ones."""

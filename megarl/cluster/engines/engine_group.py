@@ -24,14 +24,16 @@ from megarl.rollout.protocol import Engine
 from megarl.schema import ClusterConfig, RolloutConfig
 from megatron_ext.memory.device_memory import CountedMemory
 
-# Enough for events, requests, their end, a stream of tokens, an update and a question about health at the same time.
+# Enough for concurrent calls of events, submit, abort, a token stream, an update and a heartbeat.
 _CALLS_AT_ONCE = 6
 _MOST_RECORDED = 8
-"""Engines that are all in a timeline. More do much the same: one of them is there, with room for its events."""
+"""Up to this many engines are all recorded. If there are more, which do much the same, one is, with room for its
+events.
+"""
 
 
 class EngineGroup(Engines):
-    """Engines, each in a process of its own. A context manager: they end with it."""
+    """Engines, each in a process of its own. As a context manager it ends them on exit."""
 
     def __init__(
         self,
@@ -41,9 +43,9 @@ class EngineGroup(Engines):
         restarts: int = 0,
         start_within_s: float = ClusterConfig.engine_start_timeout_s,
     ) -> None:
-        """Engines that die are restarted, at most `restarts` times in all.
+        """Dead engines are restarted, at most `restarts` times in total.
 
-        One whose processes are up starts within so many seconds, or has died.
+        An engine whose processes are up must start within `start_within_s`, or counts as dead.
         """
         kind = engine_kind(config.engine)
         nodes = kind.nodes(config.engine_args)
@@ -67,42 +69,42 @@ class EngineGroup(Engines):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # First of all: it restarts what it finds dead.
+        # Closed first, because it restarts engines that it finds dead.
         self._router.close()
         if kind is None:
-            # One that is down, dies now or is just starting has nothing that would not end with its process.
+            # An engine that is down, starting, or dies now leaves nothing behind when its process is killed.
             wait_for_living([process.begin("close") for handle in self.up for process in handle.processes])
         self.processes.kill()
 
     def nodes(self) -> list[str]:
-        """The machine of every process of the engines. Raises UserError if they are not up in time."""
+        """The machine of every engine process. Raises UserError if they are not up in time."""
         return self.processes.nodes()
 
     def begin_start(self, model_path: Path, *, load_weights: bool, adapter: Lora | None = None) -> list[Call[None]]:
         """Begin to start all engines; they are up when `wait_started` returns.
 
-        Without `load_weights` their first weights come by a refit. With an `adapter` refits bring this alone.
-        Raises UserError for a model that does not fit the number format of the engines, or the slot of an adapter.
+        Without `load_weights` the first refit brings their weights. With an `adapter`, refits bring only the adapter.
+        Raises UserError for a model that does not fit the engines' number format or adapter slot.
         """
         self._starter.set_arguments(model_path, load_weights=load_weights, adapter=adapter)
-        self.nodes()  # first of all there has to be room for them
+        self.nodes()  # waits until there is room for them
         making = {handle: self._starter.make(handle) for handle in self.handles}
-        # One that dies meanwhile is made anew by its restart.
+        # An engine that dies meanwhile is created again by its restart.
         while steps := [calls for handle, each in making.items() if handle.is_up and (calls := next(each, None))]:
             self._wait_beginning([call for calls in steps for call in calls])
         return [call for handle in self.up for call in handle.begin_start()]
 
     def wait_started(self, calls: Sequence[Call[None]]) -> None:
-        """Wait for what `begin_start` began. One whose process dies is restarted: raises as `Restarts.begin`.
+        """Wait for the calls of `begin_start`. An engine whose process dies is restarted: raises as `Restarts.begin`.
 
-        Raises MachinesUnfit with the end of the log if an engine does not start.
+        Raises MachinesUnfit, with the end of the log, if an engine fails to start.
         """
         try:
             self._wait_beginning(calls)
         except WorkerGone:
-            raise  # whoever ended it, it was not the configuration
+            raise  # the configuration was not the cause
         except WorkerFailed as error:
-            # It may have started with the same arguments before, and have met the memory of others, or a bad disk, now.
+            # The same arguments may have worked before; the cause may be memory in use by others, or a bad disk.
             raise MachinesUnfit(
                 f"an engine did not start, check rollout.engine_args, model.path and its machine: {error.reason}",
                 error.details,
@@ -114,7 +116,7 @@ class EngineGroup(Engines):
         self._restarts.note_started(self.handles)
 
     def _wait_beginning(self, calls: Sequence[Call[None]]) -> None:
-        """Wait until engines have started; restart an engine that dies meanwhile, and drop its calls."""
+        """Wait until engines have started; restart any that dies meanwhile, and drop its calls."""
         while left := [call for call in calls if call.worker in self.processes.workers]:
             try:
                 wait(left, self._start_within_s, "cluster.engine_start_timeout_s")
@@ -124,26 +126,26 @@ class EngineGroup(Engines):
                     raise
 
     def recover_with(self, give_weights: Callable[[], object]) -> None:
-        """Let engines that were restarted have from `give_weights` all that refits bring, not from the folder."""
+        """Let restarted engines get everything that refits bring from `give_weights`, not from the folder."""
         self._starter.leave_weights_to_refits()
         self._restarts.give_weights = give_weights
 
     def count_memory(self, memory: CountedMemory) -> None:
-        """Count what the engines hold, from now on, where there is no GPU to do it."""
+        """From now on count the engines' memory in `memory`, which stands in for a GPU's limit."""
         self._starter.memory = memory
         self._call(self.up, Engine.count_memory, memory)
 
     def start_profiler(self) -> None:
-        """Begin to record what all processes of the engines do, or of the first that is up where there are many."""
+        """Start recording all processes of the engines; of many engines, only of the first that is up."""
         self._recorded = self.up if len(self.handles) <= _MOST_RECORDED else self.up[:1]
         calls = [(each, process.begin_start_profiler()) for each in self._recorded for process in each.processes]
         self._wait_for_survivors(calls)
         self._call([each for each in self._recorded if each.is_up], Engine.start_profiler)
 
     def stop_profiler(self, most_events: int, since_us: float) -> dict[str, bytes]:
-        """End that: the events of each process, by its name; an engine that has died has none.
+        """Stop recording; return the events by process name, without engines that have died.
 
-        There are `most_events` of all engines together. See `Profiler.stop`.
+        At most `most_events` for all engines together. See `Profiler.stop`.
         """
         recorded = [each for each in self._recorded if each.is_up]
         limits = most_events // max(len(recorded), 1), since_us
@@ -155,11 +157,11 @@ class EngineGroup(Engines):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the engines in a checkpoint: their restarts."""
+        """The state of the engines for a checkpoint: their restarts."""
         return self._restarts.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Count restarts on from a checkpoint."""
+        """Continue the count of restarts from a checkpoint."""
         self._restarts.load_state_dict(state)
 
     def begin_steps(self) -> None:
@@ -168,10 +170,10 @@ class EngineGroup(Engines):
         self._queue.take_idle_s()
 
     def end_step(self) -> dict[str, float]:
-        """Metrics of engines that died, or of what they had to sample, since the last step."""
+        """Return metrics of restarts, load and idle time since the last step."""
         now_s = time.monotonic()
         seconds, self._step_began_s = now_s - self._step_began_s, now_s
-        # How long each had nothing to sample.
+        # Seconds that each engine had nothing to sample.
         idle_s = self._queue.take_idle_s()
         return {
             **self._restarts.end_step(),

@@ -1,4 +1,4 @@
-"""One engine as the controller knows it: its process, state, weights and load."""
+"""The controller's view of one engine: its processes, state, version and load."""
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -17,41 +17,41 @@ Ts = TypeVarTuple("Ts")
 EngineState: TypeAlias = Literal["starting", "serving", "updating", "restarting", "down"]
 
 _AT_HAND = 4
-"""One sample waits in an engine for so many that it computes: what it has not been asked for can go elsewhere."""
+"""An engine queues one extra sample per this many that it computes; requests not yet sent can still go elsewhere."""
 
 
 class EngineHandle:
-    """An engine in a process of its own; one over machines has a further process on each of the other machines.
+    """An engine in a process of its own; one that spans machines has one more process on each other machine.
 
-    Example: an engine of two workers that samples 64 responses with the weights of step 12 has state "serving",
-    version 12, load 64 and worker_nodes ["node-a", "node-a"]. One that starts without weights is "starting" until its
-    first update is committed; one that is "updating" lets requests wait. One that has died is "down", and "restarting"
-    from when new processes take the seats of the old ones until they are up; then it is "starting" again.
+    Example: an engine of two workers that samples 64 responses with the weights of step 12 has state "serving", version
+    12, load 64 and worker_nodes ["node-a", "node-a"]. One that starts without weights is "starting" until its first
+    update is committed; while "updating", requests wait. A dead one is "down", then "restarting" while new processes
+    come up in the seats of the old ones, then "starting" again.
     """
 
     def __init__(self, processes: Sequence[Worker], max_concurrent_samples: int | None = None) -> None:
-        """`max_concurrent_samples` is how many samples it computes at the same time, where that is known."""
+        """`max_concurrent_samples` is how many samples it computes at the same time, None if unknown."""
         most = max_concurrent_samples
         self._room = None if most is None else most + max(1, most // _AT_HAND)
         self._take(processes)
         self._state: EngineState = "starting"
         self.version = -1
-        """The version of the weights that it serves; -1 are none."""
+        """The version of the served weights; -1 without weights."""
         self.is_asleep = False
-        """Whether its memory is away; what was in flight was cut."""
+        """Whether its memory is away; requests in flight were aborted."""
         self._load = 0
         self._idle_s, self._since_s = 0.0, time.monotonic()
         self.worker_nodes: list[str] = []
-        """The machine that each of its workers is on, as Ray names it; known once it has started."""
+        """The machine of each worker, by Ray's node ID; known once it has started."""
 
     @property
     def name(self) -> str:
-        """As its log is called."""
+        """Its name, which is that of its log."""
         return self.worker.log.stem
 
     @property
     def load(self) -> int:
-        """How many samples it has that have not ended."""
+        """The number of its unfinished samples."""
         return self._load
 
     @load.setter
@@ -61,11 +61,11 @@ class EngineHandle:
 
     @property
     def cache(self) -> Hashable:
-        """Names the keys and values that new requests meet in it: others after a restart, and with other weights."""
+        """Identifies the KV cache that new requests can use: a restart or new weights change it."""
         return self.worker, self.version
 
     def take_idle_s(self) -> float:
-        """Seconds without anything to sample, since they were taken last; the load may not change meanwhile."""
+        """Return the seconds without anything to sample since the last call; the load must not change meanwhile."""
         self._note_time()
         idle_s, self._idle_s = self._idle_s, 0.0
         return idle_s
@@ -78,43 +78,43 @@ class EngineHandle:
 
     @property
     def is_full(self) -> bool:
-        """Whether it has as many samples as it computes at once, and the next ones at hand."""
+        """Whether it has as many samples as it computes at once, plus the extra ones that it queues."""
         return self._room is not None and self.load >= self._room
 
     @property
     def has_room(self) -> bool:
-        """Whether something can be asked of it now."""
+        """Whether it can take a request now."""
         return self.is_up and not self.is_asleep and not self.is_full
 
     @property
     def state(self) -> EngineState:
-        """The present state; "down" as soon as a death is known, but of one that is restarting `Restarts` hears."""
+        """The present state; "down" as soon as a death is known, except while restarting, which `Restarts` handles."""
         return self._state if self.death is None or self._state == "restarting" else "down"
 
     @property
     def is_up(self) -> bool:
-        """Whether it can be asked for anything."""
+        """Whether it can be called."""
         return self.state not in ("restarting", "down")
 
     @property
     def death(self) -> WorkerFailed | None:
-        """The failure that the engine died of; None if no death was noticed."""
+        """The failure that the engine died of; None if it is not known to be dead."""
         return next((each.failure for each in self.processes if each.failure and is_death(each.failure)), None)
 
     @property
     def has_lost_its_machine(self) -> bool:
-        """Whether a machine that it is on is gone, as far as Ray knows: it cannot be started again in its place."""
+        """Whether one of its machines is gone, as far as Ray knows, so that it cannot be restarted in its place."""
         return any(each.has_lost_its_machine for each in self.processes)
 
     @property
     def processes(self) -> list[Worker]:
-        """The one that answers, and those on other machines."""
+        """The process that answers calls, and those on other machines."""
         return [self.worker, *self.parts]
 
     def make(self, kind: EngineKind, model_path: Path, arguments: Arguments) -> Iterator[Sequence[Call[Any]]]:
-        """Make the engine in its processes: yields the calls of each step, which have to end before the next one.
+        """Create the engine in its processes; yields the calls of each step, which must end before the next step.
 
-        Raises UserError where the processes do not see each other.
+        Raises UserError if the processes cannot reach each other.
         """
         if not self.parts:
             yield [self.worker.begin_make(*kind.engine_class, model_path, arguments)]
@@ -130,7 +130,7 @@ class EngineHandle:
         ]
 
     def begin_start(self) -> list[Call[None]]:
-        """Begin to start it in all its processes: those of an engine over machines wait for each other."""
+        """Begin to start it in all its processes; those on several machines wait for each other."""
         return [process.begin(Engine.start.__name__) for process in self.processes]
 
     def begin(self, method: Callable[[Engine, *Ts], R], *arguments: *Ts) -> Call[R]:
@@ -142,13 +142,13 @@ class EngineHandle:
         return Stream.begin(self.worker, method.__name__, *arguments)
 
     def note_started(self, version: int, worker_parts: Sequence[int]) -> None:
-        """Note that it is up, with the weights of this version and its workers in these processes."""
+        """Note that it is up, with weights of `version` and its workers in these processes."""
         nodes = wait([process.begin_node() for process in self.processes])
         self.worker_nodes = [nodes[part] for part in worker_parts]
         self._state, self.version = "serving" if version >= 0 else "starting", version
 
     def renew(self, processes: Sequence[Worker]) -> None:
-        """Go on with new processes in place of those that died; `note_started` says that it is up again."""
+        """Replace dead processes by new ones; `note_started` marks it as up again."""
         self._take(processes)
         self._state, self.version = "restarting", -1
 
@@ -157,16 +157,16 @@ class EngineHandle:
         self.worker.needs = self.parts
 
     def begin_update(self, version: int, names: list[str]) -> Call[None]:
-        """Begin to fence it, for tensors of these `names` or of those behind a reference.
+        """Begin to fence it for an update of the tensors `names`, which may be a Ray reference.
 
-        From here on new requests go to engines that serve, if there are any.
+        From now on new requests go to serving engines, if there are any.
         """
         if self._state == "serving":
             self._state = "updating"
         return self.begin(Engine.begin_update, version, names)
 
     def note_committed(self, version: int) -> None:
-        """Note that it serves the weights of this version."""
+        """Note that it serves `version`."""
         self._state, self.version = "serving", version
 
 
@@ -181,5 +181,5 @@ def wait_for_living(calls: Sequence[Call[Any]]) -> None:
 
 
 def is_death(failure: WorkerFailed) -> bool:
-    """Whether nothing more can be asked of an engine of which a call has failed so."""
+    """Whether a call's failure means that the engine is dead."""
     return isinstance(failure, WorkerGone) or isinstance(failure.error, EngineDiedError)

@@ -1,4 +1,4 @@
-"""Engines of which nobody waits for an answer, asked now and then whether they live."""
+"""Heartbeats of engines that nobody is waiting for."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -11,13 +11,13 @@ from megarl.cluster.workers.worker import Call, Worker, WorkerFailed
 from megarl.rollout.protocol import Engine
 
 INTERVAL_S = 1.0
-"""How often whoever waits for engines looks after them."""
+"""How often a thread that waits for engines checks on them."""
 
 
 class EngineHeartbeats:
-    """Asks the engines among `handles` that serve, one call of each process at a time.
+    """Asks the serving engines among `handles` for a sign of life, one call per process at a time.
 
-    An engine answers between two steps: one that computes for ever, or waits for what never comes, is silent.
+    An engine answers between two steps, so one that hangs in a step is silent.
     """
 
     def __init__(self, handles: Sequence[EngineHandle]) -> None:
@@ -25,9 +25,9 @@ class EngineHeartbeats:
         self._heartbeats = Heartbeats[Worker, Call[Any]](INTERVAL_S)
 
     def note_deaths(self) -> None:
-        """Note which engines have died, and end those that were silent for as long as they may be.
+        """Note dead engines, and kill those that were silent for too long.
 
-        Raises what an engine failed of that has not died.
+        Raises the failure of an engine that is still alive.
         """
         if not self._heartbeats.is_due:
             return
@@ -46,6 +46,6 @@ class EngineHeartbeats:
         try:
             wait([call])
         except WorkerFailed:
-            # It may have been heard of otherwise, and others be in its place.
+            # Its death may be known already, and other processes may have taken its place.
             if any(call.worker in handle.processes and handle.state != "down" for handle in self._handles):
                 raise

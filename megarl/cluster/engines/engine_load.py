@@ -1,4 +1,4 @@
-"""Metrics of the load that engines tell."""
+"""Metrics of the engines' load."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from megarl.cluster.workers.worker import Failed
 from megarl.rollout.protocol import Engine, Load
 
 _WAIT_S = 1.0
-"""How long an engine that computes a step has to say what it had to do."""
+"""How long an engine that is computing a step may take to report its load."""
 
 
 def load_metrics(handles: Sequence[EngineHandle]) -> dict[str, float]:
-    """Metrics of the load since they were made last; an engine that has no time to say it is left out."""
+    """Metrics of the load since the last call; engines that do not answer in time are left out."""
     said = _said(handles)
     if not said:
         return {}
@@ -32,7 +32,7 @@ def _said(handles: Sequence[EngineHandle]) -> list[Load]:
     for handle, call in asked:
         answer = None if call in late else answer_of(call)
         if isinstance(answer, Failed):
-            # A death is heard of by others as well.
+            # A death is noticed elsewhere, too.
             if handle.is_up and call.worker is handle.worker:
                 raise answer.failure
         elif answer is not None:

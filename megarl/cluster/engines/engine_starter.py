@@ -1,4 +1,4 @@
-"""Starts engines: at the beginning of a run, and to replace an engine that died."""
+"""Starts engines at the beginning of a run, and to replace dead ones."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,16 +21,16 @@ from megatron_ext.memory.device_memory import CountedMemory
 
 
 class EngineStarter:
-    """Knows the model and the arguments of engines of a `kind`, which are all alike, and makes them in `processes`."""
+    """Creates engines of a `kind` in `processes`, all with the same model and arguments."""
 
     def __init__(self, config: RolloutConfig, kind: EngineKind, processes: WorkerGroup) -> None:
         self._config, self._kind, self._processes = config, kind, processes
         self._model_path: Path
         self._arguments: Arguments
         self._reads_again = False
-        """Whether engines that are restarted read the weights, because refits bring an adapter alone."""
+        """Whether restarted engines read the base weights, because refits only bring an adapter."""
         self.memory: CountedMemory | None = None
-        """Counts what new engines hold, where there is no GPU to do it."""
+        """Counts the memory of new engines if there is no GPU."""
 
     def set_arguments(self, model_path: Path, *, load_weights: bool, adapter: Lora | None) -> None:
         """Choose how engines start. Raises as `EngineGroup.begin_start`."""
@@ -45,7 +45,7 @@ class EngineStarter:
         self._arguments = arguments if load_weights else {**arguments, **self._kind.without_weights}
 
     def leave_weights_to_refits(self) -> None:
-        """Let engines that are started from now on have from refits all that these bring, not from the folder."""
+        """Let engines started from now on get everything that refits bring from refits, not from the folder."""
         if not self._reads_again:
             self._arguments = {**self._arguments, **self._kind.without_weights}
 
@@ -56,7 +56,7 @@ class EngineStarter:
     def prepare(self, handle: EngineHandle) -> Iterator[Sequence[Call[Any]]]:
         """See `restarts.Start`."""
         handle.renew([self._processes.renew(process) for process in handle.processes])
-        # Another may not begin while anything of the first has its memory, its ports or its GPUs.
+        # Nothing may start while remains of the old engine still hold memory, ports or GPUs.
         yield [process.begin_end_others() for process in handle.processes]
         yield from self.make(handle)
 

@@ -1,4 +1,4 @@
-"""Some engines, or all of them, as one object: requests are spread over them, and weights go to all."""
+"""Some or all engines as one object: requests are distributed over them, and weights go to all."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -33,22 +33,22 @@ from megarl.rollout.protocol import Engine, EngineMemory, KeysAndValues, PauseMo
 R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 REFIT_LIMIT = "refit.timeout_s"
-"""The key of the time in which an engine answers in a refit."""
+"""The configuration key of an engine's time limit in a refit."""
 _SILENCE_LIMIT = "cluster.silence_timeout_s"
 
 
 @dataclass(frozen=True)
 class SharedByEngines:
-    """State that all engines of a run have in common, and any part of them."""
+    """State shared by all engines of a run, and by every subset of them."""
 
     restarts: Restarts
     router: Router
     number_format: NumberFormat | None = None
-    """The one in which they hold the weights, if not as these are trained."""
+    """The number format of the engines' weights; None if they hold them as trained."""
 
 
 class Engines:
-    """Engines that are alike. A request goes to one of them (`RequestQueue`), weights to all."""
+    """Equal engines: a request goes to one of them (`RequestQueue`), weights to all."""
 
     def __init__(self, handles: Sequence[EngineHandle], shared: SharedByEngines) -> None:
         self.handles = list(handles)
@@ -59,7 +59,7 @@ class Engines:
         return len(self.handles)
 
     def only(self, *numbers: int) -> "Engines":
-        """Some of the engines, to be given weights while the others serve."""
+        """A subset of the engines, to be given weights while the others serve."""
         return self._those(self.handles[number] for number in numbers)
 
     def with_version(self, version: int) -> "Engines":
@@ -68,62 +68,62 @@ class Engines:
 
     @property
     def up(self) -> list[EngineHandle]:
-        """The engines that are up, as far as deaths were heard of."""
+        """The engines that are up, as far as deaths are known."""
         return [handle for handle in self.handles if handle.is_up]
 
     @property
     def any_serving(self) -> bool:
-        """Whether one of them serves, as far as deaths were heard of."""
+        """Whether at least one serves, as far as deaths are known."""
         return any(handle.state == "serving" for handle in self.handles)
 
     def wait_for_one(self) -> None:
-        """Wait until one is up, or none can be as restarts are paused. Raises as `Restarts.begin`."""
+        """Wait until one is up, unless none can be because restarts are paused. Raises as `Restarts.begin`."""
         self.restart_dead()
         self._restarts.advance()
         while not self.up and not self._restarts.is_paused:
             self._restarts.wait()
-            # One whose death is known only now, too: while this thread waits in a refit, nobody else begins.
+            # Also begin restarts of engines found dead only now: while this thread is in a refit, no other thread does.
             self.restart_dead()
 
     def wait_for_all(self) -> None:
-        """Wait until all are up that were restarted. Raises as `Restarts.begin`."""
+        """Wait until all restarted engines are up. Raises as `Restarts.begin`."""
         while len(self.up) < len(self):
             self._restarts.wait()
 
     def without_version(self, version: int) -> "Engines":
-        """The engines that are up and have other weights, or none. Where none is up, one is waited for if it can be."""
+        """The engines that are up and have other weights or none. If none is up, wait for one if possible."""
         self.wait_for_one()
         return self._those(handle for handle in self.up if handle.version != version)
 
     @property
     def number_format(self) -> NumberFormat | None:
-        """The one in which they hold the weights, if not as these are trained."""
+        """The number format of the engines' weights; None if they hold them as trained."""
         return self._shared.number_format
 
     def restart_dead(self) -> bool:
-        """Begin to restart those that are down; whether there are any. Raises as `Restarts.begin`."""
+        """Begin to restart engines that are down; return whether there are any. Raises as `Restarts.begin`."""
         dead = [handle for handle in self.handles if handle.state == "down"]
         for handle in dead:
             self._restarts.begin(handle)
         return bool(dead)
 
     def retry_restart(self, failure: WorkerFailed) -> bool:
-        """Start an engine anew that has no weights since its restart and met this failure; whether there is one.
+        """Restart again an engine that got this failure before it had weights; return whether there is one.
 
         Raises as `Restarts.begin`.
         """
         return self._restarts.retry(failure)
 
     def undisturbed(self) -> AbstractContextManager[object]:
-        """Let nobody else begin or go on with a restart meanwhile; requests wait for their answers."""
+        """Keep other threads from beginning or advancing a restart within the context; requests keep waiting."""
         return self._restarts.lock
 
     def workers(self) -> list[Worker]:
-        """The process that answers for each engine: another one after a restart."""
+        """The process that answers for each engine; it changes with a restart."""
         return [handle.worker for handle in self.handles]
 
     def excluding(self, workers: Collection[Worker]) -> "Engines":
-        """The engines for which others answer than these."""
+        """The engines whose answering process is not among `workers`."""
         return self._those(handle for handle in self.handles if handle.worker not in workers)
 
     def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[Call[R]]:
@@ -135,29 +135,29 @@ class Engines:
         return list(chain.from_iterable(handle.worker_nodes for handle in self.handles))
 
     def rdma_ports(self, timeout_s: float) -> list[bool]:
-        """Whether the machine of every worker of every engine has a port of InfiniBand, RoCE or EFA that is up."""
+        """For each worker of each engine, whether its machine has an InfiniBand, RoCE or EFA port that is up."""
         asking = self.begin(Engine.call_receivers, WeightReceiver.has_rdma_port)
         return list(chain.from_iterable(wait_in_refit(asking, timeout_s)))
 
     def have_nixl(self, timeout_s: float) -> list[bool]:
-        """Whether the environment of every worker of every engine has what rdma needs."""
+        """For each worker of each engine, whether its environment has NIXL, which rdma needs."""
         asking = self.begin(Engine.call_receivers, WeightReceiver.has_nixl)
         return list(chain.from_iterable(wait_in_refit(asking, timeout_s)))
 
     def gpudirect_obstacles(self, timeout_s: float) -> list[str]:
-        """Why network cards do not reach the memory of each worker's GPU; empty where no obstacle is known."""
+        """For each worker, why GPUDirect does not work on its machine; empty if no obstacle is known."""
         asking = self.begin(Engine.call_receivers, WeightReceiver.gpudirect_obstacle)
         return list(chain.from_iterable(wait_in_refit(asking, timeout_s)))
 
     def generate(self, requests: Sequence[Request]) -> list[list[Turn]]:
-        """Samples of every request, in order."""
+        """Sample all requests; return their samples in order."""
         answers = dict(self.generate_each(requests))
         return [answers[index] for index in range(len(requests))]
 
     def generate_each(self, requests: Sequence[Request]) -> Iterator[tuple[int, list[Turn]]]:
-        """Each request's place and samples, as they are finished; all samples of a request are of one engine.
+        """Yield each request's index and samples as it finishes; all samples of a request come from one engine.
 
-        Requests that an engine leaves unanswered when it dies go to the others, or to one that was restarted.
+        Unanswered requests of an engine that dies go to other engines, or to a restarted one.
         """
         ended = SimpleQueue[tuple[int, Future[list[Turn]]]]()
         pending = self.begin_generate(requests)
@@ -173,16 +173,16 @@ class Engines:
     def begin_generate(
         self, requests: Sequence[Request], partial_turns: Sequence[PartialTurns] = ()
     ) -> list[PendingRequest]:
-        """Begin to sample all requests. Whoever waits for the answers calls `recover` now and then.
+        """Begin to sample all requests. The caller must call `recover` regularly while it waits for the answers.
 
         `partial_turns` is what was already sampled for each request; sampling continues after it.
         """
         return self._router.begin(requests, self.handles, partial_turns)
 
     def generate_in_each(self, requests: Sequence[Request]) -> list[list[list[Turn]]]:
-        """Samples of all requests from every engine that serves, however much else it is asked for.
+        """Sample all requests on every serving engine, even if it is full.
 
-        One that dies meanwhile is left out and restarted.
+        An engine that dies meanwhile is left out and restarted.
         """
         serving = [handle for handle in self.handles if handle.state == "serving"]
         return self._call(serving, Engine.generate, requests)
@@ -192,27 +192,27 @@ class Engines:
         return self._queue.partial_turns(pending)
 
     def recover(self) -> None:
-        """Give weights to engines that were restarted and are up: the trainer's ranks have those of the others."""
+        """Give weights to restarted engines that are up; the trainer's ranks must hold the others' version."""
         self._restarts.recover()
 
     def generate_stream(self, request: Request) -> Iterator[list[int]]:
-        """The token ids of a request's one sample, as they are sampled."""
+        """Yield the token ids of a request's single sample as they are sampled."""
         with self._queue.asking(request, self.handles) as handle:
             for _, token_ids in results_of([handle.stream(Engine.generate_stream, request)]):
                 yield token_ids
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop sampling; requests in flight are kept or come back as they are."""
+        """Stop sampling; requests in flight are kept, or end with their tokens so far."""
         self._call(self.up, Engine.pause, mode)
 
     def resume(self) -> None:
-        """Sample on after `pause`."""
+        """Resume sampling after `pause`."""
         self._call(self.up, Engine.resume)
 
     def sleep(self) -> None:
-        """Let the engines give the memory of weights and KV cache back; requests go on when they are awake.
+        """Let the engines free the memory of weights and KV cache; requests continue when they are awake.
 
-        One that was about to start is waited for, and sleeps, too; one that has died leaves nothing.
+        Waits for engines that are about to start, which then sleep, too, and until dead ones have left nothing.
         """
         self._restarts.pause()
         self._queue.sleep(self.handles)
@@ -221,15 +221,15 @@ class Engines:
         self._restarts.pause()
 
     def wake_up(self, parts: Collection[EngineMemory]) -> None:
-        """Let the engines have these parts back. When all is awake, those that died may start."""
+        """Let the engines restore these parts. Once everything is awake, dead engines may start again."""
         self._call_in_time(Engine.wake_up, sorted(parts))
         if "kv_cache" in parts:
             self._queue.wake_up(self.handles)
             self._restarts.resume()
 
     def begin_update(self, version: int, names: Sequence[str], timeout_s: float) -> None:
-        """Fence all engines until `commit_update`."""
-        # By reference: of a large model there are tens of thousands.
+        """Fence all engines until `commit_update`: they serve nothing."""
+        # Passed by reference: a large model has tens of thousands of names.
         stored: Any = ray.put(list(names))
         wait_in_refit([handle.begin_update(version, stored) for handle in self.handles], timeout_s)
 
@@ -241,7 +241,7 @@ class Engines:
             try:
                 recomputed += sum(wait_in_refit([call], timeout_s, since_s=began_s))
             except WorkerFailed as failure:
-                # The others have their weights all the same, and are to be known for it.
+                # Go on: the other engines have committed, which must be recorded.
                 failures.append(failure)
             else:
                 handle.note_committed(version)
@@ -261,12 +261,12 @@ class Engines:
         return wait_in_refit(self.begin(Engine.trace_layout, dict(hf_shapes), dict(hf_dtypes)), timeout_s)
 
     def map_segments(self, segments: Sequence[str], segment_bytes: int, timeout_s: float) -> None:
-        """Let every engine map the shared-memory segments of a refit."""
+        """Make every engine map the shared-memory segments of a refit."""
         wait_in_refit(self.begin(Engine.map_segments, list(segments), segment_bytes), timeout_s)
 
     def open_transfer(self, spec: TransferSpec, timeout_s: float) -> list[Address]:
-        """Prepare all workers of all engines to be written along `spec`; where their neighbours find them."""
-        # By reference: it holds the traces of all workers.
+        """Prepare all workers for the transfer of `spec`; return the addresses for their neighbours."""
+        # Passed by reference: it holds the traces of all workers.
         stored: Any = ray.put(spec)
         opening = [
             handle.begin(Engine.call_receivers, WeightReceiver.open, stored, replica)
@@ -275,20 +275,20 @@ class Engines:
         return list(chain.from_iterable(wait_in_refit(opening, timeout_s)))
 
     def begin_connect(self, rendezvous: Rendezvous) -> list[Call[list[None]]]:
-        """Begin to let all workers meet the trainer's ranks, and each other."""
+        """Begin to connect all workers to the trainer's ranks, and to each other."""
         return self.begin(Engine.call_receivers, WeightReceiver.connect, rendezvous)
 
     def begin_compare(self, version: int) -> list[Call[list[set[str]]]]:
-        """Begin to look, in every worker, which parameters would change if weights were received."""
+        """Begin to compare, in every worker, which parameters a receive would change."""
         return self.begin(Engine.call_receivers, WeightReceiver.compare, version)
 
     def disconnect_transfer(self, timeout_s: float) -> None:
-        """Let the workers of all that are up let go of what ranks and neighbours gave them for a transfer, if any."""
+        """Make workers of all engines that are up release the ranks' and neighbours' memory of a transfer, if any."""
         disconnecting = [handle.begin(Engine.call_receivers, WeightReceiver.disconnect) for handle in self.up]
         wait_in_refit(disconnecting, timeout_s)
 
     def close_transfer(self, timeout_s: float) -> None:
-        """Free what belongs to the transfer that was opened, if any, after `disconnect_transfer`."""
+        """Free the memory of the open transfer, if any, after `disconnect_transfer`."""
         wait_in_refit(self.begin(Engine.call_receivers, WeightReceiver.close), timeout_s)
 
     def _first(self, ended: SimpleQueue[tuple[int, Future[list[Turn]]]]) -> tuple[int, Future[list[Turn]]]:
@@ -301,14 +301,14 @@ class Engines:
         return Engines(list(handles), self._shared)
 
     def _call(self, handles: Sequence[EngineHandle], method: Callable[[Engine, *Ts], R], *arguments: *Ts) -> list[R]:
-        """Call a method of these; the results of those that do not die."""
+        """Call a method of these engines; return the results of those that do not die."""
         calls = [(each, each.begin(method, *arguments)) for each in handles]
         return [result for _, result in self._wait_for_survivors(calls)]
 
     def _call_in_time(self, method: Callable[[Engine, *Ts], object], *arguments: *Ts) -> None:
-        """Call a method of all that are up; those that do not answer for as long as they may be silent have died.
+        """Call a method of all engines that are up; those that do not answer within the limit of silence count as dead.
 
-        In a refit nobody else asks them between two steps meanwhile.
+        In a refit no heartbeats watch over them.
         """
         calls = [(each, each.begin(method, *arguments)) for each in self.up]
         self._wait_for_survivors(calls, self.handles[0].worker.silence_s, _SILENCE_LIMIT)
@@ -316,7 +316,7 @@ class Engines:
     def _wait_for_survivors(
         self, calls: Sequence[tuple[EngineHandle, Call[R]]], timeout_s: float = LONGEST_S, key: str = ""
     ) -> list[tuple[Worker, R]]:
-        """Wait for calls of processes of engines, as `wait`; the results of those that do not die."""
+        """Wait for calls of engine processes, as `wait`; return the results of those that do not die."""
         results, began_s = list[tuple[Worker, R]](), time.monotonic()
         for handle, call in calls:
             try:
@@ -330,5 +330,5 @@ class Engines:
 
 
 def wait_in_refit(calls: Sequence[Call[R]], timeout_s: float, *, since_s: float | None = None) -> list[R]:
-    """Wait, as `wait`, for calls of engines that need nobody else in a refit: one that does not answer has died."""
+    """Wait, as `wait`, for calls in a refit that depend on no other process: a silent engine counts as dead."""
     return wait(calls, timeout_s, REFIT_LIMIT, since_s=since_s)

@@ -1,4 +1,4 @@
-"""A request on its way over engines, and what there is of its answer."""
+"""A request in flight, and what has been sampled of its answer."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -12,12 +12,12 @@ from megarl.data import Turn
 from megarl.rollout.protocol import Request
 
 PartialTurns: TypeAlias = Mapping[int, Turn]
-"""Turns of samples of a request: those that have ended, and, with "abort" and without a prompt, those that go on."""
+"""Turns of a request's samples: finished ones, and unfinished ones, with reason "abort" and without a prompt."""
 
 
 @dataclass(eq=False)
 class PendingRequest:
-    """A request on its way: `answer` gets its samples, all of one engine."""
+    """A request in flight; `answer` gets its samples, all from one engine."""
 
     number: int
     request: Request
@@ -25,46 +25,46 @@ class PendingRequest:
     """The engines that it may go to."""
     answer: Future[list[Turn]] = field(default_factory=Future)
     handle: EngineHandle | None = None
-    """The engine that has it; None while it is queued."""
+    """The engine that the request was sent to; None while it is queued."""
     worker: Worker | None = None
-    """The process that has it: a restarted engine has another."""
+    """The process that the request was sent to; a restarted engine has another one."""
     load: int = 0
-    """Its samples there that have not ended."""
+    """The number of its unfinished samples on that engine."""
     begun: dict[int, PartialSample] = field(default_factory=dict)
-    """Samples of which engines that died, or cut them, have given some tokens."""
+    """Unfinished samples with their tokens from engines that died or aborted them."""
     ended: dict[int, Turn] = field(default_factory=dict)
     """Samples that have ended."""
 
     @property
     def samples(self) -> int:
-        """How many it asks for."""
+        """The number of samples that it asks for."""
         return self.request.sampling.samples - len(self.ended)
 
     @property
     def tokens(self) -> int:
-        """Tokens that an engine computes before it samples; the prompt counts once for all samples."""
+        """The number of tokens that an engine computes before it samples; the prompt counts once."""
         begun = sum(len(self._begun(sample).token_ids) for sample in self.left)
         return len(self.request.prompt_token_ids) + begun
 
     @property
     def left(self) -> list[int]:
-        """The samples that have not ended."""
+        """The unfinished samples."""
         return [sample for sample in range(self.request.sampling.samples) if sample not in self.ended]
 
     def rest(self) -> Request:
-        """The request that is left: only samples that have not ended, each with its tokens so far."""
+        """The remaining request: only unfinished samples, each with its tokens so far."""
         if not self.begun and not self.ended:
             return self.request
         return replace(self.request, begun={sample: self._begun(sample).token_ids for sample in self.left})
 
     def keep(self, begun: Mapping[int, PartialSample]) -> int:
-        """Keep tokens that an engine reported before it died. Returns how many."""
+        """Keep the tokens that an engine reported before it died. Returns their number."""
         for sample, new in begun.items():
             self.begun[sample] = self.begun[sample] + new if sample in self.begun else new
         return sum(len(new.token_ids) for new in begun.values())
 
     def keep_answer(self, turns: Sequence[Turn]) -> None:
-        """Keep an answer: turns of the samples that had not ended, of which some may have been cut again."""
+        """Keep an answer: the turns of the remaining samples, some of which may have been aborted again."""
         self.keep_turns(dict(zip(self.left, turns, strict=True)))
 
     def keep_turns(self, turns: PartialTurns) -> None:
@@ -81,11 +81,11 @@ class PendingRequest:
         return {**begun, **self.ended}
 
     def copy(self) -> "PendingRequest":
-        """The same request, apart from what comes of it later."""
+        """A copy that does not see later progress."""
         return replace(self, begun=self.begun.copy(), ended=self.ended.copy())
 
     def whole(self) -> list[Turn]:
-        """The turns of all samples, which have ended."""
+        """The turns of all samples, all of which must have ended."""
         return [self.ended[sample] for sample in range(self.request.sampling.samples)]
 
     def _begun(self, sample: int) -> PartialSample:

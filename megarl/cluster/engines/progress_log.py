@@ -1,4 +1,4 @@
-"""Tokens of requests that are not answered: what there is of them when an engine dies."""
+"""Tokens of unanswered requests, kept for when an engine dies."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
@@ -12,7 +12,7 @@ from megarl.data.trajectory import FloatArray, IntArray
 from megarl.rollout.protocol import Progress
 
 _TOGETHER = 256
-"""Pieces of news that are put together: each has some tokens of hundreds of samples, 100 kB in all."""
+"""Reports after which the log is compacted; each has some tokens of hundreds of samples, 100 kB in all."""
 
 
 class PartialSample(NamedTuple):
@@ -24,24 +24,25 @@ class PartialSample(NamedTuple):
 
     @classmethod
     def of(cls, turn: Turn) -> "PartialSample":
-        """A turn that was cut."""
+        """Make it from an aborted turn."""
         return cls(fetch(turn.token_ids), fetch(turn.log_probs), fetch(turn.versions))
 
     def cut(self) -> Turn:
-        """A turn of these tokens alone, without a prompt, that was cut behind them."""
-        # Not `Turn.of`: to say versions once takes as long as all else of a checkpoint, in which they are said in full.
+        """An aborted turn of just these tokens, without a prompt."""
+        # Not `Turn.of`, which compresses versions: that takes as long as the rest of a checkpoint, which stores them in
+        # full.
         return Turn(NOTHING.token_ids, *self, "abort")
 
     @classmethod
     def joined(cls, pieces: Sequence["PartialSample"]) -> "PartialSample":
-        """The pieces of a sample, at least one, in their order."""
+        """Concatenate the pieces of a sample, at least one, in order."""
         return cls(*(np.concatenate(each) for each in zip(*pieces, strict=True)))
 
     def __add__(self, other: "PartialSample") -> "PartialSample":  # type: ignore[override]
         return self.joined([self, other])
 
     def ended_by(self, turn: Turn) -> Turn:
-        """The whole turn of a sample that another engine has ended."""
+        """The whole turn of a sample that another engine has finished."""
         if not len(self.token_ids):
             return turn
         whole = self + PartialSample.of(turn)
@@ -50,24 +51,24 @@ class PartialSample(NamedTuple):
 
 
 NOTHING = PartialSample(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
-"""A sample of no tokens."""
+"""A sample without tokens."""
 
 
 class ProgressLog:
-    """Tokens that one engine told of, looked at when it dies and when a run is saved; most of them never are."""
+    """The tokens that one engine reported. They are read only when it dies or a run is saved: mostly never."""
 
     def __init__(self) -> None:
         self._told: list[Progress] = []
-        """News that was not put together yet."""
+        """Reports that are not yet split by sample."""
         self._pieces: dict[tuple[int, int], list[PartialSample]] = {}
-        """Pieces of each sample, by request and sample: what was put together once is not copied again."""
+        """Pieces of each sample, by request and sample number; they are not copied again."""
 
     def add(self, progress: Progress) -> None:
-        """Keep what an engine told."""
+        """Add an engine's report."""
         self._told.append(progress)
 
     def copy(self) -> "ProgressLog":
-        """The same news, apart from what is told later."""
+        """A copy that does not see later reports."""
         copied = ProgressLog()
         copied._told = self._told.copy()
         copied._pieces = {whose: pieces.copy() for whose, pieces in self._pieces.items()}
@@ -75,11 +76,11 @@ class ProgressLog:
 
     @property
     def are_many(self) -> bool:
-        """Whether it is time to forget what is answered."""
+        """Whether it is time to drop answered requests."""
         return len(self._told) >= _TOGETHER
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Forget all requests but these."""
+        """Drop all requests except these."""
         kept = set(numbers)
         self._pieces = {whose: pieces for whose, pieces in self._pieces.items() if whose[0] in kept}
         if self._told:
@@ -88,7 +89,7 @@ class ProgressLog:
             self._told = []
 
     def of(self, numbers: Collection[int]) -> dict[int, dict[int, PartialSample]]:
-        """The beginnings of samples of these requests, by request and sample."""
+        """The partial samples of these requests, by request and sample number."""
         self.keep(numbers)
         found: dict[int, dict[int, PartialSample]] = {}
         for (number, sample), pieces in self._pieces.items():
@@ -97,7 +98,7 @@ class ProgressLog:
 
 
 def _by_sample(told: Sequence[Progress], numbers: Collection[int]) -> Iterator[tuple[tuple[int, int], PartialSample]]:
-    """The news of these requests by request and sample, all of a sample in one piece, in the order in which it came."""
+    """Yield the reported tokens of these requests, one piece per sample, in the order of arrival."""
     whose, samples, lengths, *of_tokens = (
         np.concatenate([getattr(each, field.name) for each in told]) for field in fields(Progress)
     )
@@ -105,12 +106,12 @@ def _by_sample(told: Sequence[Progress], numbers: Collection[int]) -> Iterator[t
     order = order[np.isin(whose[order], np.fromiter(numbers, np.int64, len(numbers)))]
     starts = lengths.cumsum() - lengths
     whose, samples, lengths, starts = (each[order] for each in (whose, samples, lengths, starts))
-    # The places of the tokens of each piece: from its own start on, instead of from where the pieces before it end.
+    # The index of every token: each piece's tokens are counted from the piece's own start.
     places = np.repeat(starts - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
     firsts = np.flatnonzero((np.diff(whose, prepend=-1) != 0) | (np.diff(samples, prepend=-1) != 0))
     ends = lengths.cumsum()[firsts[1:] - 1]
     pieces = zip(*(np.split(each[places], ends) for each in of_tokens), strict=True)
-    # There is an empty piece where there is no sample.
+    # Splitting nothing still gives one empty piece.
     for number, sample, piece in zip(whose[firsts].tolist(), samples[firsts].tolist(), pieces, strict=False):
-        # Copies: a long response would keep what was told of all others beside it.
+        # Copied, as a view for one long response would keep the whole report in memory.
         yield (number, sample), PartialSample(*(each.copy() for each in piece))

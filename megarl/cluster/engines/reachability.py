@@ -1,4 +1,4 @@
-"""Whether the processes of an engine over machines see each other, before each of them waits for the others."""
+"""Checks that the processes of an engine on several machines can reach each other, before they wait for each other."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from megarl.process.errors import MachinesUnfit
 
 
 def meeting(processes: Sequence[Worker]) -> Iterator[Sequence[Call[Any]]]:
-    """Let each process look whether it sees all: yields the calls of each step, which have to end before the next one.
+    """Let each process try to reach all others; yields the calls of each step, which must end before the next step.
 
-    Raises UserError for a process that does not reach another. They listen until their objects are made.
+    Raises UserError if a process does not reach another. Processes listen until their engine is created.
     """
     listening = [process.begin_listen() for process in processes]
     yield listening
@@ -25,7 +25,7 @@ def meeting(processes: Sequence[Worker]) -> Iterator[Sequence[Call[Any]]]:
 def check_that_all_meet(
     processes: Sequence[Worker], addresses: Sequence[SocketAddress], unreached: Sequence[Mapping[int, str]]
 ) -> None:
-    """Raise UserError for a process that does not reach the address of another; `unreached` says why, for each."""
+    """Raise UserError if a process does not reach another's address; `unreached` gives each process's failures."""
     for process, reasons in zip(processes, unreached, strict=True):
         for number, reason in reasons.items():
             host, port = addresses[number]

@@ -1,4 +1,4 @@
-"""Requests over engines: each to one that serves and has room, and on to another if that one dies."""
+"""Distributes requests over engines: each goes to a serving engine with room, and to another if that one dies."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,9 +21,9 @@ from megarl.rollout.protocol import Engine, Event, Progress, Request, RequestEnd
 
 
 class _Submitted(NamedTuple):
-    """A submit call in flight and the numbers of its requests; without numbers it is an abort.
+    """A submit call in flight, with the numbers of its requests; without numbers, an abort.
 
-    Calls may overtake each other on their way.
+    Calls may overtake each other.
     """
 
     handle: EngineHandle
@@ -32,23 +32,23 @@ class _Submitted(NamedTuple):
 
 
 class RequestQueue:
-    """The requests that have no answer yet, of any thread.
+    """All unanswered requests; usable from any thread.
 
-    An engine gets as many as it has room for; the rest wait here for the first that has room, lowest priority first.
+    An engine gets as many as it has room for. The rest wait here for the first engine with room, in ascending priority.
 
-    Requests that an engine leaves unanswered when it dies go to another, behind the tokens that it reported: their
-    seeds are the same, and so are the tokens.
+    Unanswered requests of an engine that dies continue on another, after the tokens that it reported. They keep their
+    seeds, and so give the same tokens.
     """
 
     def __init__(self, handles: Sequence[EngineHandle], awaits: Callable[[EngineHandle], bool]) -> None:
-        """`awaits(handle)` is whether an engine is being restarted and has no weights yet."""
+        """`awaits(handle)` says whether an engine is being restarted and has no weights yet."""
         self._handles, self._awaits = handles, awaits
-        # Never held while waiting for the lock of restarts: its holder may wait for answers.
+        # Never hold it while waiting for the lock of restarts, whose holder may be waiting for answers.
         self._lock = threading.RLock()
         self._numbers = count()
         self._pending: dict[int, PendingRequest] = {}
         self._waiting: list[tuple[int, int, PendingRequest]] = []
-        """Requests without an engine: a heap by priority and number."""
+        """Queued requests: a heap by priority and number."""
         self._conversations = Conversations[EngineHandle]()
         self._streams: dict[Stream, EngineHandle] = {}
         self._progress: dict[Stream, ProgressLog] = {}
@@ -64,15 +64,15 @@ class RequestQueue:
 
     @property
     def unanswered(self) -> int:
-        """How many requests have no answer."""
+        """The number of unanswered requests."""
         return len(self._pending)
 
     def begin(
         self, requests: Sequence[Request], among: Sequence[EngineHandle], partial_turns: Sequence[PartialTurns] = ()
     ) -> list[PendingRequest]:
-        """Queue requests together. An answer fails with the engine's failure, or with its refusal.
+        """Queue requests together. An answer fails with the engine's failure or refusal.
 
-        With `partial_turns`, what was already sampled of each, they go on behind it.
+        With `partial_turns`, they continue after what was already sampled of each.
         """
         begun = [PendingRequest(next(self._numbers), request, among) for request in requests]
         for each, turns in zip(begun, partial_turns, strict=False):
@@ -92,7 +92,7 @@ class RequestQueue:
         return begun
 
     def partial_turns(self, pending: Sequence[PendingRequest]) -> list[PartialTurns]:
-        """The turns sampled so far of each of these requests, all as of one moment."""
+        """A consistent snapshot of the turns sampled so far for each of these requests."""
         with self._lock:
             copies = [each.copy() for each in pending]
             partials = [each.copy() for each in self._progress.values()]
@@ -103,7 +103,7 @@ class RequestQueue:
         return [each.partial_turns() for each in copies]
 
     def abandon(self, pending: Iterable[PendingRequest]) -> None:
-        """Drop the requests that are not answered; their engines abort them."""
+        """Drop those of the requests that are unanswered; their engines abort them."""
         ended: dict[EngineHandle, list[int]] = {}
         with self._lock:
             for each in pending:
@@ -116,7 +116,7 @@ class RequestQueue:
 
     @contextmanager
     def asking(self, request: Request, among: Sequence[EngineHandle]) -> Iterator[EngineHandle]:
-        """Choose the engine that the caller sends a request to; the request is part of its load until the end."""
+        """Choose an engine for a request that the caller sends itself; within the context it is part of its load."""
         with self._lock:
             pending = PendingRequest(next(self._numbers), request, among)
             able = self._candidates(among) or among
@@ -128,17 +128,17 @@ class RequestQueue:
                 self._unassign(pending)
 
     def sleep(self, handles: Sequence[EngineHandle]) -> None:
-        """Send these engines nothing until `wake_up`; returns when they have received all that was sent."""
+        """Send nothing to these engines until `wake_up`; returns when they have received everything sent before."""
         with self._lock:
             for handle in handles:
                 handle.is_asleep = True
-            # An abort may come later, or fail.
+            # Aborts are not waited for: they may arrive later, or fail.
             submitted = [each.call for each in self._submitted if each.handle in handles and each.numbers]
-        # The requests of a dead one go elsewhere.
+        # Requests of a dead engine go elsewhere.
         wait_for_living(submitted)
 
     def wake_up(self, handles: Sequence[EngineHandle]) -> None:
-        """Send to these engines again."""
+        """Resume sending to these engines."""
         with self._lock:
             for handle in handles:
                 handle.is_asleep = False
@@ -150,13 +150,13 @@ class RequestQueue:
             self._dispatch()
 
     def take_moved(self) -> int:
-        """Tokens that an engine had computed and lost, to be computed again, since they were taken last."""
+        """Return the tokens computed and lost by engines, to be recomputed, since the last call."""
         with self._lock:
             moved, self._moved = self._moved, 0
             return moved
 
     def take_idle_s(self) -> list[float]:
-        """Seconds that each engine had nothing to sample, since they were taken last."""
+        """Return the seconds that each engine had nothing to sample since the last call."""
         with self._lock:
             return [handle.take_idle_s() for handle in self._handles]
 
@@ -170,10 +170,10 @@ class RequestQueue:
                 self._end_samples(event)
             elif (pending := self._end(event)) is not None:
                 ended.append((pending, event.answer))
-        # Progress makes no room for others, and comes from every engine many times a second.
+        # Progress frees no room, and every engine reports it many times a second.
         if not all(isinstance(event, Progress) for event in events):
             self.dispatch()
-        # Results are set last: callbacks are slow, and engines already have new work.
+        # Set results last, when engines already have new work: callbacks are slow.
         for pending, answer in ended:
             if isinstance(answer, UserError):
                 pending.answer.set_exception(answer)
@@ -181,14 +181,14 @@ class RequestQueue:
                 pending.answer.set_result(pending.whole())
 
     def end_stream(self, stream: Stream, failure: Exception | None) -> bool:
-        """Handle the end of an engine's stream; its requests go elsewhere if it has died, and fail if it has not.
+        """Handle the end of an engine's stream: its requests go elsewhere if it has died, and fail otherwise.
 
-        Returns whether it has died.
+        Returns whether the engine has died.
         """
         with self._lock:
             handle, partials = self._streams.pop(stream), self._progress.pop(stream)
             left = [each for each in self._pending.values() if each.worker is stream.worker]
-            # If this death is known already, another process has taken its place.
+            # If the death is already known, another process may have taken its place.
             is_dead = handle.state == "down" or stream.worker is not handle.worker
             if failure is None and not is_dead:
                 self._listen(handle, partials)
@@ -208,7 +208,7 @@ class RequestQueue:
 
     def check_submitted(self) -> None:
         """Fail the requests whose submit call has failed."""
-        # The death of an engine is handled where its stream ends.
+        # An engine's death is handled when its stream ends.
         with self._lock:
             heard = dict(ended_calls([each.call for each in self._submitted]))
             ended = [each for each in self._submitted if each.call in heard]
@@ -227,7 +227,7 @@ class RequestQueue:
         self._fail(waiting, failure)
 
     def fail_all(self, failure: Exception) -> None:
-        """Fail all requests, also later ones: nothing receives their answers any more."""
+        """Fail all present and future requests: nothing receives answers any more."""
         with self._lock:
             self._failure = failure
             pending = list(self._pending.values())
@@ -238,11 +238,11 @@ class RequestQueue:
         among = [handle for handle in among if not handle.is_asleep]
         if serving := [handle for handle in among if handle.state == "serving"]:
             return serving
-        # If none serves, requests wait for the end of a refit, or for an engine that is being restarted.
+        # If none serves, wait for the end of a refit or for an engine being restarted.
         restarting = [handle for handle in among if self._awaits(handle)]
         if (up := [handle for handle in among if handle.is_up and handle not in restarting]) or restarting:
             return up
-        # A failure says what it was.
+        # Try anyway: the failure of the call will say what is wrong.
         return among
 
     def _with_room(self, handles: Sequence[EngineHandle]) -> Sequence[EngineHandle]:
@@ -257,7 +257,7 @@ class RequestQueue:
         return handle
 
     def _unassign(self, pending: PendingRequest) -> None:
-        """Take a request off its engine's load, if it has an engine."""
+        """Remove a request from its engine's load, if it has an engine."""
         if pending.handle is not None:
             self._conversations.end(pending.request.conversation, pending.handle)
             pending.handle.load -= pending.load
@@ -271,12 +271,12 @@ class RequestQueue:
         """Send queued requests to engines that serve and have room."""
         shares: dict[EngineHandle, dict[int, Request]] = {}
         left = []
-        # Stop when no engine has room: otherwise every call would scan the whole queue.
+        # Stop as soon as no engine has room, so that calls do not scan the whole queue.
         while self._waiting and any(handle.has_room for handle in self._candidates(self._handles)):
             entry = heappop(self._waiting)
             each = entry[-1]
             if each.number not in self._pending:
-                continue  # nobody waits for it any more
+                continue  # abandoned
             if with_room := self._with_room(self._candidates(each.among)):
                 shares.setdefault(self._assign(each, with_room), {})[each.number] = each.rest()
             else:
@@ -293,11 +293,11 @@ class RequestQueue:
         self._streams[stream], self._progress[stream] = handle, partials
 
     def _refuse(self, submitted: _Submitted, failure: Exception) -> None:
-        """Fail the requests that an engine did not take in, or all that it has where it could not end others."""
+        """Fail the requests that an engine refused or, if an abort failed, all requests of the engine."""
         with self._lock:
             numbers = submitted.numbers or list(self._pending)
             found = [self._pending[number] for number in numbers if number in self._pending]
-            # One that has died since may have left them to another.
+            # If the engine has died since, they may be on another engine.
             refused = [each for each in found if each.worker is submitted.call.worker]
             for each in refused:
                 self._unassign(each)
@@ -306,7 +306,7 @@ class RequestQueue:
         self._fail(refused, failure)
 
     def _end_samples(self, event: SamplesEnded) -> None:
-        """Count these samples no more where they were asked for."""
+        """Remove these samples from the load of their engines."""
         with self._lock:
             for pending in (self._pending[number] for number in event.numbers if number in self._pending):
                 if pending.handle is not None:
@@ -314,7 +314,10 @@ class RequestQueue:
                     pending.handle.load -= 1
 
     def _end(self, event: RequestEnded) -> PendingRequest | None:
-        """Count a request no more. Returns it; None if nobody waits for it, or it goes on as it was cut."""
+        """Remove a request from its engine's load and return it.
+
+        Returns None if it was abandoned, or continues after an abort.
+        """
         answer = event.answer
         with self._lock:
             pending = self._pending.pop(event.number, None)
@@ -329,7 +332,7 @@ class RequestQueue:
         return pending
 
     def _ask_on(self, pending: PendingRequest, turns: Sequence[Turn]) -> None:
-        """Ask for the rest of what an engine has cut; under another number, since it told of tokens under this one."""
+        """Queue the rest of an aborted request, under a new number, since progress was reported under the old one."""
         if any(len(turn.token_ids) for turn in turns):
             self._moved += pending.tokens
         pending.number = next(self._numbers)
@@ -339,7 +342,7 @@ class RequestQueue:
     def _keep(self, partials: ProgressLog, told: Progress) -> None:
         partials.add(told)
         if partials.are_many:
-            # Somebody may copy them.
+            # Another thread may be copying them.
             with self._lock:
                 partials.keep(self._pending)
 

@@ -1,4 +1,4 @@
-"""Engines that died, restarted in the background: new processes in the old seats, then weights."""
+"""Restarts dead engines in the background: new processes in the old seats, then weights."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,23 +18,23 @@ from megarl.process.logs import say
 from megarl.resharding.direct.connections import TransferError
 
 Steps: TypeAlias = Callable[[EngineHandle], Iterator[Sequence[Call[Any]]]]
-"""Goes on with an engine step by step: yields the calls, at least one, that have to end before the next step."""
+"""Advances an engine step by step: yields the calls, at least one, that must end before the next step."""
 _POLL_S = 1.0
 _WAITS_S = (10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 600.0)
-"""Before each further try of an engine that did not come back: memory, ports and disks may."""
+"""Waits before further tries of an engine that failed to restart: memory, ports and disks may come back."""
 _TRIES_WITHIN_S = 7200.0
-"""After a death, the time in which a try may be the next one: a start that hangs takes an hour."""
+"""How long after a death further tries may begin: a start that hangs takes an hour."""
 
 
 class StartStages(NamedTuple):
-    """The two halves of the start of an engine that died: only the second one takes memory of its device."""
+    """The two stages of a restart; only the second one allocates device memory."""
 
     prepare: Steps
     load: Steps
 
 
 class _Cause(NamedTuple):
-    """Why an engine died: a sentence, its log, and the end of that as it was then."""
+    """Why an engine died: a sentence, its log, and the end of the log at that time."""
 
     reason: str
     log: str
@@ -43,51 +43,53 @@ class _Cause(NamedTuple):
 
 @dataclass
 class _Restart:
-    """One engine on its way back."""
+    """The restart of one engine."""
 
     steps: Iterator[Sequence[Call[Any]]]
-    """Steps of this stage that were not begun."""
+    """The remaining steps of this stage."""
     died_s: float
     until_s: float
-    """When the present step has to have ended."""
+    """Deadline of the present step."""
     calls: list[Call[Any]] = field(default_factory=list)
     """Calls that the present step waits for."""
     is_up: bool = False
-    """Whether the first step has ended: its processes are up, and of the dead ones nothing is left."""
+    """Whether the first step has ended: new processes are up, and nothing is left of the old ones."""
     stage: Literal["prepare", "prepared", "load", "loaded"] = "prepare"
     number: int = 1
-    """Which try this is since its death."""
+    """Number of this try since the death."""
     begins_at_s: float = 0.0
-    """When its first step may be taken, the end of what is left of an earlier try."""
+    """Earliest time of the first step, which ends the remains of an earlier try."""
     goes_on_at_s: float = 0.0
-    """When the steps behind that may be."""
+    """Earliest time of the later steps."""
     heartbeats: Heartbeats[Worker, Call[Any]] = field(default_factory=lambda: Heartbeats(HEARTBEAT_INTERVAL_S))
 
     @property
     def is_early(self) -> bool:
-        """Whether it is not time yet for its next step."""
+        """Whether it is too early for the next step."""
         return time.monotonic() < (self.goes_on_at_s if self.is_up else self.begins_at_s)
 
 
 class Restarts:
-    """The restarts of a run's engines, at most `max_restarts`, with those before the checkpoint that it goes on from.
+    """The restarts of a run's engines: at most `max_restarts`, including those before the checkpoint it resumed from.
 
-    One that does not come back is no further restart: it is tried again, a few times with growing waits, while the
-    others go on. But where not all engines of the run have started before, its arguments may be wrong, and it counts.
+    A restart that fails is tried again a few times, with growing waits, while the other engines serve; these tries do
+    not count. But if not all engines of the run have ever started, the arguments may be wrong, and a failed start
+    counts.
 
-    One whose machine is gone is not restarted: its place is there, and the next try of the run finds it another.
+    An engine whose machine is gone is not restarted, as its place is on that machine; the next try of the run finds
+    another place.
 
     Nothing advances by itself: a restart takes its next step when a thread that waits for engines calls `advance`. So
-    the trainer's ranks are asked for weights only where nothing else is asked of them. After `pause`, while the trainer
+    the trainer's ranks are asked for weights only when they have nothing else to do. After `pause`, while the trainer
     has the GPUs, an engine's processes are started but load nothing.
     """
 
     def __init__(self, max_restarts: int, start: StartStages, *, up_within_s: float, start_within_s: float) -> None:
-        """An engine's processes come up within so many seconds, and then it starts, or it has died once more."""
+        """Time limits: processes come up within `up_within_s` and the engine then starts within `start_within_s`."""
         self.count = 0
-        """How many there were."""
+        """Number of restarts so far."""
         self.give_weights: Callable[[], object] = lambda: None
-        """Gives weights to those that are up and have none; engines that read a folder need nothing."""
+        """Gives weights to restarted engines that are up; does nothing if engines read them from a folder."""
         self._max_restarts, self._start = max_restarts, start
         self._up_within_s, self._start_within_s = up_within_s, start_within_s
         self._first: _Cause | None = None
@@ -102,23 +104,23 @@ class Restarts:
 
     @property
     def calls(self) -> list[Call[Any]]:
-        """The calls in flight: `advance` has something to do when one of them has ended."""
-        # Another thread may begin or end a restart meanwhile: the list is made in one step of the interpreter.
+        """The calls in flight; when one ends, `advance` has something to do."""
+        # Another thread may begin or end a restart meanwhile; copying to a list is atomic.
         return [call for each in list(self._under_way.values()) for call in each.calls]
 
     @property
     def is_paused(self) -> bool:
-        """Whether no engine loads weights until `resume`."""
+        """Whether loading of weights is paused until `resume`."""
         return self._is_paused
 
     def awaits(self, handle: EngineHandle) -> bool:
-        """Whether an engine is restarted and has no weights yet."""
+        """Whether an engine is being restarted and has no weights yet."""
         return handle in self._under_way
 
     def begin(self, handle: EngineHandle) -> None:
-        """Begin to restart an engine that is down. Raises its failure, or the run's first, if that is one too many.
+        """Begin to restart an engine that is down. Raises its failure, or the run's first one, if that is one too many.
 
-        One that somebody else has begun to start is left alone.
+        Does nothing if its restart has already begun.
         """
         with self.lock:
             if (failure := handle.death) is None or handle.state != "down":
@@ -129,9 +131,9 @@ class Restarts:
                 self._retry(handle, failure, restart)
 
     def retry(self, failure: WorkerFailed) -> bool:
-        """Try an engine again that was on its way back and met this failure; whether there is one. Raises as `begin`.
+        """Try again an engine whose restart met this failure; return whether there is one. Raises as `begin`.
 
-        It may live, as one that has no memory for its first weights.
+        The engine may be alive, such as one without enough memory for its first weights.
         """
         with self.lock:
             for handle, restart in list(self._under_way.items()):
@@ -141,20 +143,20 @@ class Restarts:
         return False
 
     def advance(self) -> None:
-        """Take all steps that can be taken without waiting. Raises as `begin`."""
+        """Take all steps that are possible without waiting. Raises as `begin`."""
         with self.lock:
             for handle, restart in list(self._under_way.items()):
                 self._advance(handle, restart)
 
     def recover(self) -> None:
-        """As `advance`; then give engines that are up the weights that the others serve."""
+        """Do as `advance`, then give restarted engines that are up the weights that the others serve."""
         with self.lock:
             self.advance()
             if any(handle.state == "starting" for handle in self._under_way):
                 self.give_weights()
 
     def wait(self) -> None:
-        """Wait until there may be a step to take, and take it. Raises as `begin`."""
+        """Wait until a step may be possible, and take it. Raises as `begin`."""
         if calls := self.calls:
             ray.wait([call.reference for call in calls], num_returns=1, timeout=_POLL_S)
         else:
@@ -162,9 +164,9 @@ class Restarts:
         self.advance()
 
     def pause(self) -> None:
-        """Let no engine take memory until `resume`. Raises as `begin`.
+        """Keep engines from allocating memory until `resume`. Raises as `begin`.
 
-        Returns when those that were about to have theirs, and dead ones have left nothing.
+        Returns when engines that had begun to load are up, and nothing is left of dead ones.
         """
         with self.lock:
             self._is_paused = True
@@ -172,33 +174,33 @@ class Restarts:
                 self.wait()
 
     def resume(self) -> None:
-        """Let engines take memory again. Raises as `begin`."""
+        """Let engines allocate memory again. Raises as `begin`."""
         with self.lock:
             self._is_paused = False
             self.advance()
 
     def note_started(self, handles: Sequence[EngineHandle]) -> None:
-        """Take note that these, all engines of the run, have started: one that does not now may do so later."""
+        """Note that all engines of the run have started once, so that later failures to start may be temporary."""
         self._started = list(handles)
 
     def note_serving(self, handle: EngineHandle) -> None:
-        """Take note that an engine has its weights, if it is one that was restarted."""
+        """Note that an engine has weights, which ends its restart, if it had one."""
         with self.lock:
             if (restart := self._under_way.pop(handle, None)) is not None:
                 self._seconds.append(seconds := time.monotonic() - restart.died_s)
                 say(f"{handle.name} serves again, {seconds:.1f} s after it died, with weights {handle.version}")
 
     def state_dict(self) -> dict[str, Any]:
-        """How many there were, and why the first."""
+        """The number of restarts, and the cause of the first."""
         return {"count": self.count, "first": self._first and self._first._asdict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Count on from a state."""
+        """Continue from a state."""
         self.count = state["count"]
         self._first = _Cause(**state["first"]) if state["first"] else None
 
     def end_step(self) -> dict[str, float]:
-        """Metrics: the restarts of the run, and since the last step how many failed, and the longest that ended."""
+        """Return metrics: the run's restarts and, since the last step, failed tries and the longest restart."""
         with self.lock:
             metrics = {
                 "engines/restarts": float(self.count),
@@ -244,7 +246,7 @@ class Restarts:
         self._advance(handle, restart)
 
     def _next_try(self, handle: EngineHandle, failed: _Restart, wait_s: float) -> _Restart:
-        """One that ends at once what the failed one left, if that came so far, and then waits."""
+        """The next try: it first ends what the failed one left, if anything, and then waits."""
         now_s = time.monotonic()
         begins_at_s = now_s if failed.is_up else now_s + wait_s
         return _Restart(
@@ -275,14 +277,14 @@ class Restarts:
         except WorkerFailed as failure:
             self._retry(handle, failure, restart)
         except UserError as error:
-            # It has started with the same arguments before.
+            # It has started with the same arguments before, so they are not wrong.
             self._retry(handle, WorkerFailed(str(error), handle.worker.log, error), restart)
         else:
             if handle.state == "serving":
                 self.note_serving(handle)
 
     def _begins_to_load(self, handle: EngineHandle, restart: _Restart) -> bool:
-        """Note that the steps of a stage have ended; whether there are more now."""
+        """Go on to the loading stage, if the steps of the first have ended; return whether there are more steps."""
         if restart.stage == "load":
             restart.stage = "loaded"
         if restart.stage == "prepare":
@@ -293,23 +295,23 @@ class Restarts:
         return True
 
     def _have_ended(self, handle: EngineHandle, restart: _Restart) -> bool:
-        """Whether the calls of the present step have; raises as soon as one has failed."""
+        """Whether the calls of the present step have ended; raises as soon as one has failed."""
         references = [call.reference for call in restart.calls]
         done, left = ray.wait(references, num_returns=len(references), timeout=0) if references else ([], [])
         wait([call for call in restart.calls if call.reference in done])
         if left:
-            # A call that has ended is not waited for again: the others would be asked for without a pause.
+            # Drop ended calls: waiting for one again would return at once, and make the loop spin.
             restart.calls = [call for call in restart.calls if call.reference in left]
             self._look_after(handle, restart)
             if time.monotonic() > restart.until_s:
-                # A process answers beside a start that hangs: its heartbeats say nothing of that.
+                # A process sends heartbeats even while its start hangs, hence this deadline.
                 raise self._too_late(handle, restart)
         return not left
 
     def _look_after(self, handle: EngineHandle, restart: _Restart) -> None:
-        """Now and then, end those that are silent, and see whether the machine is there."""
+        """From time to time, kill silent processes, and check that the machine still exists."""
         if restart.heartbeats.is_due:
-            # Before it is up there is nobody to ask.
+            # Processes that are not up cannot be asked.
             end_silent([call.worker for call in restart.calls if restart.is_up], restart.heartbeats)
             if handle.has_lost_its_machine:
                 raise _lost(handle)
@@ -325,7 +327,7 @@ class Restarts:
 
 
 def _is_same(own: WorkerFailed | None, heard: WorkerFailed) -> bool:
-    """Whether a process has failed as was heard: of a transfer, one of its peers may be heard first."""
+    """Whether a process's own failure is the one reported; of a failed transfer, a peer's may be reported first."""
     of_transfer = own is not None and isinstance(own.error, TransferError) and isinstance(heard.error, TransferError)
     return own is heard or of_transfer
 
@@ -336,16 +338,16 @@ def _lost(handle: EngineHandle) -> WorkerGone:
 
 
 def _in_vain(handle: EngineHandle, failure: WorkerFailed, failed: _Restart) -> WorkerGone:
-    """The failure of an engine that never came back: what stood in its way may be gone when the run starts anew."""
+    """The failure of an engine that never came back; a restart of the whole run may succeed."""
     tried = f"{failed.number} tries within {time.monotonic() - failed.died_s:.0f} s"
     happened = f"{handle.name} did not come back in {tried}, the last time: {failure.happened}"
     return WorkerGone(happened, f"see to its machine and the end of its log; {GOES_ON}", handle.worker.log)
 
 
 def _one_too_many(first: _Cause, max_restarts: int, last: str) -> WorkerGone:
-    """The failure of a run of which engines die again and again: the first of them is the cause to look for."""
+    """The failure of a run whose engines keep dying, with the first death as the likely cause."""
     ended = f"engines died more often than cluster.max_engine_restarts={max_restarts} allows, the last time: {last}"
     failure = WorkerGone(ended, f"the first time, {first.reason}", Path(first.log))
     failure.details = first.details
-    failure.may_resume = False  # with others in their place they die just so
+    failure.may_resume = False  # new engines would die in the same way
     return failure

@@ -1,4 +1,4 @@
-"""The thread that receives the answers of engines, and looks after dead ones."""
+"""The thread that receives the engines' answers, and restarts dead ones."""
 
 import threading
 import time
@@ -13,24 +13,24 @@ from megarl.cluster.workers.streams import End, next_of
 from megarl.rollout.protocol import Request
 
 _TICK_S = 0.2
-"""How long the first answer of an engine may wait while the thread waits for those of others."""
+"""How long a new stream's first answer may wait while the thread waits for others."""
 _BATCHED_ABOVE_REQUESTS = 64
-"""With more requests unanswered, answers are received in batches: nobody waits for a single one of them."""
+"""With more unanswered requests, answers are received in batches, as latency does not matter then."""
 _BATCH_WINDOW_S = 0.02
 
 
 class Router:
-    """Sends requests to engines that are alike. One thread receives all answers, and restarts engines that die."""
+    """Routes requests to equal engines. One thread receives all answers, and restarts dead engines."""
 
     def __init__(self, handles: Sequence[EngineHandle], restarts: Restarts) -> None:
         self.queue = RequestQueue(handles, restarts.awaits)
-        """The requests that have no answer yet."""
+        """The unanswered requests."""
         self._handles, self._restarts = handles, restarts
         self._heartbeats = EngineHeartbeats(handles)
         self._is_told = threading.Event()
         self._is_closed = False
         self._is_locked_out = False
-        """Whether another thread held the lock of restarts when this one last tried."""
+        """Whether another thread held the lock of restarts at the last attempt."""
         self._listener: threading.Thread | None = None
         self._starting = threading.Lock()
 
@@ -49,7 +49,7 @@ class Router:
     def check_engines(self) -> None:
         """Restart dead engines, advance running restarts, and dispatch queued requests."""
         try:
-            # A refit holds this lock for its whole duration: without blocking, answers keep flowing meanwhile.
+            # Non-blocking, so that answers keep flowing during a refit, which holds this lock throughout.
             self._is_locked_out = not self._restarts.lock.acquire(blocking=False)
             if not self._is_locked_out:
                 try:
@@ -62,7 +62,7 @@ class Router:
         self.queue.dispatch()
 
     def close(self) -> None:
-        """End the thread, before the engines are ended."""
+        """End the thread; called before the engines are ended."""
         self._is_closed = True
         self._is_told.set()
         if self._listener is not None:
@@ -80,7 +80,7 @@ class Router:
         while not self._is_closed:
             found = []
             if streams := self.queue.streams:
-                # A finished call that only the other thread may handle would wake this one again and again.
+                # A finished call that only the other thread may handle would wake this one in a loop.
                 calls = [] if self._is_locked_out else self._restarts.calls
                 found = next_of(streams, calls, _TICK_S)
             else:
@@ -94,7 +94,7 @@ class Router:
                 elif self.queue.end_stream(stream, result.failure):
                     self.check_engines()
             if self.queue.unanswered > _BATCHED_ABOVE_REQUESTS:
-                # Waiting for a result and waking its reader cost as much as reading it, so several are read at once.
+                # Waiting and waking up cost as much as reading a result, so several are read at once.
                 time.sleep(_BATCH_WINDOW_S)
             if not found or time.monotonic() > next_look_s:
                 self.queue.check_submitted()

@@ -1,1 +1,1 @@
-"""Who runs where: what roles ask for, which machines have room, and taking it."""
+"""Places processes on machines: what roles need, which machines have room, and reserving it."""

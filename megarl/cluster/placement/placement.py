@@ -1,4 +1,4 @@
-"""Who runs where, as a pure function: what the processes of a run ask for, and what the machines have."""
+"""Placement as a pure function of what a run's processes need and what the machines have."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from converters.errors import UserError
 _KINDS = ("gpus", "cpus")
 _NEXT_TO_NOTHING = 0.001
 _ORDERS_TRIED = 120
-# Shares of a GPU are added up, and 0.1 is no binary fraction.
+# Tolerance for sums of GPU shares, such as 0.1, which is not exact in binary.
 _ROUNDING = 1e-6
 
 
@@ -31,7 +31,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Role:
-    """Processes of a run that do the same, and what each of them asks for.
+    """Processes of a run with the same task, and the resources of each.
 
     Example: Role("trainer", processes=8, cpus=1, gpus=1, group=4) are two groups of four ranks, each on one machine;
     Role("engine", processes=4, cpus=1, gpus=8, group=2, apart=True) are two engines, each on two machines.
@@ -42,9 +42,9 @@ class Role:
     cpus: float
     gpus: float
     group: int = 1
-    """So many processes in a row belong together."""
+    """Number of consecutive processes that belong together."""
     apart: bool = False
-    """Each process of a group has to be on another machine; else a group is on one machine where that can be."""
+    """Whether each process of a group must be on a different machine; else a group is on one machine if possible."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -53,9 +53,9 @@ NodesByRole: TypeAlias = dict[str, list[Node]]
 
 
 def place(roles: Sequence[Role], nodes: Sequence[Node]) -> NodesByRole:
-    """The machine of every process; which of two machines comes first depends on their addresses alone.
+    """Place every process on a machine. The order of machines depends only on their addresses.
 
-    Ranks go up with the machines. Raises UserError, with the arithmetic, where there is no room for all.
+    Process numbers ascend with the machines. Raises UserError, with the arithmetic, if not all processes fit.
     """
     if (placement := find_place(roles, nodes)) is None:
         raise UserError(_why_not(roles, nodes))
@@ -63,14 +63,14 @@ def place(roles: Sequence[Role], nodes: Sequence[Node]) -> NodesByRole:
 
 
 def find_place(roles: Sequence[Role], nodes: Sequence[Node]) -> NodesByRole | None:
-    """As `place`; None where there is no room for all."""
+    """As `place`, but returns None if not all processes fit."""
     if any(_needed(roles, kind) > _given(nodes, kind) + _ROUNDING for kind in _KINDS):
         return None
     nodes = sorted(nodes, key=number)
     largest = max((node.gpus for node in nodes), default=0)
     roles = sorted(roles, key=lambda role: (-_unit(role, largest) * role.gpus, -_unit(role, largest) * role.cpus))
     for may_fall_apart in (False, True):
-        # The largest first is enough where sizes divide each other, as they mostly do.
+        # Placing the largest first suffices if sizes divide each other, as they mostly do; else try other orders.
         for order in islice(permutations(roles), _ORDERS_TRIED):
             filling = _Filling(nodes, largest, may_fall_apart=may_fall_apart)
             if all(filling.add(role) for role in order):
@@ -79,7 +79,7 @@ def find_place(roles: Sequence[Role], nodes: Sequence[Node]) -> NodesByRole | No
 
 
 class _Filling:
-    """Machines that are filled, role by role."""
+    """Machines being filled role by role."""
 
     def __init__(self, nodes: Sequence[Node], largest: float, *, may_fall_apart: bool) -> None:
         self.placement: NodesByRole = {}
@@ -87,7 +87,7 @@ class _Filling:
         self._free = [(node.cpus, node.gpus) for node in nodes]
 
     def add(self, role: Role) -> bool:
-        """Whether there was room for all processes of the role."""
+        """Place all processes of a role; return whether they fit."""
         places: list[int] = []
         unit = role.group if role.apart else _unit(role, self._largest)
         for _ in range(0, role.processes, unit):
@@ -108,7 +108,7 @@ class _Filling:
         return None
 
     def _apart(self, role: Role) -> list[int] | None:
-        # The ones with most room, so that the last engine finds as many machines as the first.
+        # Take the machines with the most room, so that the last engine finds as many as the first.
         by_room = sorted(range(len(self._nodes)), key=lambda place: (-self._room(place, role), place))[: role.group]
         if len(by_room) < role.group or self._room(by_room[-1], role) < 1:
             return None
@@ -125,7 +125,7 @@ class _Filling:
 
 
 def _fitting(cpus: float, gpus: float, role: Role) -> int:
-    """How many processes of a role so much is enough for."""
+    """How many processes of a role fit these resources."""
     counts = [
         int(free / asked + _ROUNDING) for free, asked in ((cpus, role.cpus), (gpus, role.gpus)) if asked > _ROUNDING
     ]
@@ -133,7 +133,7 @@ def _fitting(cpus: float, gpus: float, role: Role) -> int:
 
 
 def _unit(role: Role, largest: float) -> int:
-    """How many processes in a row go to one machine: a group, or the largest part of one that a machine can hold."""
+    """How many consecutive processes go to one machine: a group, or the largest part of one that fits."""
     if role.apart or not role.gpus:
         return 1 if role.apart else role.group
     holds = max(1, int(largest / role.gpus + _ROUNDING))
@@ -141,7 +141,7 @@ def _unit(role: Role, largest: float) -> int:
 
 
 def number(node: Node) -> tuple[list[tuple[int, str]], str]:
-    """Order of machines by their addresses: 10.0.0.9 comes before 10.0.0.10."""
+    """Sort key for machines by address: 10.0.0.9 comes before 10.0.0.10."""
     return [(len(part), part) for part in node.address.split(".")], node.id
 
 
@@ -189,20 +189,20 @@ def _asked(roles: Sequence[Role], *kinds: str) -> str:
 
 
 def _of(each: Role | Node, *kinds: str) -> str:
-    """The sizes of a process or a machine, of all kinds unless some are given; none are next to nothing."""
+    """Describe the resources of a process or machine, of the given kinds or all; negligible amounts count as none."""
     sizes = [(kind, getattr(each, kind)) for kind in kinds or _KINDS]
     shown = [(kind, size) for kind, size in sizes if size > _NEXT_TO_NOTHING] or sizes[:1]
     return " and ".join(f"{size:g} {kind[:-1].upper()}{'s' if size != 1 else ''}" for kind, size in shown)
 
 
 def list_machines(nodes: Sequence[Node], *kinds: str) -> str:
-    """How many machines there are of each size."""
+    """Describe how many machines there are of each size."""
     alike = Counter(_of(node, *kinds) for node in sorted(nodes, key=lambda node: (node.gpus, node.cpus)))
     return ", ".join(f"{count} machine{'s' if count > 1 else ''} of {size}" for size, count in alike.items()) or "none"
 
 
 def table(placement: NodesByRole, sharing: Collection[str] = ()) -> list[str]:
-    """Who runs where, one line for each machine, in the order of their addresses; `sharing` roles take turns there.
+    """Describe a placement, one line per machine in address order; the `sharing` roles take turns.
 
     Example: ["10.0.0.7   trainer 0-7", "10.0.0.8   engine 0-1, critic 0-3"], or for roles that share
     ["10.0.0.7   trainer 0-7 and engine 0-3 in turns"]
@@ -210,7 +210,7 @@ def table(placement: NodesByRole, sharing: Collection[str] = ()) -> list[str]:
     on: dict[Node, dict[str, list[int]]] = {}
     for name, nodes in placement.items():
         for process, node in enumerate(nodes):
-            # A part of a machine is the machine.
+            # Parts of a machine are listed under the machine.
             on.setdefault(Node(node.id, node.address, 0, 0), {}).setdefault(name, []).append(process)
     width = max((len(node.address) for node in on), default=0)
     return [f"{node.address:{width}}   {_on_one(on[node], sharing)}" for node in sorted(on, key=number)]
@@ -229,7 +229,7 @@ def _numbered(name: str, processes: list[int]) -> str:
 
 
 def _runs(numbers: list[int]) -> Iterator[str]:
-    """Numbers that go up, as 0-3 7."""
+    """Ascending numbers as ranges, such as 0-3 7."""
     for _, run in groupby(enumerate(numbers), key=lambda each: each[1] - each[0]):
         own = [number for _, number in run]
         yield str(own[0]) if len(own) == 1 else f"{own[0]}-{own[-1]}"

@@ -1,4 +1,4 @@
-"""Pools: machines, or a part of each, that some roles of a run have for themselves."""
+"""Pools: machines, or parts of machines, reserved for some roles of a run."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -10,23 +10,23 @@ from megarl.schema import PoolConfig
 
 
 class _Part(NamedTuple):
-    """Roles, and what they are placed on.
+    """Roles, and the machines that they are placed on.
 
     Example: _Part("cluster.pools.training: ", [Role("trainer", ...)], [Node("4f0c", "10.0.0.7", cpus=96, gpus=8)])
     """
 
     prefix: str
-    """Begins what is said of it."""
+    """Prefix of error messages."""
     roles: list[Role]
     nodes: list[Node]
     shared: bool = False
-    """The roles take turns on the same GPUs."""
+    """Whether the roles take turns on the same GPUs."""
 
 
 def place_in_pools(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[str, PoolConfig]) -> NodesByRole:
-    """As `place`: roles that a pool names on its machines, all others on what is left.
+    """Place roles as `place`: those named by a pool on its machines, all others on the rest.
 
-    Raises UserError also where a pool asks for more than there is.
+    Also raises UserError if a pool asks for more than there is.
     """
     placement: NodesByRole = {}
     for part in _divide(roles, nodes, pools):
@@ -38,7 +38,7 @@ def place_in_pools(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[
 
 
 def _in_turns(part: _Part) -> NodesByRole:
-    """As `place`, but that each role has all GPUs to itself, in its turn; cores are divided, as all processes live."""
+    """Place as `place`, but give every role all GPUs, in turns. Cores are divided, as all processes are alive."""
     placement: NodesByRole = {}
     cpus = {node.id: node.cpus for node in part.nodes}
     for role in part.roles:
@@ -51,10 +51,10 @@ def _in_turns(part: _Part) -> NodesByRole:
 def _divide(roles: Sequence[Role], nodes: Sequence[Node], pools: Mapping[str, PoolConfig]) -> Iterator[_Part]:
     left = {node.id: node for node in sorted(nodes, key=lambda node: (-node.gpus, number(node)))}
     whole = dict(left)
-    # A part of a machine is not to be in the way of one that is taken whole.
+    # Pools of whole machines come first, so that partial ones do not get in their way.
     for name, pool in sorted(pools.items(), key=lambda each: each[1].gpus is not None):
         own = [role for role in roles if role.name in pool.roles]
-        # A command that has no engines leaves their machines alone.
+        # A command without a pool's roles leaves the pool's machines alone.
         chosen = [node for node in left.values() if _has(node, pool, whole)][: pool.nodes if own else 0]
         if own and len(chosen) < pool.nodes:
             asked = f"{pool.nodes} machines{'' if pool.gpus is None else f' with {pool.gpus} GPUs'}"
@@ -78,7 +78,7 @@ def _has(node: Node, pool: PoolConfig, whole: Mapping[str, Node]) -> bool:
 
 
 def _part(node: Node, pool: PoolConfig, whole: Node) -> Node:
-    """The GPUs of a machine that a pool takes, with as large a part of its CPUs."""
+    """The part of a machine that a pool takes: GPUs, with a proportional share of the CPUs."""
     if pool.gpus is None:
         return node
     return replace(node, cpus=whole.cpus * pool.gpus / whole.gpus, gpus=pool.gpus)

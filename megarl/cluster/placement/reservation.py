@@ -1,4 +1,4 @@
-"""Room for the processes of a run, taken on a Ray cluster all at once, as a placement group."""
+"""Reserves resources for all processes of a run at once, as a Ray placement group."""
 
 import time
 from collections import Counter
@@ -18,14 +18,14 @@ from megarl.process.phase import phase
 from megarl.schema import ClusterConfig
 
 _NODE = "ray.io/node-id"
-"""Label that every machine has."""
+"""Label of every machine."""
 _ATTEMPT_S = 10.0
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Seats:
-    """Room that the processes of a role have on the cluster: one bundle of a placement group for each of them."""
+    """The reserved resources of a role's processes: one bundle of a placement group for each."""
 
     role: Role
     nodes: list[Node]
@@ -35,24 +35,25 @@ class Seats:
     timeout_s: float
     """How long the processes may take to come up."""
     silence_s: float
-    """How long each of them may give no sign of life."""
+    """How long each process may be silent."""
     shared_gpus: list[list[str]] | None = None
-    """The GPUs of each process, as Ray numbers those of a machine, where others have them, too; else Ray gives them."""
+    """The GPUs of each process, by Ray's numbers on its machine, if they are shared with others; else Ray assigns them.
+    """
 
     def __len__(self) -> int:
         return self.role.processes
 
     def strategy(self, process: int) -> PlacementGroupSchedulingStrategy:
-        """How Ray puts a process where its seat is."""
+        """The Ray scheduling strategy that places a process in its seat."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.first_bundle + process)
 
 
 @contextmanager
 def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str, Seats]]:
-    """Take room for all processes of all roles, by the names of the roles.
+    """Reserve seats for all processes of all roles; yields them by role name.
 
-    Waits for other runs of the cluster to end. Raises UserError for what never fits, at once, and for what did not
-    become free within `cluster.start_timeout_s`.
+    Waits for other runs on the cluster to end. Raises UserError at once for what can never fit, and after
+    `cluster.start_timeout_s` for what did not become free.
     """
     placement, group = _take(roles, cluster)
     given = _gpus_to_share(roles, placement, cluster.sharing(), group)
@@ -69,7 +70,7 @@ def reserve(roles: Sequence[Role], cluster: ClusterConfig) -> Iterator[dict[str,
         )
         first += role.processes
     yield seats
-    # After a failure Ray may be what failed. It gives back itself what a run has when the run leaves.
+    # Not after a failure, which may be Ray's own. Ray frees everything anyway when the run disconnects.
     remove_placement_group(group)
 
 
@@ -83,7 +84,7 @@ def _take(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[NodesByRole, P
             time.sleep(_POLL_S)
             if (taken := _try(roles, cluster)) is not None:
                 return taken
-    # A machine may have been lost since.
+    # Check again, as a machine may have been lost meanwhile.
     place_in_pools(roles, _everything(cluster), cluster.pools)
     raise UserError(
         f"after {cluster.start_timeout_s:g} s others still have what the run needs: {_still(_free(cluster))}. Wait for"
@@ -97,7 +98,7 @@ def _try(roles: Sequence[Role], cluster: ClusterConfig) -> tuple[NodesByRole, Pl
     group = _group(roles, placement, cluster.sharing())
     if group.wait(_ATTEMPT_S):
         return placement, group
-    # Another run was faster.
+    # Another run took the resources first.
     remove_placement_group(group)
     return None
 
@@ -111,7 +112,7 @@ def _free(cluster: ClusterConfig) -> list[Node]:
 
 
 def _find(roles: Sequence[Role], free: Sequence[Node], cluster: ClusterConfig) -> NodesByRole | None:
-    """Who runs where; None as long as others have what the run needs."""
+    """Find a placement on free resources; None while others use what the run needs."""
     try:
         return place_in_pools(roles, free, cluster.pools)
     except UserError:
@@ -119,7 +120,7 @@ def _find(roles: Sequence[Role], free: Sequence[Node], cluster: ClusterConfig) -
 
 
 def _group(roles: Sequence[Role], placement: NodesByRole, sharing: Collection[str]) -> PlacementGroup:
-    """A bundle for each process, then one on each machine for the GPUs that some of them share."""
+    """Create a group with a bundle per process, then one per machine for the GPUs that some processes share."""
     seats = [(role, node) for role in roles for node in placement[role.name]]
     shared = gpus_shared(roles, placement, sharing)
     return placement_group(
@@ -130,7 +131,7 @@ def _group(roles: Sequence[Role], placement: NodesByRole, sharing: Collection[st
 
 
 def gpus_shared(roles: Sequence[Role], placement: NodesByRole, sharing: Collection[str]) -> dict[str, float]:
-    """Machine -> how many GPUs of it the `sharing` roles need in turns: as many as the one that needs most."""
+    """Machine -> number of its GPUs that the `sharing` roles need: the maximum over the roles."""
     shared: dict[str, float] = {}
     for role in roles:
         if role.name in sharing and role.gpus:
@@ -142,7 +143,7 @@ def gpus_shared(roles: Sequence[Role], placement: NodesByRole, sharing: Collecti
 def _gpus_to_share(
     roles: Sequence[Role], placement: NodesByRole, sharing: Collection[str], group: PlacementGroup
 ) -> dict[str, list[list[str]]]:
-    """The GPUs of each process of the roles that share them, by the names of the roles; none without GPUs."""
+    """The GPUs of each process of the sharing roles, by role name; empty without GPUs."""
     shared, processes = gpus_shared(roles, placement, sharing), sum(role.processes for role in roles)
     asking = [
         ray.remote(num_cpus=0, num_gpus=gpus)(_gpus_here)
@@ -157,7 +158,7 @@ def _gpus_to_share(
 
 
 def deal_gpus(role: Role, nodes: Sequence[Node], there: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """GPUs for each process of a role on `nodes`, in order: numbers on a machine go up with the processes.
+    """Assign GPUs to each process of a role on `nodes`: on a machine, GPU numbers ascend with the processes.
 
     Example: for two processes of 2 GPUs on machine "a", with {"a": ["4", "5", "6", "7"]}, [["4", "5"], ["6", "7"]].
     """
@@ -170,13 +171,13 @@ def deal_gpus(role: Role, nodes: Sequence[Node], there: Mapping[str, Sequence[st
 
 
 def _gpus_here() -> list[str]:
-    """The GPUs that Ray gave to the caller, in order."""
+    """The GPUs that Ray assigned to the calling process, in order."""
     return sorted(ray.get_runtime_context().get_accelerator_ids()["GPU"], key=lambda gpu: (len(gpu), gpu))
 
 
 def _nodes(resources: Mapping[str, Mapping[str, float]], gpu_share: float) -> list[Node]:
-    """The machines that are up, with so much of each."""
-    # A GPU is never in two parts of which a process gets one each.
+    """The machines that are up, with these resources."""
+    # A process's share is always of one GPU, so round down to whole shares per GPU.
     part = int(1 / gpu_share) * gpu_share if gpu_share < 1 else 1
     return [
         Node(

@@ -1,4 +1,4 @@
-"""Roles of a run: what each asks of the cluster, and what its processes find in their environment."""
+"""Roles of a run: their resources, and the environment variables of their processes."""
 
 import os
 
@@ -12,24 +12,26 @@ from megarl.rollout import engine_kind
 from megarl.schema import ClusterConfig, RolloutConfig
 
 POLICY = "trainer"
-"""The name of the role whose model is the policy."""
+"""Name of the role that trains the policy."""
 ENGINE = "engine"
-"""The name of the role that samples."""
+"""Name of the role that samples."""
 _THREADS = "OMP_NUM_THREADS"
-# Threads that wait for each other sleep: on a busy machine a rollout takes several times as long where they spin.
+# Waiting threads sleep: if they spin, a rollout on a busy machine takes several times as long.
 _SLEEPING = {"OMP_WAIT_POLICY": "PASSIVE"}
 _DETERMINISTIC = {
-    # One order of sums, whatever the messages; Megatron-LM takes Tree, CollnetDirect, CollnetChain and ^NVLS, too.
+    # One order of summation for all message sizes; Megatron-LM also accepts Tree, CollnetDirect, CollnetChain and
+    # ^NVLS.
     "NCCL_ALGO": "Ring",
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-    # A workspace of cuBLAS for each stream, without which torch refuses its products.
+    # A cuBLAS workspace per stream, without which torch's deterministic mode refuses matmuls.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
-"""Libraries that a rank loads look for it as they start; the rank itself tells torch."""
+"""Environment of deterministic training, read by libraries when they are loaded; the rank itself configures torch."""
 
 
 _ON_THIS_MACHINE = 0.0001
-"""CPUs that a process of a cluster of our own asks for, Ray's smallest part: nobody else's work is kept apart there."""
+"""CPUs requested per process in the run's own cluster, Ray's smallest amount: there is no other work to separate from.
+"""
 
 
 def trainer_role(
@@ -41,12 +43,12 @@ def trainer_role(
     steps_on_host: bool = False,
     has_gpus: bool | None = None,
 ) -> Role:
-    """The Megatron ranks of a model, each with a GPU of its own where the cluster has any; a TP group belongs together.
+    """The Megatron ranks of a model, each with a GPU of its own if the cluster has any; a TP group stays together.
 
-    Without `has_gpus`, Ray is asked whether the cluster has GPUs. A rank has one thread, but beside a GPU with
-    `steps_on_host`, where its optimizer computes on the host, as many as there are cores for each GPU.
+    If `has_gpus` is None, Ray is asked whether the cluster has GPUs. A rank has one thread. With a GPU and
+    `steps_on_host`, where the optimizer computes on the host, it has as many as there are cores per GPU.
 
-    They are numbered as Megatron numbers them: tensor parallelism varies fastest.
+    Ranks are numbered as in Megatron: tensor parallelism varies fastest.
     """
     has_gpus = _has_gpus() if has_gpus is None else has_gpus
     kernels = _DETERMINISTIC if is_deterministic else {}
@@ -62,26 +64,27 @@ def trainer_role(
 
 
 def _cores_per_gpu(cluster: ClusterConfig) -> int:
-    """How many cores each GPU has a right to, on the machine where these are fewest."""
+    """Cores per GPU, on the machine where they are fewest."""
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("GPU")]
-    # In a cluster of its own a run does not tell Ray how many cores the machine has.
+    # A run does not tell its own Ray cluster how many cores the machine has.
     here = len(os.sched_getaffinity(0)) if cluster.address is None else None
     return max(1, int(min(((here or each.get("CPU", 1)) / each["GPU"] for each in machines), default=1)))
 
 
 def _queues(sizes: ParallelSizes) -> dict[str, str]:
-    """How many hardware queues a GPU takes the work of a rank from."""
-    # In one queue FSDP2's gathers would wait for the layers that they are to run beside: Megatron-LM refuses that.
+    """Environment with the number of hardware queues for a rank's work."""
+    # In a single queue FSDP2's all-gathers would wait for the layers that they should overlap with; Megatron-LM refuses
+    # that.
     if sizes.use_torch_fsdp2:
         return {}
-    # Where tensor-parallel communication overlaps, Megatron relies on the order that one queue keeps.
+    # For overlapping tensor-parallel communication, Megatron relies on the order of a single queue.
     return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def engine_role(cluster: ClusterConfig, rollout: RolloutConfig, *, has_gpus: bool | None = None) -> Role:
-    """The processes of all engines: one on each machine of an engine, with as many GPUs as its workers there.
+    """The processes of all engines: one per machine of an engine, with as many GPUs as it has workers there.
 
-    Whether there are GPUs is asked of Ray where `has_gpus` is not given.
+    If `has_gpus` is None, Ray is asked whether there are GPUs.
     """
     has_gpus = _has_gpus() if has_gpus is None else has_gpus
     kind = engine_kind(rollout.engine)
@@ -103,9 +106,9 @@ def engine_role(cluster: ClusterConfig, rollout: RolloutConfig, *, has_gpus: boo
 
 
 def engine_threads(cluster: ClusterConfig, rollout: RolloutConfig, cores: int) -> int:
-    """How many threads each engine worker computes with on CPUs, of which this machine has `cores` cores.
+    """Compute threads of each engine worker on a CPU machine with `cores` cores.
 
-    Sampling and training take turns, so the engines have all of them: the ranks wait, and do not spin.
+    Sampling and training take turns, so the engines get all cores: the ranks wait without spinning.
     """
     workers = _workers_per_node(cluster, rollout)
     if cluster.engine_threads is not None:
@@ -153,7 +156,7 @@ def _has_gpus() -> bool:
 
 def _environment(cluster: ClusterConfig) -> dict[str, str]:
     environment = {
-        # One thread a rank: the ranks share the cores, and sums keep one order.
+        # One thread per rank: the ranks share the cores, and the order of summation stays fixed.
         _THREADS: "1",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -162,7 +165,7 @@ def _environment(cluster: ClusterConfig) -> dict[str, str]:
     if cluster.address is None:
         environment |= {
             "GLOO_SOCKET_IFNAME": "lo",
-            # In the run's own folder, which goes with it: a killed process leaves its temporary files.
+            # In the run's own folder, which is removed with the run, even if a process is killed.
             "TMPDIR": ray.get_runtime_context().get_temp_dir(),
         }
     return environment

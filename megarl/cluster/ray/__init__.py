@@ -1,1 +1,1 @@
-"""The Ray cluster of a run: this machine alone, nodes of a Slurm job, or one that is already there."""
+"""The Ray cluster of a run: on this machine only, on the nodes of a Slurm job, or an existing one."""

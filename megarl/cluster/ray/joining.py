@@ -1,4 +1,4 @@
-"""The way into a Ray cluster that is already there, and the wait for its machines."""
+"""Joins an existing Ray cluster, and waits for its machines."""
 
 import socket
 import time
@@ -21,9 +21,9 @@ _POLL_S = 0.5
 
 
 def join(address: str) -> None:
-    """Connect this process to the Ray cluster at "host:port", or with "auto" to that of the machine's own Ray node.
+    """Connect this process to the Ray cluster at "host:port", or with "auto" to that of this machine's Ray node.
 
-    Raises UserError where nothing listens, or something else, and where the cluster takes no connection from here.
+    Raises UserError if nothing or something else listens there, or if the cluster accepts no connection from here.
     """
     if address != AUTO:
         _check_listener(address)
@@ -35,9 +35,9 @@ def join(address: str) -> None:
 
 
 def wait_for_machines(config: ClusterConfig) -> None:
-    """Wait until the cluster has `config.nodes` machines, if so many are asked for.
+    """Wait until the cluster has `config.nodes` machines, if that is set.
 
-    Raises UserError with those that are there, after `config.start_timeout_s`.
+    Raises UserError, naming the machines that have joined, after `config.start_timeout_s`.
     """
     if config.nodes is None or len(there := _addresses()) >= config.nodes:
         return
@@ -54,7 +54,7 @@ def wait_for_machines(config: ClusterConfig) -> None:
 
 
 def listens(host: str, port: int, timeout_s: float = _CONNECT_S) -> bool:
-    """Whether something takes connections at an address."""
+    """Whether something accepts connections at an address."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError:
@@ -66,7 +66,7 @@ def _check_listener(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         raise UserError(f"cluster.address={address} is no address: give host:port, or {AUTO} on a node of the cluster")
-    # Ray (2.60) asks for eighty seconds, prints, and ends the process.
+    # Otherwise Ray (2.60) retries for eighty seconds, prints, and exits the process.
     if not listens(host, int(port)):
         raise MachinesUnfit(
             f"nothing listens at cluster.address={address}: see that `ray start --head` runs there, and that its port"
@@ -88,9 +88,9 @@ def _refused(address: str) -> str:
 
 
 def machines(ray_nodes: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Nodes of `ray.nodes()` that are up and have CPUs, by address; on the others nothing of a run is placed.
+    """The nodes of `ray.nodes()` that are up and have CPUs, by address; nothing is placed on the others.
 
-    The head of a cluster is often without, and so is a pod of Kubernetes that only holds the controller.
+    The head of a cluster often has no CPUs, and neither has a Kubernetes pod that only runs the controller.
     """
     up = (node for node in ray_nodes if node["Alive"] and node["Resources"].get("CPU", 0))
     return sorted(up, key=lambda node: node["NodeManagerAddress"])

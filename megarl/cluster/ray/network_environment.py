@@ -1,4 +1,4 @@
-"""Environment variables of NCCL, gloo and UCX that a node's own network asks for: one table, and what it looks at."""
+"""Environment variables of NCCL, gloo and UCX that depend on a node's network: a table, and the detection behind it."""
 
 import os
 import socket
@@ -22,30 +22,30 @@ class Network:
     """The network of a node."""
 
     interface: str
-    """The one with the address at which the others reach this node."""
+    """The interface whose address the other nodes use."""
     ports: tuple[RdmaPort, ...] = ()
 
     @property
     def fastest(self) -> list[str]:
-        """Ports for the data of a run: slower ones are those of storage and of management."""
+        """The fastest ports, for the data of a run; slower ones are for storage and management."""
         best = max((port.gbit_per_s for port in self.ports), default=0)
         return [port.name for port in self.ports if port.gbit_per_s == best]
 
 
 @dataclass(frozen=True)
 class Default:
-    """A variable, and its value for a network; None leaves it alone."""
+    """A variable, and its value for a network; None leaves it unset."""
 
     name: str
     value: Callable[[Network], str | None]
 
 
 DEFAULTS = (
-    # Connections are made over the interface that Ray uses, whatever a host name resolves to.
+    # Use Ray's interface, whatever the hostname resolves to.
     Default("GLOO_SOCKET_IFNAME", lambda network: network.interface),
     Default("NCCL_SOCKET_IFNAME", lambda network: f"={network.interface}"),
     Default("NCCL_IB_HCA", lambda network: f"={','.join(network.fastest)}" if network.ports else None),
-    # 4.096 us x 2^22 = 17 s before a packet counts as lost: switches of large networks take their time.
+    # 4.096 us x 2^22 = 17 s before a packet counts as lost, because switches of large networks can be slow.
     Default("NCCL_IB_TIMEOUT", lambda network: "22" if network.ports else None),
     Default(
         "UCX_NET_DEVICES",
@@ -54,15 +54,16 @@ DEFAULTS = (
 )
 
 ON_LOOPBACK: Mapping[str, str | None] = {
-    # Without it, NCCL takes loopback last, and ranks of one machine would listen at an address that others reach.
+    # NCCL prefers other interfaces to loopback, so ranks of one machine would listen where other machines can connect.
     "NCCL_SOCKET_IFNAME": "=lo",
 }
 
 
 def network_environment(address: str, root: Path = _ROOT) -> dict[str, str]:
-    """Variables for the processes of the node with this address; on loopback one, which keeps them there.
+    """The variables for processes of the node with this address; on loopback only those that keep them there.
 
-    None that the site has set in a file of NCCL's or UCX's: for both the environment wins over their files.
+    Variables set in the site's NCCL or UCX configuration files are left out, as the environment would override the
+    files.
     """
     if ip_address(address).is_loopback:
         values = dict(ON_LOOPBACK)
@@ -75,7 +76,7 @@ def network_environment(address: str, root: Path = _ROOT) -> dict[str, str]:
 
 
 def names_in_files(root: Path) -> set[str]:
-    """The variables in the files that NCCL and UCX read by themselves in this process."""
+    """The names of variables in the configuration files that NCCL and UCX read in this process."""
     names = set()
     for prefix, files in (("NCCL_", _nccl_files()), ("UCX_", _ucx_files())):
         for file in files:
@@ -90,7 +91,7 @@ def _nccl_files() -> Iterator[Path]:
     if named := os.environ.get("NCCL_CONF_FILE"):
         yield Path(named).absolute()
     else:
-        with suppress(KeyError):  # a user of a container may be no user of its system
+        with suppress(KeyError):  # in a container the user may not exist
             yield Path(getpwuid(os.getuid()).pw_dir, ".nccl.conf")
 
 
@@ -101,7 +102,7 @@ def _ucx_files() -> Iterator[Path]:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of an interface of this machine, such as ib0. Raises UserError where it has none."""
+    """The IPv4 address of an interface of this machine, such as ib0. Raises UserError if it has none."""
     here = {
         name: each.address
         for name, addresses in psutil.net_if_addrs().items()
@@ -117,7 +118,7 @@ def address_of(interface: str) -> str:
 
 
 def look_at(address: str, root: Path = _ROOT) -> Network | None:
-    """The network of this machine, which has the address; None where no interface has it, as behind a translation."""
+    """Detect the network of this machine at `address`; None if no interface has the address, as behind NAT."""
     for interface, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             return Network(interface, active_ports(root))

@@ -1,4 +1,4 @@
-"""Keeps Ray (2.60) from changing the process that starts it and from starting what no run needs: see each function."""
+"""Keeps Ray (2.60) from changing the process that starts it, and from starting what no run needs."""
 
 import site
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import megarl
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Around `ray.init`."""
+    """Context for `ray.init` that keeps it from changing this process."""
     _say_nothing_of_its_own()
     with _keep_signal_handlers(), _with_this_package():
         yield
@@ -23,9 +23,9 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def without_monitors() -> Iterator[None]:
-    """Around a `ray.init` that starts a cluster: no autoscaler for one machine, no process that follows log files.
+    """Context for a `ray.init` that starts a cluster: without autoscaler, and without the process that tails log files.
 
-    The actors write their own logs. The two took a quarter of the CPU seconds of a start, and `ray.init` does not ask.
+    Actors write their own logs. The two took a quarter of a start's CPU seconds, and `ray.init` has no option for them.
     """
     replaced = parameter.RayParams
     parameter.RayParams = partial(replaced, no_monitor=True, include_log_monitor=False)
@@ -37,12 +37,12 @@ def without_monitors() -> Iterator[None]:
 
 @contextmanager
 def _keep_signal_handlers() -> Iterator[None]:
-    """Leave SIGTERM as it is.
+    """Keep this process's handler of SIGTERM.
 
-    Ray replaces its handler twice: by one that exits with code 15, then by a native one that writes addresses to
-    standard error and aborts the process. For faults Python's faulthandler, which Ray turns on, says more.
+    Ray replaces it twice: by a handler that exits with code 15, then by a native one that writes addresses to stderr
+    and aborts the process. For crashes, Python's faulthandler, which Ray enables, is more helpful.
     """
-    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True  # the environment was read on import
+    ray_constants.RAY_DISABLE_FAILURE_SIGNAL_HANDLER = True  # the environment variable is only read on import
     replaced = utils.set_sigterm_handler
     utils.set_sigterm_handler = lambda _handler: None
     try:
@@ -53,11 +53,11 @@ def _keep_signal_handlers() -> Iterator[None]:
 
 @contextmanager
 def _with_this_package() -> Iterator[None]:
-    """Let the workers of the run import the package from where this process has it.
+    """Make the run's workers import the package from the same place as this process.
 
-    Ray puts the current folder of whoever connects before all else on their paths: a checkout, which may be another
-    version than the program's, or a folder in which others leave a `json.py`. In its last step alone: the processes
-    that it starts before, and all workers with them, stay in the folder of the run.
+    Ray puts the current folder of the connecting process first on the workers' paths. This may be a checkout of another
+    version, or a folder in which others left a `json.py`. Only this last step is changed: the processes that Ray starts
+    before, and all workers with them, stay in the run's folder.
     """
     replaced = worker.connect
 
@@ -73,17 +73,17 @@ def _with_this_package() -> Iterator[None]:
 
 
 def _checkout() -> Path | None:
-    """The folder that the package is imported from; None if it is the one of Python's packages.
+    """The folder that the package is imported from; None if that is site-packages.
 
-    Workers have that folder anyhow, behind PYTHONPATH as the program has it, and would have it before.
+    Workers have site-packages anyway, after PYTHONPATH as in this process; adding it would put it before.
     """
     folder = Path(megarl.__file__).parents[1]
     return None if str(folder) in {*site.getsitepackages(), site.getusersitepackages()} else folder
 
 
 def _say_nothing_of_its_own() -> None:
-    """Start no thread that prints on the console what Ray's processes report, also with `log_to_driver` off.
+    """Do not start the thread that prints reports of Ray's processes, which runs even with `log_to_driver` off.
 
-    It is the end of the raylet's log, mostly, where the raylet is gone; what became of the run says WorkerGroup.
+    It mostly prints the end of a dead raylet's log; WorkerGroup reports what happened to the run.
     """
     worker.listen_error_messages = lambda *_: None

@@ -1,6 +1,6 @@
-"""Whether a Ray head is at an address: `ray.init` waits for the answer of any program that listens there, for ever.
+"""Tells whether an address is a Ray head's: `ray.init` waits forever for any program that listens there.
 
-It is asked in a process of its own, which can be ended while it waits, and whose complaints nobody reads.
+The check runs in a process of its own, which can be killed while it waits, and whose output is discarded.
 """
 
 import subprocess
@@ -14,7 +14,7 @@ _ANSWER_S = 30.0
 
 
 def is_head(address: str) -> bool:
-    """Whether a Ray head answers at "host:port", be it that it takes no connection from here."""
+    """Whether a Ray head answers at "host:port", even if it accepts no connection from here."""
     command = [sys.executable, "-P", "-m", "megarl.cluster.ray.ray_head", address]
     try:
         asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_ANSWER_S)

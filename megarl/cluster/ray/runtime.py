@@ -1,4 +1,4 @@
-"""A Ray cluster for one run: this machine alone on loopback, or one that is already there."""
+"""A Ray cluster for one run: on loopback on this machine, or an existing one."""
 
 import os
 import secrets
@@ -22,12 +22,12 @@ from megatron_ext.loopback import LOOPBACK
 
 _RAY = "r"
 LONGEST_SOCKET = f"{_RAY}/session_2026-01-31_23-59-59_999999_4194304/sockets/plasma_store"
-"""Path of a socket in the folder of a Ray node, with the time and the process of its start."""
+"""The longest path of a socket in a Ray node's folder, whose name has the time and process ID of the start."""
 _TIMED_OUT = "timed out during startup"
 
 
 class RayNotStarted(RunFailed):
-    """Ray gave up waiting for its own processes."""
+    """Ray timed out waiting for its own processes."""
 
     sentence = (
         "Ray's processes were not up after its 30 seconds: this machine is too busy, or short of memory; free it, and "
@@ -39,11 +39,11 @@ class RayNotStarted(RunFailed):
 
 @contextmanager
 def ray_cluster(config: ClusterConfig) -> Iterator[None]:
-    """Connect to the cluster at `config.address` when its machines are there, or start one that ends with the context.
+    """Connect to the cluster at `config.address` once its machines are there, or start one that ends with the context.
 
-    Raises UserError where there is no room for the object store that the configuration asks for.
+    Raises UserError if there is no room for the configured object store.
 
-    Inside another such context nothing is started: the runs share the cluster.
+    Within another such context nothing is started: the runs share the cluster.
     """
     if ray.is_initialized():
         yield
@@ -62,7 +62,7 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
     with scratch_folder(LONGEST_SOCKET) as folder:
         try:
             with phase("starting Ray"):
-                # Below it, because Ray opens the folder that it is given to all users.
+                # A subfolder, because Ray makes the folder that it is given accessible to all users.
                 _start_local(folder / _RAY, object_store_bytes)
             yield
         finally:
@@ -72,18 +72,18 @@ def ray_cluster(config: ClusterConfig) -> Iterator[None]:
 
 def _start_local(folder: Path, object_store_bytes: int) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # The workers are the job: Ray would otherwise give everything else on the machine precedence over them.
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
-    # Nor are they to be ended when others fill the memory of the machine; when they do it, the kernel ends the largest.
+    # The workers are the job: by default Ray gives everything else on the machine priority over them.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray's spelling
+    # Do not kill them when others fill the machine's memory; if they do it themselves, the kernel kills the largest.
     os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
-    # Nor does it know what the first actor's environment is: a worker that it starts before it is asked is never used.
+    # Do not prestart workers: they would not have the actors' environment, and are never used.
     os.environ["RAY_prestart_worker_first_driver"] = "0"  # noqa: SIM112
     _require_token()
     _bind_to_loopback()
     try:
         with undisturbed(), without_monitors():
             ray.init(
-                # Not the cluster that RAY_ADDRESS names, as in each container of KubeRay's.
+                # Ignore RAY_ADDRESS, which is set in every KubeRay container.
                 address="local",
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(folder),
@@ -95,27 +95,27 @@ def _start_local(folder: Path, object_store_bytes: int) -> None:
                 configure_logging=False,
             )
     except Exception as error:
-        # Ray (2.60) raises the class itself, after a time that nothing sets.
+        # Ray (2.60) raises a bare Exception, after a timeout that cannot be configured.
         if _TIMED_OUT not in str(error):
             raise
         raise RayNotStarted from error
 
 
 def _require_token() -> None:
-    """Give the cluster a secret of this process: other users of the machine can reach loopback too.
+    """Give the cluster a secret of this process, since other users of the machine can reach loopback, too.
 
-    Left alone, Ray (2.60) keeps one in the user's home for all clusters, and says so on every start.
+    By default Ray (2.60) keeps one secret in the user's home for all clusters, and prints that on every start.
     """
     os.environ["RAY_AUTH_MODE"] = "token"
-    # One for all clusters of this process: Ray reads it once.
+    # One for all clusters of this process, as Ray reads it only once.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     _raylet.Config.initialize("")  # type: ignore[attr-defined]  # reads the environment again
 
 
 def _bind_to_loopback() -> None:
-    """Make Ray (2.60) take loopback for this node's address, so that its servers listen nowhere else.
+    """Make Ray (2.60) use loopback as this node's address, so that its servers listen nowhere else.
 
-    Ray replaces a loopback address it is given by one that other machines reach, except where it never forms clusters.
+    Ray replaces a given loopback address by an external one, except on platforms where it never forms clusters.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False

@@ -31,10 +31,10 @@ from megarl.rollout import ENGINES
 from megarl.sandbox.process_tree import die_with
 
 END_NOW = signal.SIGUSR2
-"""Sent by the batch script, which Slurm's own signals of an end reach, too."""
+"""Sent by the batch script, which Slurm's own termination signals also reach."""
 SLURM_NODE = "slurm-node"
-"""Label of a Ray node: the name that Slurm has for its machine."""
-# Slurm sends SIGTERM before it preempts a job, some time before it ends it, and SIGUSR1 where the script asks for it.
+"""Label of a Ray node with Slurm's name of its machine."""
+# Slurm sends SIGTERM some time before it ends a preempted job, and SIGUSR1 if the script asks for it.
 _NODE_HEARS: Mapping[int, signal.Signals | None] = {
     signal.SIGTERM: None,
     signal.SIGUSR1: None,
@@ -45,14 +45,14 @@ _COMMAND_HEARS: Mapping[int, signal.Signals | None] = {
     signal.SIGUSR1: signal.SIGTERM,
     END_NOW: signal.SIGINT,
 }
-"""A signal of Slurm -> what the program gets for it."""
-# No run needs these, and they listen: the autoscaler and web pages.
+"""Slurm's signal -> the signal that the program gets."""
+# No run needs the autoscaler and the dashboard, and they listen on ports.
 _HEAD_ALONE = ("--include-dashboard=false", "--no-monitor")
 _CACHES = {
     # vLLM and its DeepGEMM, torch, numba, cuDNN's frontend, cuTile.
     "XDG_CACHE_HOME": "cache",
     "TRITON_CACHE_DIR": "triton",
-    # FlashInfer makes its folder when it is imported, and vLLM imports it on every GPU.
+    # FlashInfer creates its folder on import, and vLLM imports it on every GPU.
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "TILELANG_CACHE_DIR": "tilelang",
     "HUMMING_CACHE_DIR": "humming/cache",
@@ -63,15 +63,16 @@ _CACHES = {
     "CUDA_CACHE_PATH": "nv",
     **{variable: folder for kind in ENGINES.values() for variable, folder in kind.kernel_folders.items()},
 }
-"""Variable -> folder of compiled kernels, at home by default: nodes that share that over NFS disturb each other, and in
-a container it may be read-only."""
+"""Variable -> folder for compiled kernels. By default they are in the home folder, where nodes that share it over NFS
+disturb each other, and which may be read-only in a container.
+"""
 _RAY_ENDS_S = 15.0
 _POLL_S = 0.5
 _CONNECT_S = 2.0
 
 
 class Supervised:
-    """A program in a session of its own. Each incoming signal is forwarded once, as `hears` translates it."""
+    """A program in a session of its own. Each incoming signal is forwarded once, translated by `hears`."""
 
     def __init__(
         self,
@@ -102,11 +103,11 @@ class Supervised:
 
     @property
     def was_told(self) -> bool:
-        """Whether it was sent a signal."""
+        """Whether a signal was forwarded to it."""
         return bool(self._told)
 
     def wait(self, end_s: float | None = None) -> int:
-        """Wait for the end, at most `end_s` once it was told of it; the exit code as a shell gives it."""
+        """Wait for its end, and kill it `end_s` after a signal was forwarded; return the exit code as a shell does."""
         told_s: float | None = None
         while self._process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
@@ -122,22 +123,22 @@ class Supervised:
 
 
 def _begin(parent: int) -> None:
-    """In the new program's process: end with its parent, and hear SIGINT, where the batch script did not, too."""
+    """Set up the program's process: it ends with its parent, and gets SIGINT even if the batch script ignored it."""
     die_with(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def serve(address: str, head: str, interface: str | None) -> int:
-    """Be a node of the Ray cluster at an address, of which `head` is the first machine, until told to end.
+    """Run a node of the Ray cluster at `address`, whose first machine is `head`, until told to end.
 
-    The others listen on the `interface`; None is that of their route to the first.
+    The other machines listen on `interface`; None selects that of their route to the first.
     """
-    # A notice that comes early is not to end it.
+    # An early notice must not end this process.
     for number in _NODE_HEARS:
         signal.signal(number, lambda *_: None)
     from megarl.cluster.ray.runtime import LONGEST_SOCKET
 
-    # Ray's own processes on the node inherit them, and all ranks and engines.
+    # Inherited by Ray's own processes on the node, and so by all ranks and engines.
     raise_limits()
     name = os.environ["SLURMD_NODENAME"]
     with scratch_folder(LONGEST_SOCKET) as folder:
@@ -173,27 +174,28 @@ def _environment_of_node(temporary: Path) -> dict[str, str]:
 def _environment(temporary: Path) -> dict[str, str]:
     return {
         **os.environ,
-        # A container has its own path, in which this Python is not.
+        # A container has its own PATH, without this Python.
         "PATH": with_programs_of(sys.executable, os.environ),
         "TMPDIR": str(temporary),
         # The workers are the job.
         "RAY_worker_niceness": "0",
-        # The first driver only looks who has joined; for it Ray would start a worker on each CPU of the first node.
+        # The first driver only checks which nodes have joined; Ray would prestart a worker per CPU of the first node
+        # for it.
         "RAY_prestart_worker_first_driver": "0",
-        # Nothing is to be moved from a node that ends: the job ends.
+        # Nothing has to be moved off an ending node, as the whole job ends.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
 
 
 def run(address: str, nodes: Sequence[str], timeout_s: float, command: Sequence[str]) -> int:
-    """Run a command when all nodes have joined; its exit code. Raises UserError where they do not."""
+    """Run a command once all nodes have joined; return its exit code. Raises UserError if they do not join."""
     wait_for_nodes(address, nodes, timeout_s)
     with scratch_folder() as folder:
         return Supervised(command, _COMMAND_HEARS, _environment(folder)).wait()
 
 
 def wait_for_nodes(address: str, nodes: Sequence[str], timeout_s: float) -> None:
-    """Wait until a Ray node of each of these machines is up. Raises UserError with those that are not."""
+    """Wait until each of these machines has a Ray node that is up. Raises UserError, naming those that have none."""
     import ray
 
     from megarl.cluster.ray.joining import join, listens
@@ -217,7 +219,7 @@ def _joined(ray_nodes: Sequence[Mapping[str, object]]) -> set[str]:
 
 
 def _serve_and_tell(address: str, head: str, interface: str | None) -> int:
-    """As `serve`; where it does not end well, the task that waits for this node is told."""
+    """Do as `serve`; after a failure, notify the task that waits for this node."""
     code = 1
     try:
         code = serve(address, head, interface)
@@ -229,9 +231,9 @@ def _serve_and_tell(address: str, head: str, interface: str | None) -> int:
 
 
 def _end_of(name: str) -> Path | None:
-    """The file that is there when a machine's Ray node has ended by itself: in the folder of the job, which all see.
+    """The file that marks that a machine's Ray node has ended by itself, in the job's folder, which all nodes share.
 
-    One from before the job was in the queue again has another name.
+    Its name differs after the job was requeued.
     """
     token, restarts = os.environ.get("RAY_AUTH_TOKEN_PATH"), os.environ.get("SLURM_RESTART_COUNT", "0")
     return Path(token).with_name(f"ended-{restarts}-{name}") if token else None
@@ -254,7 +256,7 @@ def _check_time(deadline: float, timeout_s: float, absent: Sequence[str], addres
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m megarl.cluster.ray.slurm", description=__doc__)
     tasks = parser.add_subparsers(dest="task", required=True)
     node = tasks.add_parser("node", help="be a Ray node until SIGUSR2")

@@ -1,1 +1,1 @@
-"""The Megatron ranks as one object: batches are cut over them, and what they return is joined."""
+"""The Megatron ranks as one object: splits batches over them, and joins their results."""

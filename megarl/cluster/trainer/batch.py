@@ -1,4 +1,4 @@
-"""A batch as the controller holds it and the ranks get it: lengths, and where the values of each sequence are."""
+"""A batch as the controller holds it and as ranks receive it: lengths, and the location of each sequence's values."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,14 +24,14 @@ from megatron_ext.packing.prefix_tree import Prefixes
 ROUTED_EXPERTS = "routed_experts"
 """The field whose values are records of bytes, `RaggedBatch.routed_experts`."""
 REFERENCE = "reference_"
-"""Begins the name of a prediction of the reference model."""
+"""Prefix of the reference model's predictions."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where the tokens of N sequences were before a model's shares had arrays of their own, and whose array has each.
+    """Where the tokens of N sequences were before they were placed in one array per share, and the share of each.
 
-    It is known in this process alone, and not sent along.
+    Known only in this process; not sent along.
     """
 
     before: Sequence[Values]
@@ -39,7 +39,7 @@ class Placed:
     """int64[N]"""
 
     def suits(self, shares: Sequence[Sequence[int]]) -> bool:
-        """Whether each of these shares of the sequences, that of another model perhaps, has an array for itself."""
+        """Whether each of these shares, which may be another model's, is in a single array."""
         arrays = [set(self.share[list(sequences)].tolist()) for sequences in shares if sequences]
         return len(set().union(*arrays)) == len(arrays) == sum(map(len, arrays))
 
@@ -48,9 +48,9 @@ class Placed:
 class Batch:
     """N sequences of different lengths, with their values here or in the object store.
 
-    `tokens`, int32, and each of `fields` have an entry for each sequence; without sequences there is one entry with no
-    values, which has their type. `lengths`, `unit` and `names` are those of a `RaggedBatch`, which `load` makes where
-    something is computed.
+    `tokens` (int32) and each of `fields` have one entry per sequence; a batch without sequences has one empty entry,
+    for its dtype. `lengths`, `unit` and `names` are those of the `RaggedBatch` that `load` makes in the process that
+    computes.
 
     Example: Batch(np.array([3]), [(np.array([5]), np.array([9, 2]))], {"weights": [(np.float32([0, 0.5, 0.5]),)]})
     """
@@ -61,15 +61,15 @@ class Batch:
     unit: int = 1
     names: Mapping[str, Array] = field(default_factory=dict)
     prefixes: Prefixes | None = None
-    """Common beginnings of sequences, if it is known."""
+    """Shared prefixes of the sequences, if known."""
     mini_batch_of_sequence: Array | None = None
-    """int64[N]: the optimizer step that each sequence is for; None if it is the same one."""
+    """int64[N], the optimizer step of each sequence; None if there is only one."""
     placed: Placed | None = None
-    """Known of a batch whose tokens are in arrays for the shares of a model."""
+    """Set if the tokens are in one array per share of a model."""
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> "Batch":
-        """The sequences of a batch whose values are all here."""
+        """Make a batch from one whose values are all in this process."""
         lengths = batch.lengths.numpy()
         fields = {name: sequences_of(values, lengths) for name, values in batch.fields.items()}
         if batch.routed_experts is not None:
@@ -121,31 +121,30 @@ class Batch:
         return replace(self, fields={**self.fields, **fields})
 
     def for_shares(self, shares: Sequence[Sequence[int]]) -> "Batch":
-        """The same, ready to be sent in these shares.
+        """The same batch, ready to be sent in these shares.
 
-        Tokens are as they were before they were placed if a share would have to fetch arrays of several, to read a
-        part of each.
+        The placement of tokens is undone if a share would have to fetch several shares' arrays to read a part of each.
         """
         if self.placed is None or self.placed.suits(shares):
             return self
         return replace(self, tokens=self.placed.before, placed=None)
 
     def values(self, name: str) -> Tensor:
-        """[T]: a field in a tensor of this process; what is stored is fetched."""
+        """A field as a tensor [T] in this process; stored values are fetched."""
         return fetch_tensor(self.fields[name])
 
     def load(self) -> RaggedBatch:
-        """The sequences in tensors of this process; what is stored is fetched."""
+        """The sequences as tensors in this process; stored values are fetched."""
         names = {name: torch.tensor(each) for name, each in self.names.items()}
         fields = {name: self.values(name) for name in self.fields if name != ROUTED_EXPERTS}
         lengths, routed_experts = torch.tensor(self.lengths), None
         if ROUTED_EXPERTS in self.fields:
-            # Not concatenated: ranks of a machine that look into its object store share the only copy.
+            # Not concatenated, so that the ranks of a machine share the copy in its object store.
             routed_experts = fetch_each(self.fields[ROUTED_EXPERTS][: len(self)])
         return RaggedBatch(fetch_tensor(self.tokens), lengths, fields, self.unit, names, routed_experts)
 
     def kept(self, values: Tensor) -> Packed:
-        """Values [T] that this process made, by sequence; many stay in the object store of its machine."""
+        """Split values [T] of this process by sequence; if they are many, they stay in its machine's object store."""
         return packed(put_sequences(values.numpy(), self.lengths) if len(self) else [])
 
 
@@ -154,12 +153,12 @@ def _unpacked_batch(lengths: Array, tokens: Packed, fields: Mapping[str, Packed]
 
 
 def fetch_tensor(sequences: Sequence[Values]) -> Tensor:
-    """[T]: values of all tokens in a tensor of this process; what is stored is fetched."""
+    """The values of all tokens as a tensor [T] in this process; stored values are fetched."""
     return torch.from_numpy(fetch_concatenated(sequences))
 
 
 def sequences_of(values: Tensor, lengths: Array) -> list[Values]:
-    """Values [T] that are here, by sequence."""
+    """Split values [T] in this process by sequence."""
     return [(run_length_encoded(each),) for each in _pieces(values, lengths)]
 
 

@@ -1,4 +1,4 @@
-"""How a batch is cut over data parallelism and into micro-batches, and how what the ranks return is joined again."""
+"""Splits a batch over data parallelism and into micro-batches, and joins the ranks' results."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from megatron_ext.packing.prefix_tree import Prefixes
 
 
 class Cutter:
-    """Cuts the batches of one model; the calls of a step have the same sequences, which are dealt once.
+    """Splits the batches of one model; the calls of a step have the same sequences, which are distributed once.
 
-    Two cuts are remembered: between the calls of a whole step is one of a few of its responses.
+    Two cuts are cached, because a call for a few responses of the step comes between those for all.
     """
 
     def __init__(self, options: MegatronOptions, max_tokens: int) -> None:
@@ -29,7 +29,7 @@ class Cutter:
     def cut(self, batch: Batch, attention_length: float) -> Cut:
         """See `cut_batch`."""
         if self._options.shared_prefixes:
-            # Prefixes are found anew for a part of a batch, and are many to compare.
+            # Not cached: prefixes are computed anew for a part of a batch, and are slow to compare.
             return cut_batch(batch, self._options, self._max_tokens, attention_length)
         numbers = batch.mini_batch_of_sequence
         read = batch.lengths.tobytes(), None if numbers is None else numbers.tobytes(), batch.unit, attention_length
@@ -43,8 +43,8 @@ class Cutter:
 def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention_length: float = inf) -> Cut:
     """Cut a batch into a share for each data-parallel rank, in micro-batches of at most `max_tokens`.
 
-    Micro-batches and shares are those of each mini-batch alone. So what a rank says of its share before the update is
-    what it reads there, from one array, and was computed in the same micro-batches.
+    Each mini-batch is split on its own. So the values that a rank computes for its share before the update are the ones
+    that it reads in the update, from one array and computed in the same micro-batches.
     """
     ranks, multiple = options.parallel.data_parallel_size, options.micro_batch_multiple
     cut: Cut = [[] for _ in range(ranks)]
@@ -59,22 +59,22 @@ def cut_batch(batch: Batch, options: MegatronOptions, max_tokens: int, attention
 
 
 def prefixes_in(batch: Batch, options: MegatronOptions) -> Prefixes | None:
-    """Common beginnings of sequences, where the ranks compute it once."""
+    """The shared prefixes of sequences, if the ranks compute them once."""
     return (batch.prefixes or prefixes_of(batch.tokens)) if options.shared_prefixes else None
 
 
 def share_of(batch: Batch, share: Sequence[Sequence[int]]) -> tuple[Batch, list[list[int]]]:
-    """The sequences of a share, and its micro-batches by their places in it."""
+    """Return the sequences of a share, and its micro-batches as indices into it."""
     places = count()
     return batch.select(list(chain.from_iterable(share))), [[next(places) for _ in each] for each in share]
 
 
 def sequences_in(cut: Cut) -> list[int]:
-    """The sequences of the batch that was cut, share after share."""
+    """The indices of the batch's sequences, share after share."""
     return [sequence for share in cut for micro_batch in share for sequence in micro_batch]
 
 
 def in_order(cut: Cut, of_shares: Sequence[Packed]) -> list[Values]:
-    """Values that the shares have of each of their sequences, in the order of the batch that was cut."""
+    """Reorder the shares' values per sequence to the order of the batch."""
     by_sequence = dict(zip(sequences_in(cut), chain.from_iterable(map(unpacked, of_shares)), strict=True))
     return [by_sequence[sequence] for sequence in range(len(by_sequence))]

@@ -14,16 +14,16 @@ _NOTHING = PassFlops(per_token=0.0, per_square=0.0)
 
 @dataclass(frozen=True)
 class ModelWork:
-    """Cost of passes over a model; nothing before there is one."""
+    """FLOPs of passes over a model; zero before the model is built."""
 
     forward: PassFlops = _NOTHING
     reference: PassFlops = _NOTHING
-    """A forward pass of the reference model."""
+    """Forward pass of the reference model."""
     update: PassFlops = _NOTHING
 
     @classmethod
     def of(cls, model_path: Path, head: Head, options: MegatronOptions) -> Self:
-        """The work of a HuggingFace folder's model with a head, trained as the options say."""
+        """Compute the work of a HuggingFace folder's model with a head, trained with these options."""
         architecture = with_head(read_architecture(read_json(model_path / CONFIG)), head)
         adapter = None if options.adapter is None else options.adapter.lora
         return cls(

@@ -1,4 +1,4 @@
-"""Common beginnings of the sequences of a batch, as far as the controller can tell."""
+"""Finds shared prefixes of a batch's sequences, as far as the controller can tell."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -7,13 +7,13 @@ from megarl.data.stretches import StoredArray, Values, fetch
 from megatron_ext.packing.prefix_tree import Prefixes, common_tokens
 
 _Away: TypeAlias = tuple[int, int, int]
-"""Number of an array in the object store, and where a stretch of it begins and ends."""
+"""Number of an array in the object store, and start and end of a slice of it."""
 _Key: TypeAlias = tuple[bytes | _Away, ...]
-"""Tokens that are here, 4 bytes each, and stretches that are away, in turns; the first are here."""
+"""Local tokens (4 bytes each) and remote slices, alternating; the first entry is local."""
 
 
 def prefixes_of(sequences: Sequence[Values]) -> Prefixes:
-    """Tokens that are away are the same where they are those of the same array."""
+    """Find the prefixes; remote tokens count as equal if they are the same slice of the same array."""
     numbers: dict[object, int] = {}
     return Prefixes.by_key([_key(each, numbers) for each in sequences], _common)
 
@@ -27,7 +27,7 @@ def _key(values: Values, numbers: dict[object, int]) -> _Key:
             pieces += [bytes(tokens), (number, stretch.start, stretch.start + stretch.length)]
             tokens.clear()
         else:
-            # Big-endian bytes of numbers that are not negative have the order of the numbers.
+            # Big-endian bytes of non-negative integers sort like the integers.
             tokens += fetch(stretch).astype(">u4").tobytes()
     return (*pieces, bytes(tokens))
 

@@ -1,4 +1,4 @@
-"""The methods of the ranks' program, for calls of it: their types are checked, and nothing of Megatron is imported."""
+"""The methods of the rank program, for type-checked calls without importing Megatron."""
 
 from typing import TYPE_CHECKING
 

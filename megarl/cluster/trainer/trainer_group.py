@@ -1,4 +1,4 @@
-"""The Megatron ranks as one object: a call cuts its batch over data parallelism and joins what the ranks return."""
+"""The Megatron ranks as one object: a call splits its batch over data parallelism and joins the results."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -41,8 +41,8 @@ Ts = TypeVarTuple("Ts")
 class TrainerGroup(WorkerGroup):
     """All ranks of one Megatron job: one model, trained or frozen.
 
-    There may be several groups, each with processes of its own; the name of the role is in the names of their logs and
-    in what their errors say.
+    There may be several groups, each with its own processes; the role's name appears in their logs' names and in
+    errors.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class TrainerGroup(WorkerGroup):
         self._flops = 0.0
 
     def start(self) -> None:
-        """Let the ranks meet at an address of rank 0."""
+        """Make the ranks rendezvous at an address of rank 0."""
         self.make("megarl.cluster.trainer.trainer_worker", "TrainerWorker", [(rank,) for rank in range(len(self))])
-        # Two groups cannot meet at one port: the one that is chosen is the policy's.
+        # Two groups cannot share a port: the configured one is for the policy.
         port = self._cluster.rendezvous_port if self.name == POLICY else 0
         address = self.call(TrainerWorker.rendezvous, port)[0]
         self.call(TrainerWorker.join, self._options, address, self._cluster.collective_timeout_s)
@@ -73,25 +73,25 @@ class TrainerGroup(WorkerGroup):
         reference: bool,
         head: Head = "language_model",
     ) -> None:
-        """Make the model of a HuggingFace folder, ready for `total_steps` optimizer steps.
+        """Build the model of a HuggingFace folder, ready for `total_steps` optimizer steps.
 
-        The weights are those of `megatron_checkpoint`, or else of the folder. With the head "value" the model gives a
-        value for each token; where the weights have no such head, it begins at 0. With `reference` the weights are kept
-        as those of the reference model, too.
+        The weights come from `megatron_checkpoint`, or else from the folder. With the head "value" the model returns a
+        value per token; if the weights have no such head, it is initialised to 0. With `reference` a copy of the
+        weights is kept as the reference model.
         """
         self._work = ModelWork.of(model_path, head, self._options)
         self.call(TrainerWorker.build, model_path, megatron_checkpoint, self._options, total_steps, reference, head)
 
     def build_frozen(self, model_path: Path, *, head: Head = "language_model") -> None:
-        """Make the model of a HuggingFace folder for predictions alone: no gradients and no optimizer are held."""
+        """Build the model of a HuggingFace folder for predictions only, without gradients and optimizer."""
         self._work = ModelWork.of(model_path, head, self._options)
         self.call(TrainerWorker.build_frozen, model_path, self._options, head)
 
     def place(self, batch: Batch) -> Batch:
-        """`batch` with the tokens of each data-parallel share in one array of the object store.
+        """Store the tokens of each data-parallel share in one array of the object store; return the batch with these.
 
-        All calls of a step refer to it there, also those of other models that are cut alike. Common beginnings of
-        sequences are found before.
+        All calls of a step refer to these arrays, including those of other models with the same split. Also finds
+        shared prefixes.
         """
         if self._options.shared_prefixes:
             batch = replace(batch, prefixes=prefixes_of(batch.tokens))
@@ -111,9 +111,9 @@ class TrainerGroup(WorkerGroup):
     ) -> dict[str, list[Values]]:
         """Predictions for each token of `batch`, in its order: the fields of `LogProbs` that are named.
 
-        A name with "reference_" before it is the reference model's. They stay in the object store, where the ranks made
-        them, as do `log_probs` and `values`. With `replay` tokens go to the experts that the batch names, if it does,
-        but for the reference model.
+        Names with the prefix "reference_" are the reference model's. The results stay in the object stores of the
+        ranks' machines, as do those of `log_probs` and `values`. With `replay`, tokens go to the experts recorded in
+        the batch, if any, except in the reference model.
         """
         cut = self._cut(batch)
         read = [name for name in (asked_field(batch.fields), ROUTED_EXPERTS if replay else None) if name is not None]
@@ -127,29 +127,29 @@ class TrainerGroup(WorkerGroup):
     def log_probs(
         self, batch: Batch, *, temperature: float, reference: bool = False, replay: bool = False
     ) -> list[Values]:
-        """float32: log-probabilities of all tokens of `batch`, in its order. See `predictions`."""
+        """The log-probs of all tokens of `batch` (float32), in its order. See `predictions`."""
         name = f"{REFERENCE}log_probs" if reference else "log_probs"
         return self.predictions(batch, [name], temperature=temperature, replay=replay)[name]
 
     def values(self, batch: Batch) -> list[Values]:
-        """float32: at each token of `batch` the value of the state it was chosen in; 0 for first tokens."""
+        """For each token of `batch` the value (float32) of the state in which it was chosen; 0 for first tokens."""
         cut = self._cut(batch)
         return in_order(cut, self._call_shares(TrainerWorker.values, batch.only(()), cut, work=[self._work.forward]))
 
     def scores(self, batch: Batch) -> Tensor:
-        """float32[N]: the value at the last token of each sequence of `batch`."""
+        """The value at the last token of each sequence of `batch`, float32[N]."""
         cut = self._cut(batch)
         scores = np.concatenate(self._call_shares(TrainerWorker.scores, batch.only(()), cut, work=[self._work.forward]))
         return torch.from_numpy(scores)[torch.tensor(sequences_in(cut), dtype=torch.long).argsort()]
 
     def refresh_reference(self) -> None:
-        """Make the present weights those of the reference model; checkpoints then hold them."""
+        """Copy the present weights to the reference model; checkpoints then include them."""
         self.call(TrainerWorker.refresh_reference)
 
     def train_step(self, batch: Batch, objective: AnyObjective, *, temperature: float = 1.0) -> StepResult[Metrics]:
-        """One optimizer step on `batch`, with the metrics of all micro-batches. The `temperature` divides logits.
+        """Run one optimizer step on `batch`; return the metrics of all micro-batches.
 
-        The fields of the batch are those that the objective reads.
+        Logits are divided by `temperature`. The batch must have the fields that the objective reads.
         """
         results = self._call_shares(
             TrainerWorker.train_step, batch, self._cut(batch), objective, temperature, work=[self._work.update]
@@ -163,63 +163,63 @@ class TrainerGroup(WorkerGroup):
 
     @property
     def weights(self) -> WeightSender:
-        """Sends the weights of the model to engines."""
+        """The sender of the model's weights to engines."""
         return WeightSender(self)
 
     @property
     def parallel(self) -> ParallelSizes:
-        """How the model is cut over the ranks."""
+        """The parallel sizes of the model."""
         return self._parallel
 
     @property
     def has_gpus(self) -> bool:
-        """Whether the ranks have GPUs, which is known before they have begun."""
+        """Whether the ranks have GPUs; known before they start."""
         return self._seats.role.gpus > 0
 
     @property
     def adapter_alone(self) -> Lora | None:
-        """The adapter that is trained, if refits send it without the weights."""
+        """The trained adapter, if refits send only the adapter."""
         adapter = self._options.adapter
         return adapter.lora if adapter is not None and not adapter.merge else None
 
     @property
     def module_names(self) -> ModuleNames:
-        """The names by which the tensors of the model are known."""
+        """The names of the model's modules."""
         return self.call_first(TrainerWorker.module_names)
 
     @property
     def backend(self) -> str:
-        """The collective backend of the device that the model is on."""
+        """The collective backend of the model's device."""
         return self.call_first(TrainerWorker.backend)
 
     def export(self, folder: Path, copy_from: Path) -> None:
-        """Write the model as a HuggingFace checkpoint. Raises UserError where a file system would lose parts of it."""
+        """Write the model as a HuggingFace checkpoint. Raises UserError if a file system would lose parts of it."""
         _check_mapped_by(self._seats, folder)
         self.call(TrainerWorker.export, folder, copy_from)
 
     def export_adapter(self, folder: Path) -> None:
-        """Write the adapter that is trained as a PEFT folder. Raises as `export`."""
+        """Write the trained adapter as a PEFT folder. Raises as `export`."""
         _check_mapped_by(self._seats, folder)
         self.call(TrainerWorker.export_adapter, folder)
 
     def begin_save(self, folder: Path, *, in_background: bool) -> None:
         """Begin to write model, optimizer, schedule and RNG to `folder`.
 
-        With `in_background` the present state is copied and the ranks may go on; without, they may change nothing until
+        With `in_background` the state is copied first and the ranks may go on; otherwise nothing may change until
         `finish_save`.
         """
         self.call(TrainerWorker.begin_save, folder, in_background)
 
     def save_is_written(self) -> bool:
-        """Whether all ranks have written their part. Raises what ended the writing."""
+        """Whether all ranks have written their part. Raises the error if writing failed."""
         return all(self.call(TrainerWorker.save_is_written))
 
     def finish_save(self) -> float:
-        """Wait until all of it is written, however much later some ranks' disks are done than others'.
+        """Wait until everything is written, even if some ranks' disks are much slower.
 
-        Returns how many seconds the slowest rank took, from the end of `begin_save` on.
+        Returns the seconds from the end of `begin_save` to the end of the slowest rank.
         """
-        # Not in a collective, whose time limit is for ranks that stand still.
+        # Not waited for in a collective, whose timeout is meant for hung ranks.
         seconds = self.call(TrainerWorker.wait_until_save_is_written)
         self.call(TrainerWorker.finish_save)
         return max(seconds)
@@ -229,32 +229,32 @@ class TrainerGroup(WorkerGroup):
         self.call(TrainerWorker.load, folder)
 
     def offload(self, parts: Collection[StatePart]) -> None:
-        """Let parts of the state of all ranks go to the host."""
+        """Offload parts of all ranks' state to the host."""
         self.call(TrainerWorker.offload, list(parts))
 
     def reload(self, parts: Collection[StatePart]) -> None:
-        """Have parts of the state of all ranks back on their devices."""
+        """Reload parts of all ranks' state to their devices."""
         self.call(TrainerWorker.reload, list(parts))
 
     def count_memory(self, memory: CountedMemory) -> None:
-        """Count what the ranks hold, from now on, where there is no GPU to do it."""
+        """From now on count the ranks' memory in `memory`, which stands in for a GPU's limit."""
         self.call(TrainerWorker.count_memory, memory)
 
     def take_flops(self) -> float:
-        """Floating-point operations of the model since the last time, on all ranks, recomputed activations left out."""
+        """Return the FLOPs of the model on all ranks since the last call, without recomputed activations."""
         flops, self._flops = self._flops, 0.0
         return flops
 
     def device_name(self) -> str:
-        """The kind of device that rank 0 computes on."""
+        """The name of rank 0's device."""
         return self.call_first(TrainerWorker.device_name)
 
     def take_device_peak(self) -> int:
-        """The most that all processes held of a rank's device since the last turn began."""
+        """The peak memory, over ranks, of all processes on a rank's device since the last turn began."""
         return max(self.call(TrainerWorker.take_device_peak))
 
     def peak_memory_bytes(self) -> list[int]:
-        """The most memory that each rank ever held."""
+        """The peak memory of each rank, in bytes."""
         return self.call(TrainerWorker.peak_memory_bytes)
 
     def _cut(self, batch: Batch) -> Cut:
@@ -270,8 +270,8 @@ class TrainerGroup(WorkerGroup):
     ) -> list[R]:
         """Call every rank with its data-parallel share; returns one result per share.
 
-        The batch has the fields that the call reads, and no others: they go to every rank. The call is as much
-        `work`.
+        The batch must have only the fields that the call reads, as they are sent to every rank. `work` is counted as
+        the call's FLOPs.
         """
         tokens, squares = computed(cut, batch.lengths.tolist(), prefixes_in(batch, self._options))
         self._flops += sum(each.of(tokens, squares) for each in work)

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext import device
 
-device.install()  # before anything of Megatron is imported
+device.install()  # before Megatron is imported
 
 from converters.architectures import Head, adapter_architecture, read_architecture  # noqa: E402
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json  # noqa: E402
@@ -41,11 +41,11 @@ from megatron_ext.objective import StepResult  # noqa: E402
 from megatron_ext.options.options import MegatronOptions  # noqa: E402
 
 MicroBatches: TypeAlias = list[list[int]]
-"""The sequences of each, by their places in the share of this rank."""
+"""The sequences of each micro-batch, as indices into this rank's share."""
 
 
 class TrainerWorker:
-    """One rank: makes its part of the model and answers the group's calls."""
+    """One rank: builds its part of the model and answers the group's calls."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -53,14 +53,14 @@ class TrainerWorker:
         self.memory: CountedMemory | None = None
 
     def rendezvous(self, port: int) -> str:
-        """An address of this rank's machine at which the ranks can meet; `port` 0 is any."""
+        """Return an address on this rank's machine for the ranks' rendezvous; `port` 0 means any port."""
         host = ray.util.get_node_ip_address()
         return f"tcp://{host}:{free_port(host, port)}"
 
     def join(self, options: MegatronOptions, init_method: str, timeout_s: float) -> None:
-        """Enter the process groups, whose collectives wait for one another for so long."""
+        """Create the process groups, with `timeout_s` for collectives."""
         if options.is_deterministic:
-            # As in Megatron's training script: what has no such kernel raises.
+            # As in Megatron's training script; operations without a deterministic kernel raise.
             torch.use_deterministic_algorithms(True)
         parallel.initialize(options.parallel, self.rank, init_method, timeout=timedelta(seconds=timeout_s))
 
@@ -73,7 +73,7 @@ class TrainerWorker:
         reference: bool,
         head: Head,
     ) -> None:
-        """Make the model, read its weights and prepare training; an earlier model is forgotten."""
+        """Build the model, read its weights and prepare training; replaces an earlier model."""
         self.model = self._new_model(model_path, options, head)
         if megatron_checkpoint:
             self.model.load_distributed(megatron_checkpoint)
@@ -91,7 +91,7 @@ class TrainerWorker:
         self.weights = WeightSource(sent, options.parallel, self.rank, tensors, names)
 
     def build_frozen(self, model_path: Path, options: MegatronOptions, head: Head) -> None:
-        """Make the model and read its weights, for predictions alone; an earlier model is forgotten."""
+        """Build the model and read its weights for predictions only; replaces an earlier model."""
         self.model = self._new_model(model_path, options, head)
         self.model.load_huggingface(HuggingFaceCheckpoint(model_path))
         self.model.freeze()
@@ -107,9 +107,9 @@ class TrainerWorker:
         names: list[str],
         temperature: float,
     ) -> dict[str, Packed] | None:
-        """The fields of `MegatronModel.log_probs` that are named; see `TrainerGroup.predictions`.
+        """Compute the named fields of `MegatronModel.log_probs`; see `TrainerGroup.predictions`.
 
-        None unless the rank `returns_result`, as for all results: another rank of its share has the same.
+        Returns None unless the rank `returns_result`, as all calls do: another rank of the share has the same result.
         """
         batch, found = share.load(), dict[str, Packed]()
         for is_reference in (False, True):
@@ -146,9 +146,9 @@ class TrainerWorker:
         objective: AnyObjective,
         temperature: float,
     ) -> StepResult[Metrics] | None:
-        """See `MegatronModel.train_step`; all in memory of the host, and the metrics of all micro-batches together.
+        """See `MegatronModel.train_step`; results are on the host, with the metrics of all micro-batches concatenated.
 
-        A step of thousands of micro-batches has a hundred thousand of numbers, each of which is a tensor on its way.
+        A step of thousands of micro-batches has a hundred thousand numbers, which would be sent as one tensor each.
         """
         result = self.model.train_step(share.load(), micro_batches, objective, temperature=temperature)
         if not returns_result:
@@ -169,7 +169,7 @@ class TrainerWorker:
         return device.backend()
 
     def weight_dtypes(self) -> dict[str, torch.dtype]:
-        """The type of every HF tensor of which this rank sends a part."""
+        """The dtype of every HF tensor of which this rank sends a part."""
         return self.weights.dtypes()
 
     def cut_blocks(self, number_format: NumberFormat, names: frozenset[str]) -> set[str]:
@@ -187,14 +187,14 @@ class TrainerWorker:
             self.weights.write(bucket)
 
     def open_transfer(self, spec: TransferSpec) -> Address:
-        """Prepare to send this rank's part of the spec; where receivers find it."""
+        """Prepare to send this rank's part of `spec`; return the address for receivers."""
         self.close_transfer()
         host = ray.util.get_node_ip_address()
         self.sender = Sender(self.rank, spec.outgoing(self.rank), self.model.local_tensors(), host)
         return self.sender.address
 
     def open_store(self, timeout_s: float) -> Address:
-        """A new store at which process groups can be made; it lasts until the next one."""
+        """Create a store for process groups, which lasts until the next one; return its address."""
         host = ray.util.get_node_ip_address()
         self.store = open_store(host, timedelta(seconds=timeout_s))
         return host, self.store.port
@@ -204,7 +204,7 @@ class TrainerWorker:
         return has_port()
 
     def gpudirect_obstacle(self) -> str:
-        """Why network cards do not reach the memory of GPUs, if they do not. See `gpudirect.gpudirect_obstacle`."""
+        """Why GPUDirect does not work on this machine, if it does not. See `gpudirect.gpudirect_obstacle`."""
         return gpudirect_obstacle()
 
     def connect_transfer(self, rendezvous: Rendezvous) -> None:
@@ -215,14 +215,14 @@ class TrainerWorker:
             self.sender.load_kernels()
 
     def send(self, version: int) -> TransferStats:
-        """Send the present weights as `version`; how much was sent. See `Sender.send`."""
+        """Send the present weights as `version`; return how much was sent. See `Sender.send`."""
         assert self.sender is not None
         self.model.complete_weights()
         with self._disconnecting_on_error(), self.model.trained_weights():
             return self.sender.send(version)
 
     def close_transfer(self) -> None:
-        """Free what a transfer holds, when receivers have let go of it."""
+        """Free the memory of a transfer; receivers must have unmapped it before."""
         if self.sender is not None:
             self.sender.close()
             self.sender = None
@@ -232,7 +232,7 @@ class TrainerWorker:
         try:
             yield
         except BaseException:
-            # Receivers hear of it so, and let go of the buckets, which are freed after that, by the next transfer.
+            # Receivers notice the closed links and unmap the buckets, which the next transfer frees.
             if self.sender is not None:
                 self.sender.disconnect()
             raise
@@ -274,7 +274,7 @@ class TrainerWorker:
         self.model.reload(parts)
 
     def count_memory(self, memory: CountedMemory) -> None:
-        """Count what this rank holds, from now on, where there is no GPU to do it."""
+        """From now on count this rank's memory in `memory`, which stands in for a GPU's limit."""
         self.memory = memory
         self.model.residence.count_in(memory)
 
@@ -283,7 +283,7 @@ class TrainerWorker:
         return take_peak(self.memory)
 
     def peak_memory_bytes(self) -> int:
-        """The most memory that this process ever held."""
+        """The peak memory of this process."""
         return device.peak_memory_bytes()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's ranks as senders of weights: through shared-memory segments, or straight to the engines' workers."""
+"""The trainer's ranks as senders of weights: through shared-memory segments, or directly to the engines' workers."""
 
 from collections.abc import Collection, Sequence
 from itertools import chain
@@ -19,42 +19,42 @@ from megarl.resharding.transfer_stats import TransferStats
 
 
 class WeightSender:
-    """Sends the weights of a model from all `ranks` that train it."""
+    """Sends a model's weights from all `ranks` that train it."""
 
     def __init__(self, ranks: WorkerGroup) -> None:
         self._ranks = ranks
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The type of every HF tensor of the model."""
+        """The dtype of every HF tensor of the model."""
         return dict(chain.from_iterable(part.items() for part in self._ranks.call(TrainerWorker.weight_dtypes)))
 
     def cut_blocks(self, number_format: NumberFormat, names: Collection[str]) -> set[str]:
-        """The ones among the HF tensors `names` of which no rank can quantise a block, since it has a part of it."""
+        """The HF tensors among `names` with a block that is split over ranks, so that no rank can quantise it."""
         return set().union(*self._ranks.call(TrainerWorker.cut_blocks, number_format, frozenset(names)))
 
     def map_segments(self, segments: Sequence[str], segment_bytes: int) -> None:
-        """Let every rank map the shared-memory segments of a refit."""
+        """Make every rank map the shared-memory segments of a refit."""
         self._ranks.call(TrainerWorker.map_segments, list(segments), segment_bytes)
 
     def write(self, bucket: Bucket) -> None:
-        """Let every rank write its part of a bucket."""
+        """Make every rank write its part of a bucket."""
         self._ranks.call(TrainerWorker.write, bucket)
 
     def rdma_ports(self) -> list[bool]:
-        """Whether the machine of each rank has a port of InfiniBand, RoCE or EFA that is up."""
+        """For each rank, whether its machine has an InfiniBand, RoCE or EFA port that is up."""
         return self._ranks.call(TrainerWorker.has_rdma_port)
 
     def gpudirect_obstacles(self) -> list[str]:
-        """Why network cards do not reach the memory of each rank's GPU; empty where no obstacle is known."""
+        """For each rank, why GPUDirect does not work on its machine; empty if no obstacle is known."""
         return self._ranks.call(TrainerWorker.gpudirect_obstacle)
 
     def open_transfer(self, spec: TransferSpec) -> list[Address]:
-        """Prepare all ranks to send their parts of `spec`; where their receivers find each."""
+        """Prepare all ranks to send their parts of `spec`; return their addresses for receivers."""
         stored: Any = ray.put(spec)
         return self._ranks.call(TrainerWorker.open_transfer, stored)
 
     def open_store(self, timeout_s: float) -> Address:
-        """A new store at which ranks and receivers can make process groups; it lasts until the next one."""
+        """Create a store for process groups of ranks and receivers; return its address. It lasts until the next one."""
         return self._ranks.call_first(TrainerWorker.open_store, timeout_s)
 
     def begin_connect(self, rendezvous: Rendezvous) -> list[Call[None]]:
@@ -66,5 +66,5 @@ class WeightSender:
         return self._ranks.begin(TrainerWorker.send, version)
 
     def close_transfer(self) -> None:
-        """Free what a transfer holds."""
+        """Free the memory of a transfer."""
         self._ranks.call(TrainerWorker.close_transfer)

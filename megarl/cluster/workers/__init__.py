@@ -1,1 +1,1 @@
-"""Worker processes: calls that are begun in them, results that come back, and signs of life."""
+"""Worker processes: asynchronous calls, their results, and heartbeats."""

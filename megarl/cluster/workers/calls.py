@@ -1,4 +1,4 @@
-"""Waiting for calls of workers: all results in their order, the first failure at once, with its cause."""
+"""Waits for calls of workers: returns all results in order, and raises the first failure at once, with its cause."""
 
 import re
 import time
@@ -25,14 +25,14 @@ from megarl.process.errors import RunFailed
 
 R = TypeVar("R", covariant=True)
 
-# How long the others are given to say that they failed, too.
+# How long other workers may take to report that they failed, too.
 _CONSEQUENCES_S = 5.0
 LONGEST_S = 24 * 3600.0
-"""No call takes so long, not even one that writes files, which may take half of it."""
+"""Longer than any call: even one that writes files may take at most half of it."""
 _IN_VAIN = re.compile(r"Timed out waiting \d+ms for|[Ww]ait timeout after \d+ms")
-"""In the error of a collective that waited for somebody in vain, or of its store."""
+"""Matches the error of a collective, or its store, that timed out waiting for a peer."""
 HEARTBEAT_INTERVAL_S = 5.0
-"""How often workers that are waited for are asked for a heartbeat: there may be thousands."""
+"""How often awaited workers, of which there may be thousands, are asked for a heartbeat."""
 
 
 def wait(
@@ -40,10 +40,10 @@ def wait(
 ) -> list[R]:
     """Results of all `calls`, in order; raises as soon as one of them fails.
 
-    The others may wait for the failed one in a collective, so waiting for them first would never end.
-    Raises UserError or RunFailed if that was raised in the worker, WorkerGone if a process died, was silent for longer
-    than it may be or has not answered after `timeout_s`, which the configuration has under this `key`, else
-    WorkerFailed with the reason and the end of its log. The time begins now, or began at `since_s`.
+    The others may be waiting for the failed one in a collective, so waiting for them first could hang. Raises a
+    UserError or RunFailed that was raised in the worker. Raises WorkerGone if a process died, was silent for too long
+    or did not answer within `timeout_s`, whose configuration key is `key`. Otherwise raises WorkerFailed with the
+    reason and the end of the log. The time counts from now, or from `since_s`.
     """
     deadline = (time.monotonic() if since_s is None else since_s) + timeout_s
     pending, results = list(calls), dict[ray.ObjectRef, R]()
@@ -74,12 +74,12 @@ def wait_together(
     timeout_s: float = LONGEST_S,
     key: str = "",
 ) -> None:
-    """Wait for calls of workers, of any groups, that need each other.
+    """Wait for calls of workers of any groups that depend on each other.
 
-    When one fails, the others soon fail because of it, with a `consequence`; `at_first` is called with the first
-    failure, so that it can tell workers that do not notice. Raises, as `wait` does, the most telling failure: the end
-    of a process, then any error but a consequence. When only calls of `last` remain, which need nobody any more, these
-    have `timeout_s`.
+    When one fails, the others soon fail with a `consequence`; `at_first` is called with the first failure, to notify
+    workers that would not notice. Raises, as `wait` does, the most informative failure: preferably the death of a
+    process, then any error that is not a consequence. Once only calls of `last` remain, which depend on nobody, they
+    have `timeout_s` left.
     """
     pending, heartbeats = list(calls), Heartbeats[Worker, Call[Any]](HEARTBEAT_INTERVAL_S)
     failures: list[Exception] = []
@@ -108,9 +108,9 @@ def wait_together(
 
 
 def end_silent(workers: Collection[Worker], heartbeats: Heartbeats[Worker, Call[Any]]) -> None:
-    """Look for heartbeats of workers that are waited for, and of those that they need.
+    """Check the heartbeats of awaited workers, and of workers that they need.
 
-    A worker that was silent too long ends, and so does one that needs one that is gone; then their calls end, too.
+    Kills workers that were silent for too long, and workers that need a dead one, so that their calls end.
     """
     needed = {each for worker in workers for each in worker.needs}
     looked = heartbeats.look({each: each.begin_node for each in {*workers, *needed}})
@@ -126,7 +126,7 @@ def end_silent(workers: Collection[Worker], heartbeats: Heartbeats[Worker, Call[
 
 
 def unfinished(calls: Sequence[Call[R]], timeout_s: float = 0.0) -> list[Call[R]]:
-    """The calls that have not ended when the time is over."""
+    """The calls that have not ended after `timeout_s`."""
     references = [call.reference for call in calls]
     left = set(ray.wait(references, num_returns=len(references), timeout=timeout_s)[1])
     return [call for call in calls if call.reference in left]
@@ -141,7 +141,7 @@ def _unanswering(worker: Worker, timeout_s: float, key: str) -> WorkerGone:
 
 
 def ended_calls(calls: Sequence[Call[R]]) -> "list[tuple[Call[R], R | Failed]]":
-    """The calls that have ended, each with its result, or why it failed."""
+    """The calls that have ended, each with its result or failure."""
     if not calls:
         return []
     left = {call.reference for call in unfinished(calls)}
@@ -149,12 +149,12 @@ def ended_calls(calls: Sequence[Call[R]]) -> "list[tuple[Call[R], R | Failed]]":
 
 
 def _first_done(calls: Sequence[Call[R]], timeout_s: float) -> Call[R] | None:
-    """The first of the calls that has ended; None if none has within the time."""
+    """The first call that has ended; None if none ends within `timeout_s`."""
     return next(iter(_done(calls, timeout_s)), None)
 
 
 def _done(calls: Sequence[Call[R]], timeout_s: float) -> list[Call[R]]:
-    """The calls that have ended when the first one has; none if that takes longer than the time."""
+    """Wait for the first call to end; return all that have ended by then, none after `timeout_s`."""
     references = [call.reference for call in calls]
     if not ray.wait(references, num_returns=1, timeout=timeout_s)[0]:
         return []
@@ -163,7 +163,7 @@ def _done(calls: Sequence[Call[R]], timeout_s: float) -> list[Call[R]]:
 
 
 class _Depth(IntEnum):
-    """How far the failure of a call is from what began it all."""
+    """How far a call's failure is from the root cause."""
 
     END_OF_PROCESS = 0
     ERROR = 1
@@ -178,8 +178,10 @@ def _depth(failure: Exception, consequence: type[Exception] | tuple[()]) -> _Dep
 
 
 def _cause(failure: Exception, pending: Sequence[Call[Any]]) -> Exception:
-    """The reason of an error that is a consequence: the death of another worker, which comes to light soon after it, or
-    one that stands still, for which the others waited in a collective until its time was over.
+    """Find the root cause of a failure.
+
+    It may be the death of another worker, which is noticed soon afterwards, or a hung one, for which the others waited
+    in a collective until it timed out.
     """
     if _depth(failure, ()) is not _Depth.ERROR:
         return failure
@@ -199,7 +201,7 @@ def _cause(failure: Exception, pending: Sequence[Call[Any]]) -> Exception:
 
 
 def _missing(workers: Sequence[Worker], failure: WorkerFailed) -> WorkerGone:
-    """The failure of workers that did not come to a collective, in which another one failed."""
+    """The failure of workers that did not join a collective, in which another one failed."""
     names = [worker.log.stem for worker in workers]
     who = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     first = workers[0]
@@ -213,7 +215,7 @@ def _missing(workers: Sequence[Worker], failure: WorkerFailed) -> WorkerGone:
 
 
 def answer_of(done: Call[R]) -> "R | Failed":
-    """The result of a call that has ended, or why it failed. Each time it is asked for, Ray makes a copy."""
+    """The result of a call that has ended, or why it failed. Ray copies the result at each call of this function."""
     log = done.worker.log
     try:
         return ray.get(done.reference)
@@ -221,7 +223,7 @@ def answer_of(done: Call[R]) -> "R | Failed":
         if isinstance(error.cause, UserError | RunFailed):
             return Failed(error.cause)
         failure = WorkerFailed(f"{type(error.cause).__name__}: {error.cause}", log, error.cause)
-        if not isinstance(done.worker.failure, WorkerGone):  # of one that is gone nothing later counts
+        if not isinstance(done.worker.failure, WorkerGone):  # after its death no later failure counts
             done.worker.failure = failure
         return Failed(failure)
     except ObjectLostError:
@@ -234,7 +236,7 @@ def answer_of(done: Call[R]) -> "R | Failed":
         )
         done.worker.failure = WorkerGone(happened, f"{advice}; {GOES_ON}", log)
     except (ActorPlacementGroupRemoved, ActorUnschedulableError, RuntimeEnvSetupError) as error:
-        # They are no RayActorError: its process never was.
+        # Not a RayActorError, because the process never existed.
         reason = str(error).splitlines()[0].removesuffix(".")
         happened = f"Ray could not make the process of {log.stem} ({reason})"
         done.worker.failure = failure = WorkerGone(happened, f"see to its machine, and Ray's logs; {GOES_ON}", log)
@@ -245,6 +247,6 @@ def answer_of(done: Call[R]) -> "R | Failed":
             happened, advice = f"{log.stem} is gone with the Ray node that it was on", "see to the machine"
         else:
             advice = "where its log says nothing, the kernel may have ended it for want of memory (dmesg tells)"
-        if not isinstance(done.worker.failure, WorkerGone):  # else it was ended for that
+        if not isinstance(done.worker.failure, WorkerGone):  # otherwise it was killed for that failure
             done.worker.failure = WorkerGone(happened, f"{advice}; {GOES_ON}", log)
     return Failed(done.worker.failure)

@@ -1,4 +1,4 @@
-"""Processes that are waited for, asked now and then for a heartbeat."""
+"""Asks processes that are waited for regularly for a heartbeat."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -8,17 +8,17 @@ import ray
 
 
 class Watched(Hashable, Protocol):
-    """Somebody who may be silent for so long."""
+    """Something that is watched, with a limit of silence."""
 
     silence_s: float
 
 
 class Question(Protocol):
-    """A call that was begun."""
+    """A heartbeat call in flight."""
 
     @property
     def reference(self) -> ray.ObjectRef:
-        """The name of its end, as Ray has it."""
+        """Ray's reference to its result."""
 
 
 W = TypeVar("W", bound=Watched)
@@ -26,21 +26,21 @@ Q = TypeVar("Q", bound=Question)
 
 
 class Looked(NamedTuple, Generic[W, Q]):
-    """Questions that have ended since the last time, and those who were silent for as long as they may be."""
+    """The questions that ended since the last look, and those that were silent for too long."""
 
     ended: list[Q]
     silent: list[W]
 
 
 class _Open(NamedTuple, Generic[Q]):
-    """A question, and for how long it has had no answer."""
+    """An unanswered question, and for how long it has been so."""
 
     question: Q
     silent_s: float
 
 
 class Heartbeats(Generic[W, Q]):
-    """Asks one thing of each at a time, every `interval_s`, and counts for how long they do not answer."""
+    """Asks each watched object one question at a time, every `interval_s`, and measures its silence."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
@@ -49,16 +49,17 @@ class Heartbeats(Generic[W, Q]):
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to look again."""
+        """Whether the next look is due."""
         return time.monotonic() >= self._looked_s + self._interval_s
 
     def look(self, questions: Mapping[W, Callable[[], Q]]) -> Looked[W, Q]:
-        """Take the answers of these, and begin to ask those of whom nothing is asked.
+        """Collect answers, and ask all those that have no open question.
 
-        The silence of one that is not among them is forgotten.
+        The silence of objects that are not in `questions` is forgotten.
         """
         now_s = time.monotonic()
-        # Whoever does not listen, because it does something else or was stopped itself, has not heard of a silence.
+        # Count at most twice the interval: while this process was busy or suspended itself, it could not observe
+        # silence.
         passed_s, self._looked_s = min(now_s - self._looked_s, 2 * self._interval_s), now_s
         references = [each.question.reference for watched, each in self._open.items() if watched in questions]
         done = set(ray.wait(references, num_returns=len(references), timeout=0)[0]) if references else set()

@@ -1,4 +1,4 @@
-"""Ranks that nothing is asked of for a while, asked now and then whether they live."""
+"""Heartbeats of ranks that have no calls for a while."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,14 +10,14 @@ from megarl.cluster.workers.worker_group import WorkerGroup
 
 
 class IdleRanks:
-    """The processes of groups that have nothing to do while the run waits for somebody else."""
+    """The processes of groups that are idle while the run waits for something else."""
 
     def __init__(self, groups: Sequence[WorkerGroup] = ()) -> None:
         self._workers = [worker for group in groups for worker in group.workers]
         self._heartbeats = Heartbeats[Worker, Call[Any]](HEARTBEAT_INTERVAL_S)
 
     def raise_if_dead(self) -> None:
-        """Raise WorkerGone for one that was found dead, or was silent for as long as it may be."""
+        """Raise WorkerGone if one is dead, or was silent for too long."""
         if self._heartbeats.is_due:
             ended, silent = self._heartbeats.look({worker: worker.begin_node for worker in self._workers})
             if silent:

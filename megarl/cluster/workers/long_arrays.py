@@ -1,4 +1,4 @@
-"""Arrays of a result on their way: long ones stay where they are until somebody reads them, few others are copied."""
+"""Transfers arrays of a result: long ones stay where they are until they are read, and few others are copied."""
 
 import io
 import pickle
@@ -11,7 +11,7 @@ import numpy as np
 from megarl.data.stretches import Array, StoredArray, holds_numbers, is_copied, is_long
 
 _ALIGNMENT = 8
-"""Bytes: an array begins where its numbers can be read at once, whatever was before it."""
+"""Alignment of arrays in bytes, so that their elements can be read in place."""
 
 
 class Rest(NamedTuple):
@@ -19,13 +19,13 @@ class Rest(NamedTuple):
 
     pickled: bytes
     values: Array
-    """uint8: its other arrays but the shortest, end to end. Ray (2.60) takes 40 us for each array that it is given."""
+    """uint8, its other arrays except the shortest, concatenated: Ray (2.60) takes 40 us per array."""
     ends: list[int]
-    """Where in `values` each of these ends; the next begins at the next multiple of 8."""
+    """The end of each array in `values`; the next begins at the next multiple of 8."""
 
 
 def taken_out(result: Any) -> tuple[Rest, list[Array]]:
-    """A result without its long arrays, for `put_back`, and these."""
+    """Return a result without its long arrays, for `put_back`, and the long arrays."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(result)
@@ -33,7 +33,7 @@ def taken_out(result: Any) -> tuple[Rest, list[Array]]:
 
 
 def put_back(rest: Rest, references: Sequence[Any]) -> Any:
-    """The result, with a `StoredArray` in place of each array that was taken out; others share memory with `rest`."""
+    """Rebuild the result, with a `StoredArray` per array that was taken out; the others share memory with `rest`."""
     buffers = [rest.values[-(-start // _ALIGNMENT) * _ALIGNMENT : end] for start, end in pairwise([0, *rest.ends])]
     unpickler = _Unpickler(io.BytesIO(rest.pickled), buffers=buffers)
     unpickler.references = references
@@ -41,7 +41,7 @@ def put_back(rest: Rest, references: Sequence[Any]) -> Any:
 
 
 class _Place(NamedTuple):
-    """Stands for an array that was taken out: its number and its properties."""
+    """Placeholder for an array that was taken out: its number and properties."""
 
     number: int
     dtype: str
@@ -50,7 +50,7 @@ class _Place(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Collects `arrays` that are long, where one that occurs twice is taken out once, and the `values` of others."""
+    """Collects long `arrays`, each only once even if it occurs twice, and the `values` of others."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._is_copied)
@@ -60,7 +60,7 @@ class _Pickler(pickle.Pickler):
         self._places: dict[int, _Place] = {}
 
     def persistent_id(self, value: Any) -> _Place | None:
-        """Place of a long array of one dimension; None leaves a value where it is."""
+        """Return the placeholder of a long one-dimensional array; None leaves a value in place."""
         if not isinstance(value, np.ndarray) or value.ndim != 1 or not is_long(value):
             return None
         if id(value) not in self._places:
@@ -70,7 +70,7 @@ class _Pickler(pickle.Pickler):
         return self._places[id(value)]
 
     def _is_copied(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether the bytes of an array are to be among the pickled ones; the others are collected."""
+        """Whether an array's bytes are pickled in band; those of others are collected."""
         raw = buffer.raw()
         if is_copied(raw):
             return True

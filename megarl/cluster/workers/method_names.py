@@ -1,13 +1,13 @@
-"""Methods of a worker by their names, where its class cannot be imported."""
+"""Stand-in for worker classes that cannot be imported, for type-checked calls by method name."""
 
 from types import SimpleNamespace
 from typing import Any
 
 
 class MethodNames:
-    """Stands for the class of a worker in calls: `begin` and `call` of a group read no more of a method than its name.
+    """Stands for a worker's class in calls: `begin` and `call` of a group only read a method's name.
 
-    Only type checkers see the class itself, which is imported in the worker's processes alone:
+    Only type checkers see the class itself, which is imported only in the worker's processes:
 
         if TYPE_CHECKING:
             from somewhere_heavy import RankWorker
@@ -18,7 +18,7 @@ class MethodNames:
     """
 
     def __getattr__(self, name: str) -> Any:
-        """The method of that name."""
+        """An object with that `__name__`."""
         if name.startswith("__"):
             raise AttributeError(name)
         return SimpleNamespace(__name__=name)

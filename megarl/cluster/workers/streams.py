@@ -1,4 +1,4 @@
-"""Calls of workers that give results one by one, several waited for at once: the first to come is the first given."""
+"""Streaming calls of workers: waits for several at once, and yields results in arrival order."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -15,12 +15,13 @@ from megarl.cluster.workers.worker import Call, Failed, Worker
 
 @dataclass(frozen=True)
 class Stream:
-    """A call that was begun in a worker and gives its results one by one; `results_of` waits for them."""
+    """A call in flight that yields results one by one; `results_of` waits for them."""
 
     worker: Worker
     references: ray.ObjectRefGenerator
     begun: list[Any] = field(default_factory=list, compare=False)
-    """A result whose arrays are to come, as the worker gave it, and references to those that have."""
+    """A result as the worker sent it, whose long arrays are still arriving, and references to those that have arrived.
+    """
 
     @classmethod
     def begin(cls, worker: Worker, method: str, *arguments: Any) -> "Stream":
@@ -29,25 +30,25 @@ class Stream:
 
 
 _AT_ONCE = 64
-"""Results of a stream that are taken before others are looked at."""
+"""Results taken from a stream before other streams get their turn."""
 
 Waited = TypeVar("Waited", bound=Stream | Call[Any])
 
 
 TO_COME: Final = object()
-"""In place of a result of which parts are still to come: its process may have been stopped in between."""
+"""Stands for a result with missing parts: its process may have been suspended in between."""
 
 
 class End(NamedTuple):
-    """A stream came to its end, or failed."""
+    """The end of a stream, or its failure."""
 
     failure: Exception | None = None
 
 
 def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
-    """Yield the results of all streams, as they come, each with its stream. Raises as `wait`.
+    """Yield the results of all streams in arrival order, each with its stream. Raises as `wait`.
 
-    Long arrays of a result are `StoredArray`: they stay with the worker until somebody opens them.
+    Long arrays of a result are `StoredArray`: they stay with the worker until they are opened.
     """
     left, heartbeats = list(streams), Heartbeats[Worker, Call[Any]](HEARTBEAT_INTERVAL_S)
     while left:
@@ -66,9 +67,9 @@ def results_of(streams: Collection[Stream]) -> Iterator[tuple[Stream, Any]]:
 
 
 def next_of(streams: Collection[Stream], calls: Collection[Call[Any]], timeout_s: float) -> list[tuple[Stream, Any]]:
-    """Results that streams have to give, as `results_of` gives it, or their `End`: of each at most `_AT_ONCE` results.
+    """Return available results as `results_of` yields them, or a stream's `End`: at most `_AT_ONCE` per stream.
 
-    Nothing if the time is over before there is something, or one of the `calls` has ended before.
+    Empty if nothing is available within `timeout_s`, or if one of the `calls` ends first.
     """
     waited_for: list[Stream | Call[Any]] = [*streams, *calls]
     ready = _ready(waited_for, len(waited_for), 0.0) or _ready(waited_for, 1, timeout_s)
@@ -76,7 +77,7 @@ def next_of(streams: Collection[Stream], calls: Collection[Call[Any]], timeout_s
 
 
 def _there(stream: Stream) -> Iterator[Any]:
-    """The results of a stream that has one, as many as are there, or to its `End`."""
+    """Yield the available results of a stream that has one, up to its `End`."""
     is_there = True
     while is_there:
         result = next_part(stream)
@@ -86,22 +87,22 @@ def _there(stream: Stream) -> Iterator[Any]:
 
 
 def _ready(waited_for: Collection[Waited], count: int, timeout_s: float) -> list[Waited]:
-    """As many as `count` of them that have a result, or have ended."""
+    """Return up to `count` of them that have a result or have ended."""
     by_references: dict[Any, Waited] = {
         each.references if isinstance(each, Stream) else each.reference: each for each in waited_for
     }
-    # Where a long array may come next, it is enough that it exists: it stays where it is. All else is read at once, and
-    # comes from all machines side by side.
+    # A long array, which may come next, only needs to exist, as it stays where it is. Everything else is read at once,
+    # so it is fetched from all machines in parallel.
     awaits_arrays = any(isinstance(each, Stream) and each.begun for each in waited_for)
     done, _ = ray.wait(list(by_references), num_returns=count, timeout=timeout_s, fetch_local=not awaits_arrays)
     return [by_references[each] for each in done]
 
 
 def next_part(stream: Stream) -> Any:
-    """Take what a stream has next: a result or the last part of one, `TO_COME` for another part, or the `End`."""
+    """Take the next part of a stream: a result or its last part, `TO_COME` for another part, or the `End`."""
     begun, reference = stream.begun, next(stream.references, None)
     if reference is None:
-        # A failure comes as the last thing of a stream, in place of any array or of the None behind them.
+        # A failure is the last item of a stream, in place of an array or of the None after the arrays.
         return _end_with(stream, begun[-1]) if len(begun) > 1 else End()
     if not begun:
         answer = answer_of(Call[Any](stream.worker, reference))
@@ -122,6 +123,6 @@ def next_part(stream: Stream) -> Any:
 
 
 def _end_with(stream: Stream, last: ray.ObjectRef) -> End:
-    """How a stream ends if this is the last that it gave: with a failure, if it is one."""
+    """The end of a stream whose last item is `last`: a failure, if that is one."""
     answer = answer_of(Call[Any](stream.worker, last))
     return End(answer.failure if isinstance(answer, Failed) else None)

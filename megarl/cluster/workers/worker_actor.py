@@ -1,4 +1,4 @@
-"""A worker process: a Ray actor that imports and makes one object and passes calls on to it."""
+"""A worker process: a Ray actor that creates one object and forwards calls to it."""
 
 import os
 import socket
@@ -20,17 +20,17 @@ from megarl.process.raised_limits import raise_limits
 from megarl.process.writers import end_other_writers
 
 SocketAddress: TypeAlias = tuple[str, int]
-"""An address and a port of a machine."""
+"""IP address and port."""
 _CONNECT_S = 10.0
-"""How long another machine has to answer."""
+"""How long another machine may take to accept a connection."""
 
 
 class WorkerActor:
-    """Holds one object. Heavy modules are imported here and not in the controller."""
+    """Holds one object. Heavy modules are imported here, not in the controller."""
 
     def __init__(self, log: Path, shared_gpus: Sequence[str] | None = None) -> None:
-        """Without `shared_gpus` the process has the GPUs that Ray gives it."""
-        # Where others started Ray, the limits may be low: each connection of a rank is an open file, and network cards
+        """Without `shared_gpus` the process uses the GPUs that Ray assigns to it."""
+        # If someone else started Ray, limits may be low: each connection of a rank is an open file, and network cards
         # lock the memory that they read.
         raise_limits()
         find_own_programs()
@@ -43,13 +43,13 @@ class WorkerActor:
         _complete_environment()
 
     def make(self, module: str, name: str, *arguments: Any) -> None:
-        """Import `name`, a class or another maker, from `module` and make the object."""
+        """Import `name`, a class or factory, from `module`, and create the object."""
         if self._listener is not None:
             self._listener.close()
         self._object = load(module, name)(*arguments)
 
     def node(self) -> str:
-        """The machine this process runs on, as Ray names it."""
+        """The Ray node ID of this process's machine."""
         return ray.get_runtime_context().get_node_id()
 
     def gpus(self) -> list[str]:
@@ -61,11 +61,11 @@ class WorkerActor:
         _redirect_output(log)
 
     def end_others(self, log: Path) -> None:
-        """End what is left, on this machine, of those that wrote to `log` before."""
+        """Kill what is left on this machine of processes that wrote to `log` before."""
         end_other_writers(log)
 
     def listen(self) -> SocketAddress:
-        """Listen until `make`, at this address."""
+        """Listen until `make`; return the address."""
         self._listener = socket.create_server((ray.util.get_node_ip_address(), 0))
         return self._listener.getsockname()
 
@@ -80,17 +80,17 @@ class WorkerActor:
         return reasons
 
     def free_address(self) -> SocketAddress:
-        """The address of this machine, and a port of it that was free a moment ago."""
+        """This machine's address, with a port that was free a moment ago."""
         host = ray.util.get_node_ip_address()
         return host, free_port(host)
 
     def start_profiler(self) -> None:
-        """Begin to record what this process does."""
+        """Start recording this process."""
         self._profiler = load("megarl.process.profiler", "Profiler")()
         self._profiler.start()
 
     def stop_profiler(self, most_events: int, since_us: float) -> bytes:
-        """The events since `start_profiler`, see `Profiler.stop`; none in a process that has begun since then."""
+        """The events since `start_profiler`, see `Profiler.stop`; none in a process that started later."""
         profiler, self._profiler = self._profiler, None
         return b"" if profiler is None else profiler.stop(most_events, since_us)
 
@@ -99,11 +99,11 @@ class WorkerActor:
         return getattr(self._object, method)(*arguments)
 
     def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
-        """Call a generator method of the object; yields each result with the number of its long arrays.
+        """Call a generator method of the object; yield each result with the number of its long arrays.
 
-        These are taken out and follow by themselves, and then None: the caller need not fetch them. They are the
-        caller's. Had they been put into the store here, they would end with this process, and Ray (2.60) could lose
-        them before: the caller may be asked whether it still needs what an item names before it has heard of the item.
+        The long arrays follow as items of their own, then None, so the caller need not fetch them, and owns them. Had
+        they been put into the store here, they would end with this process. Ray (2.60) could even lose them earlier: it
+        may ask the caller whether it still needs an item's references before the caller has received the item.
         """
         for result in getattr(self._object, method)(*arguments):
             rest, arrays = taken_out(result)
@@ -114,7 +114,7 @@ class WorkerActor:
 
 
 def _complete_environment() -> None:
-    """Set what the network of this node asks for and nobody has set; what is set to nothing is unset."""
+    """Set the node's network variables unless they are already set; variables set to the empty string are unset."""
     for name, value in network_environment(ray.util.get_node_ip_address()).items():
         if os.environ.setdefault(name, value) == "":
             del os.environ[name]
@@ -122,14 +122,14 @@ def _complete_environment() -> None:
 
 def _redirect_output(log: Path) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
-    # Whatever libraries print is nobody else's: at its level of info SGLang's server says its key.
+    # Readable only by the user: at log level info, SGLang's server prints its key.
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with suppress(PermissionError):  # It may be there already, and be somebody else's.
+    with suppress(PermissionError):  # The file may already exist and belong to another user.
         os.fchmod(descriptor, 0o600)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # Runs that go on, and engines that are restarted on whatever machine, append to the same file.
+    # Resumed runs and restarted engines, on any machine, append to the same file.
     print(f"{time.strftime('%F %T')} {log.stem} is process {os.getpid()} on {socket.gethostname()}", flush=True)

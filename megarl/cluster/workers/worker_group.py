@@ -1,4 +1,4 @@
-"""The worker processes of a role: one call in, all results out."""
+"""The worker processes of a role, called together."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +18,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class WorkerGroup:
-    """The processes of a role. A context manager: they end with it."""
+    """The processes of a role. As a context manager it ends them on exit."""
 
     def __init__(self, seats: Seats, logs: Path, calls_at_once: int = 1) -> None:
         self.name = seats.role.name
@@ -36,40 +36,40 @@ class WorkerGroup:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After a failure a worker may be stuck in a collective with one that is gone: it is not asked to leave.
+        # After a failure workers are not asked to close: they may be stuck in a collective with a dead one.
         if kind is None:
             wait([worker.begin("close") for worker in self.workers])
         self.kill()
 
     def kill(self) -> None:
-        """End all processes, whatever they do."""
+        """Kill all processes, whatever they are doing."""
         for worker in self.workers:
             worker.kill()
 
     def renew(self, worker: Worker) -> Worker:
-        """Begin a new process in the seat of a worker, whose own is killed."""
+        """Kill a worker's process and begin a new one in its seat."""
         number = self.workers.index(worker)
         worker.kill()
         self.workers[number] = renewed = self._worker_in_seat(number)
         return renewed
 
     def make(self, module: str, name: str, arguments: Sequence[Sequence[Any]]) -> None:
-        """Make the object that answers the calls: worker i gets `arguments[i]`. Raises UserError as `nodes`."""
+        """Create the objects that answer calls: worker i gets `arguments[i]`. Raises UserError as `nodes`."""
         nodes = self.nodes()
         if self._seats.role.gpus and not self._seats.shared_gpus:
             self.renumber(in_order_of_gpus(nodes, wait([worker.begin_gpus() for worker in self.workers])))
         wait([worker.begin_make(module, name, *own) for worker, own in zip(self.workers, arguments, strict=True)])
 
     def renumber(self, order: Sequence[int]) -> None:
-        """Give number i, with its log, to the process that has number `order[i]`."""
+        """Give number i, with its log, to the process whose number is `order[i]`."""
         actors = [self.workers[other].actor for other in order]
         changed = [each for each in zip(self.workers, actors, strict=True) if each[0].actor is not each[1]]
         wait([worker.begin_adopt(actor) for worker, actor in changed])
 
     def nodes(self) -> list[str]:
-        """The machine that each worker runs on, as Ray names it.
+        """The Ray node ID of each worker's machine.
 
-        Raises UserError if they are not up within the time that they have.
+        Raises UserError if they are not up in time.
         """
         calls = [worker.begin_node() for worker in self.workers]
         references = [call.reference for call in calls]
@@ -82,7 +82,7 @@ class WorkerGroup:
         return wait(calls)
 
     def begin(self, method: Callable[[Any, *Ts], R], *arguments: *Ts) -> list[Call[R]]:
-        """Begin a call of every worker: of a method of the class that was made in it."""
+        """Begin a call of a method in every worker."""
         return [worker.begin(method.__name__, *arguments) for worker in self.workers]
 
     def begin_each(self, method: Callable[..., R], arguments: Sequence[Sequence[Any]]) -> list[Call[R]]:
@@ -99,10 +99,10 @@ class WorkerGroup:
 
 
 def in_order_of_gpus(nodes: Sequence[str], gpus: Sequence[Sequence[str]]) -> list[int]:
-    """Which worker takes each place, so that those on one machine go up with their GPUs.
+    """The worker for each rank, such that ranks on one machine ascend with their GPUs.
 
-    Ray gives GPUs out in any order, while networks connect those of one number on all machines. Example: for workers on
-    ["a", "a", "b"] with GPUs [["3"], ["2"], ["0"]] it is [1, 0, 2].
+    Ray assigns GPUs in any order, while rail-optimised networks connect GPUs of the same number across machines.
+    Example: for workers on ["a", "a", "b"] with GPUs [["3"], ["2"], ["0"]] it is [1, 0, 2].
     """
     by_gpu = {
         node: iter(
