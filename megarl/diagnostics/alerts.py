@@ -71,6 +71,11 @@ def _takes_any_reward(config: MegarlConfig) -> bool:
     return ADVANTAGES[config.algorithm.advantage].rewards is Rewards.ANY
 
 
+def _compares_rewards(config: MegarlConfig) -> bool:
+    """Whether groups can differ in reward, and are to: one response is alike, and distillation learns from none."""
+    return config.loop.samples_per_prompt > 1 and ADVANTAGES[config.algorithm.advantage].reads_rewards
+
+
 def _clips_plainly(config: MegarlConfig) -> bool:
     return config.algorithm.policy_loss == "clip"
 
@@ -154,6 +159,7 @@ ALERTS: tuple[Alert, ...] = (
             Advice("raise loop.samples_per_prompt"),
             Advice("set algorithm.dynamic_sampling=true", lambda config: not config.algorithm.dynamic_sampling),
         ),
+        speaks=_compares_rewards,
     ),
     Alert(
         "responses_truncated",

@@ -45,7 +45,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("response_length/p99", "tokens", "99 of 100 responses are no longer"),
     Metric("response_length/histogram", "tokens", "all lengths, in equal bins up to rollout.max_response_tokens"),
     Metric("response_length/truncated_fraction", "", "share of responses that ran into rollout.max_response_tokens"),
-    Metric("groups/no_signal", "", "share of groups whose rewards are all equal: they give no advantage"),
+    Metric(
+        "groups/no_signal",
+        "",
+        "share of groups whose rewards are all equal, and give no advantage where they are compared with each other: 1 "
+        "with loop.samples_per_prompt=1",
+    ),
     Metric(
         "groups/rounds",
         "",

@@ -141,6 +141,11 @@ class Estimator:
         return frozenset(source for name in self.needs if (source := INPUTS[name].source))
 
     @property
+    def reads_rewards(self) -> bool:
+        """Whether the rewards of responses change the advantages."""
+        return bool({"rewards", "scores", "parts"} & inputs_of(self.function).keys())
+
+    @property
     def reads_token_rewards(self) -> bool:
         """Whether per-token rewards, such as a KL in the reward, change the advantages."""
         return bool({"scores", "token_rewards"} & inputs_of(self.function).keys())

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from megarl.diagnostics.alerts import ALERTS, Alerts, Thresholds
-from megarl.schema import AlgorithmConfig, CorrectionConfig, MegarlConfig, RewardConfig, RolloutConfig, TrackingConfig
+from megarl.schema import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    LoopConfig,
+    MegarlConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrackingConfig,
+)
 from megarl.tracking import Histogram, Run
 from megarl.tracking.jsonl import JsonLinesLogger
 from megarl.tracking.metrics import METRICS
@@ -147,6 +155,14 @@ def test_a_cut_vocabulary_is_named_in_the_place_of_corrections_which_it_would_ru
     assert "algorithm.corrections" not in text
     assert "rollout.top_p" in text
     assert "rollout.top_p" not in said_of("log_prob_difference", MegarlConfig())
+
+
+@pytest.mark.parametrize(
+    ("advantage", "samples", "speaks"), [("gae", 1, False), ("gae", 2, True), ("distillation", 4, False)]
+)
+def test_equal_rewards_are_said_where_they_could_differ_and_teach(advantage: str, samples: int, speaks: bool) -> None:
+    config = MegarlConfig(algorithm=AlgorithmConfig(advantage=advantage), loop=LoopConfig(samples_per_prompt=samples))
+    assert bool(run(Alerts(Keys(), config), "groups/no_signal", [1.0] * 9)) == speaks
 
 
 def test_a_penalty_that_is_there_is_not_advised() -> None:
