@@ -10,7 +10,7 @@ from megarl.algorithms.trained_tokens import check_tokens_finite, trained_tokens
 from megatron_ext.packing.packing import MicroBatch
 
 _LEAST_VARIANCE = 1e-12
-"""Of returns in units of their mean square: a standard deviation of 1e-6 of their size, some steps of float32."""
+"""In units of the mean square of the returns: a standard deviation of 1e-6 of their size, some steps of float32."""
 
 
 @dataclass(frozen=True)
