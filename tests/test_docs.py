@@ -22,8 +22,11 @@ IN_REPOSITORY = re.compile(
 NO_KEYS = {"json", "parquet", "py", "yaml", "layers"}
 """Endings of file names, and what HuggingFace calls tensors."""
 CODE_FOLDERS = ("benchmarks", "converters", "megarl", "megatron_ext", "tests", "tools")
-NAMES_OF_OTHERS = {"geo_mean", "return_sampling_mask", "terminationGracePeriodSeconds"}
-"""Names of verl, of vLLM and of Kubernetes."""
+NAMES_OF_OTHERS = {
+    *("geo_mean", "return_sampling_mask", "terminationGracePeriodSeconds"),
+    *("sharded_rdt", "nccl_m2n", "nccl_reshard"),
+}
+"""Names of verl, of vLLM and of Kubernetes; and of vLLM and NeMo-RL."""
 OF_OTHERS = {"pretrain_gpt.py", "rewards.py"}
 """Files of other programs, and of a reader."""
 OF_VERSIONS = re.compile(r"megatron-bridge \S+|mbridge \S+|verl \d\S+|TRL \d\S+")

@@ -1,4 +1,4 @@
-"""The limit: the same bytes between the same processes through the same segments, but only copied."""
+"""The bare move: the same bytes between the same processes through the same segments, but only copied."""
 
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -105,7 +105,7 @@ def cuts(sizes: list[int]) -> Iterator[slice]:
 
 
 def _copy(into: Tensor, out_of: Tensor) -> None:
-    # Faster than byte by byte, and than memmove and NumPy.
+    # On an AMD EPYC faster than byte by byte, and than memmove and NumPy; on an Intel Xeon memmove is no slower.
     into.view(torch.int64).copy_(out_of.view(torch.int64))
 
 
