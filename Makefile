@@ -26,14 +26,14 @@ help:
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
 	@echo "make setup [CUDA=1] [SGLANG=1]    .venv: the CPU stack, or the CUDA stack, which takes no GPU to install; SGLang beside it, in an environment of its own on CUDA"
 	@echo "make docs              docs/configuration.md, docs/metrics.md and docs/options.md from the code"
-	@echo "make benchmark         seconds per stage, beside TRL"
+	@echo "make benchmark [ARGS=...]   seconds per stage, beside TRL; --model smollm2_spread for a real model"
 	@echo "make benchmark-convert [ARGS=...]   converting checkpoints, beside cp; with --shape narrow beside mbridge and megatron-bridge, too"
 	@echo "make benchmark-refit [ARGS=...]     moving weights into an engine, beside memcpy, gathering and megatron-core"
 	@echo "make benchmark-weight-changes [ARGS=...]   what a step changes in the weights"
-	@echo "make benchmark-adapter-refit   bytes of a LoRA run's refit, merged and alone"
+	@echo "make benchmark-adapter-refit [ARGS=...]   bytes of a LoRA run's refit, merged and alone"
 	@echo "make benchmark-join [ARGS=...]      how the ranks of a refit meet: seconds, connections, memory"
 	@echo "make benchmark-forecast [ARGS=...]  refits on this machine, predicted and measured"
-	@echo "make benchmark-plan     refits of 671B and 1T parameters, planned"
+	@echo "make benchmark-plan [ARGS=...]     refits of 671B and 1T parameters, planned"
 	@echo "make benchmark-algorithms [ARGS=...]   advantages of 33 million tokens, beside verl"
 	@echo "make benchmark-log-probs [ARGS=...]    memory and time of log-probs, beside the plain computation"
 	@echo "make benchmark-kernels [ARGS=...]      packing and quantising what a refit moves, beside a copy and plain torch"
@@ -137,7 +137,7 @@ quickstart: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang)
 		$(if $(OUTPUT),--output-dir $(call quoted,$(OUTPUT)))
 
 benchmark: benchmark-setup
-	$(PYTHON) benchmarks/step.py
+	$(PYTHON) benchmarks/step.py $(ARGS)
 
 .venv-peers: constraints/conversion_peers.txt | setup
 	rm -rf $@ $@.partial
@@ -170,7 +170,7 @@ benchmark-forecast: setup
 	$(PYTHON) benchmarks/forecast.py $(ARGS)
 
 benchmark-plan: setup
-	$(PYTHON) benchmarks/plan.py
+	$(PYTHON) benchmarks/plan.py $(ARGS)
 
 benchmark-algorithms: setup .venv-algorithm-peers
 	$(PYTHON) benchmarks/algorithms.py $(ARGS)

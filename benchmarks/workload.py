@@ -35,8 +35,8 @@ REAL: Mapping[str, tuple[tuple[str, ...], int]] = {
 """Workloads of the real model: what it is asked in turn, and the longest response.
 
 Nobody counts to 100 in 16 tokens, so seven responses in eight of the first end at the limit before any training; with
-each step more of them are short. In the second, sums take about 14 tokens, of which there are three in four, and counting
-goes on to the limit: 1 to 8 and more.
+each step more of them are short. In the second, sums take about 14 tokens, of which there are three in four, and
+counting goes on to the limit: 1 to 8 and more.
 """
 MODELS = (*TINY, *REAL)
 MEGARL = (sys.executable, "-m", "megarl.cli.main")

@@ -1,6 +1,7 @@
 """The commands that `make` would run."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -128,3 +129,12 @@ def test_what_is_given_to_the_quickstart_reaches_it_as_one_word(variable, option
     words = shlex.split(command)
     assert words[words.index(option) + 1] == value.replace("$$", "$")
     assert len(words) == (6 if variable == "MODEL" else 8)
+
+
+BENCHMARKS = re.findall(r"^(benchmark(?!-setup)[a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("target", sorted(set(BENCHMARKS)))
+def test_a_benchmark_gets_its_arguments(target):
+    (script,) = [command for command in planned(*ANEW, target, "ARGS=--an-option") if " benchmarks/" in command]
+    assert shlex.split(script)[-1] == "--an-option"
