@@ -1,8 +1,8 @@
 """How fast the kernels of a refit pack, unpack and quantise, beside a copy of the same bytes.
 
 The weights are experts of DeepSeek-V3 that fill a bucket. In each round all works take their turns, and the figure is
-the best round: gigabytes of bfloat16 a second, and beside them the share of the rate at which the device copies the
-same weights. On a CPU blocks are those of a refit, and the seconds are those that one thread computed, which
+the best round: gigabytes of bfloat16 a second, and beside them the share of the rate at which torch copies the same
+weights. On a CPU blocks are those of a refit, and the seconds are those that one thread computed, which
 others on the machine change less than those of the clock. The second table has several processes that do the same at
 once, as ranks of a machine do: gigabytes of all of them by the clock, in the median of the rounds.
 """

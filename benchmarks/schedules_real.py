@@ -1,10 +1,10 @@
 """The gain of sampling ahead, really: steps a second of whole runs, with a core for the engine and one for the trainer.
 
 Lengths come from a table with a heavy tail (`schedules_run.py`). Runs of the schedules take turns, each with processes
-of its own; what is counted are the steps after the first ones. "Overlap alone" is how much longer a step of S=0 is than
-the longer of its two sides, rollout or the rest: twice where the two are equal. A schedule passes it where responses of
-several batches are sampled together, and misses it where the two sides slow each other. "In turns" one rests while the
-other works, as on GPUs that they share.
+of its own; what is counted are the steps after the first ones. All are compared with the first schedule that is given,
+S=0 unless told otherwise. "Overlap alone" is how much longer a step of it is than the longer of its two sides, rollout
+or the rest: twice where the two are equal. A schedule passes it where responses of several batches are sampled together,
+and misses it where the two sides slow each other. "In turns" one rests while the other works, as on GPUs that they share.
 
 A larger model, where there are GPUs (settings are those of any run):
 
@@ -106,8 +106,8 @@ def main() -> None:
     middle, tail = drawn[len(drawn) // 2], drawn[-len(drawn) // 20]
     print(f"{describe(ROOT)}; {middle} tokens at the median, {tail} at the 95th percentile, {drawn[-1]} at most\n")
     print(
-        "| round | schedule | s a step | CPU s | steps/s, of S=0 | overlap alone | rollout s | update s | refit s"
-        " | prefilled again | gap of kept keys and values, nats |"
+        f"| round | schedule | s a step | CPU s | steps/s, of {arguments.schedules[0]} | overlap alone | rollout s"
+        " | update s | refit s | prefilled again | gap of kept keys and values, nats |"
     )
     print(f"|---:|---|{'---:|' * 9}", flush=True)
     gains: dict[str, list[float]] = {name: [] for name in arguments.schedules}
