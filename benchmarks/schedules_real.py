@@ -3,8 +3,9 @@
 Lengths come from a table with a heavy tail (`schedules_run.py`). Runs of the schedules take turns, each with processes
 of its own; what is counted are the steps after the first ones. All are compared with the first schedule that is given,
 S=0 unless told otherwise. "Overlap alone" is how much longer a step of it is than the longer of its two sides, rollout
-or the rest: twice where the two are equal. A schedule passes it where responses of several batches are sampled together,
-and misses it where the two sides slow each other. "In turns" one rests while the other works, as on GPUs that they share.
+or the rest: twice where the two are equal. A schedule passes it where responses of several batches are sampled
+together, and misses it where the two sides slow each other. "In turns" one rests while the other works, as on GPUs that
+they share.
 
 A larger model, where there are GPUs (settings are those of any run):
 
