@@ -349,18 +349,15 @@ class _Reader:
 
     def _default(self, text: str, where: str, *, quoted: bool) -> Word:
         scanner = ShellScanner(text if quoted else _HOME.sub("$HOME", text), where)
-        if quoted or not set(text) & set("'\"\\"):
+        if quoted:
             return self._joined(scanner.quoted_parts(), where)
         # Blanks between quotes do not part words, even where the expansion itself is not in quotes.
-        pieces = [
-            "".join(
-                text.replace(" ", KEPT_BLANK) if part.quoted else text
-                for part in word.parts
-                for text in [" ".join(value.text for value in self._values(part, where))]
-            )
-            for word in scanner.words()
-        ]
-        return Word(" ".join(pieces), where)
+        pieces = (
+            text.replace(" ", KEPT_BLANK) if part.quoted else text
+            for part in scanner.unquoted_parts()
+            for text in [" ".join(value.text for value in self._values(part, where))]
+        )
+        return Word("".join(pieces), where)
 
 
 def _is_array(part: Part) -> bool:

@@ -22,19 +22,17 @@ class ShellText:
         """The whole text as the default of a variable between double quotes."""
         return self._parts_until("")
 
-    def words(self) -> list[RawWord]:
-        """The whole text as the default of a variable outside of quotes, where ; & and their like are text."""
-        words = [RawWord(self._line)]
+    def unquoted_parts(self) -> list[Part]:
+        """The whole text as the default of a variable outside of quotes, where blanks, ; and & are text."""
+        parts: list[Part] = []
         while self._at < len(self._text):
             char = self._text[self._at]
-            if char in " \t\r\n":
-                words += [RawWord(self._line)] if words[-1].parts else []
             if char in ENDS:
-                words[-1].parts += [] if char.isspace() else [Part("text", char, False)]
+                parts.append(Part("text", char, False))
                 self._skip(1)
             else:
-                words[-1].parts += self._next_parts(char)
-        return words
+                parts += self._next_parts(char)
+        return parts
 
     def _skip(self, count: int) -> None:
         self._line += self._text.count("\n", self._at, self._at + count)

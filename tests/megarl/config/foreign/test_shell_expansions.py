@@ -27,6 +27,7 @@ KNOWN = [
     'show ${X:-a;b} ${X:-a>b} ${X:-(a)} ${X:-a&b|c} ${X:-"a;b" c} ${X:-"a"#b}',
     'show ~/a ~ x=~/b a.b=~/c --y=~/d "~/e" \\~ z~\nX=~/x\nexport Y=~\nA=(~/z)\nshow $X $Y ${A[@]}',
     'X=${X:-~/a}\nshow $X ${NO:-~} ${NO:-~/b c} ${NO:-~x} "${NO:-~/d}"',
+    'X=${NO:-a  b"c  d"}\nshow "$X" ${NO:-a  b"c  d"}',
     'show a "${@:2}" "${@}" "$*" $*',
     "show \"{a,b}\" '{1..3}' {a} {} {a\\,b} \\{a,b\\} {a,b ${X:-{a}b}",
     "cat <<EOF > /dev/null; X=2\nX=3\nEOF\nshow $X",

@@ -16,7 +16,15 @@ ENVIRONMENT = {"HOME": "/root", "GIVEN": "from outside"}
 NAMES = ("A", "B", "ARGS", "GIVEN", "NEVER")
 
 texts = st.text(string.ascii_letters + string.digits + " .,:/-_=[]*+#'", max_size=8)
-expansions = st.sampled_from([f"${name}" for name in NAMES] + ["${A}", "${NEVER:-of old}", "${A:-x}", "${B:+set}"])
+FORMS_OF_VARIABLES = [
+    "${A}",
+    "${NEVER:-of old}",
+    "${A:-x}",
+    "${B:+set}",
+    "${NEVER:-'of  old'}",
+    "${GIVEN:+${B:-a;b}  c}",
+]
+expansions = st.sampled_from([f"${name}" for name in NAMES] + FORMS_OF_VARIABLES)
 pieces = st.one_of(
     texts.map(shlex.quote),
     st.text(string.ascii_letters + "-=.", min_size=1, max_size=5),
