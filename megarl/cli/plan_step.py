@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megarl.planning.step.prediction import PlannedStep
 
 DEFAULT_DEVICE = "H100"
+_MICRO_BATCH = 16384
 _RECOMPUTE = ("none", "full")
 _WORK = (
     ("--prompts", "prompts", int, "prompts of a step (64)"),
@@ -20,7 +21,7 @@ _WORK = (
     ("--prompt-tokens", "prompt_tokens", float, "mean length of a prompt (512; half of the recipe's longest)"),
     ("--response-tokens", "response_tokens", float, "mean length of a response (half of the longest)"),
     ("--max-response-tokens", "max_response_tokens", int, "the longest response (512)"),
-    ("--micro-batch-tokens", "max_tokens_per_micro_batch", int, "tokens of a micro-batch (16384)"),
+    ("--micro-batch-tokens", "max_tokens_per_micro_batch", int, "tokens of a micro-batch (16384, or the longest)"),
     ("--updates", "updates", int, "optimizer steps of a step (1)"),
     (
         "--log-prob-passes",
@@ -38,7 +39,7 @@ WORK_OF_A_STEP = {
     "prompt_tokens": 512.0,
     "response_tokens": None,
     "max_response_tokens": 512,
-    "max_tokens_per_micro_batch": 16384,
+    "max_tokens_per_micro_batch": None,
     "updates": 1,
     "log_prob_passes": None,
 }
@@ -88,6 +89,14 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
         work["response_tokens"] = max(1.0, work["max_response_tokens"] / 2)
     if work["log_prob_passes"] is None:
         work["log_prob_passes"] = int(work["updates"] > 1)
+    longest = math.ceil(work["prompt_tokens"] + work["max_response_tokens"])
+    if work["max_tokens_per_micro_batch"] is None:
+        work["max_tokens_per_micro_batch"] = max(_MICRO_BATCH, longest)
+    elif work["max_tokens_per_micro_batch"] < longest:
+        raise UserError(
+            f"--micro-batch-tokens {work['max_tokens_per_micro_batch']} has no room for the longest response with a"
+            f" mean prompt, {longest} tokens: raise it to {longest}, or lower --max-response-tokens"
+        )
     if not 1 <= options.expert_load < math.inf:
         raise UserError(f"--expert-load {options.expert_load:g} must be a number of at least 1, the mean")
     if options.staleness < 0:

@@ -159,7 +159,9 @@ def _fitting_engines(template: PlannedStep, gpus: int, lacking: FallenOut) -> li
 def _together(trainers: Sequence[StepPrediction], engines: Sequence[StepPrediction]) -> Iterator[StepPrediction]:
     for trainer, engine in product(islice(trainers, _SHORT_LIST), islice(engines, _SHORT_LIST)):
         refit = replace(trainer.step.refit, engine=engine.step.refit.engine, replicas=engine.step.refit.replicas)
-        yield StepPrediction(replace(trainer.step, refit=refit))
+        together = StepPrediction(replace(trainer.step, refit=refit))
+        if together.fits:
+            yield together
 
 
 def say_trainer(prediction: StepPrediction) -> str:

@@ -59,6 +59,9 @@ def _changes(step: PlannedStep) -> Iterator[tuple[str, _Change]]:
             yield f"{option} {value}{said}", partial(_with_trainer, step, fields)
     yield from _engine_changes(step)
     for value in _doubled_and_halved(work.max_tokens_per_micro_batch):
+        # A sequence is in one micro-batch.
+        if value < work.prompt_tokens + work.max_response_tokens:
+            continue
         portions = replace(work, max_tokens_per_micro_batch=value)
         yield f"--micro-batch-tokens {value}", partial(replace, step, workload=portions)
     again = replace(step.training, recompute=replace(recompute, is_full=not recompute.is_full))

@@ -98,10 +98,15 @@ class StepPrediction:
         )
 
     @property
-    def trainer_bytes(self) -> int:
-        """A trainer's rank with its buckets of a refit."""
+    def bucket_bytes(self) -> int:
+        """Buckets of a refit on a trainer's GPU, those of an engine there among them: nobody gives them back."""
         refit = self.step.refit
-        return self.trainer_memory.total + refit.buckets * refit.bucket_bytes
+        return refit.buckets * refit.bucket_bytes * (2 if refit.colocated else 1)
+
+    @property
+    def trainer_bytes(self) -> int:
+        """A trainer's rank, and the buckets on its GPU."""
+        return self.trainer_memory.total + self.bucket_bytes
 
     @property
     def trainer_room(self) -> int:
@@ -116,6 +121,14 @@ class StepPrediction:
         return self.engine_memory.kv_cache - round(longest * self.engine_memory.kv_token)
 
     @property
+    def refit_room(self) -> int:
+        """Bytes of a GPU that are left while it has the weights of trainer and engine, and the buckets of both."""
+        if not self.step.refit.colocated:
+            return 0
+        held = self.trainer_memory.weights + self.engine_memory.weights + self.bucket_bytes
+        return round(self.step.device.memory_bytes * (1 - _SPARE)) - held
+
+    @property
     def host_bytes(self) -> tuple[int, int]:
         """Pinned memory of the host for what a trainer's rank and an engine's have on a GPU in turns; the most of each.
 
@@ -127,8 +140,8 @@ class StepPrediction:
 
     @property
     def fits(self) -> bool:
-        """Whether both have room."""
-        return self.trainer_room >= 0 and self.engine_room >= 0
+        """Whether both have room, and where they take turns the weights of both together."""
+        return min(self.trainer_room, self.engine_room, self.refit_room) >= 0
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -172,6 +185,11 @@ class StepPrediction:
             short.append(
                 f"an engine's rank lacks {say_bytes(-self.engine_room)} for its weights and one longest response: raise"
                 f" --engine-tp or --engine-ep{smaller}"
+            )
+        if self.refit_room < 0:
+            short.append(
+                f"a refit lacks {say_bytes(-self.refit_room)} for the weights of trainer and engine on one GPU, and"
+                " their buckets: raise --engine-tp, --engine-ep, --tp or --pp, or lower --bucket-bytes"
             )
         return "; and ".join(short) or None
 

@@ -84,7 +84,7 @@ def _memory(prediction: StepPrediction) -> Table:
         ("activations", memory.activations, None),
         ("working", memory.working, engine.working),
         ("keys and values", None, max(0, engine.kv_cache)),
-        ("buckets of a refit", refit.buckets * refit.bucket_bytes, None),
+        ("buckets of a refit", prediction.bucket_bytes, None),
         *([("on the host in turns", *prediction.host_bytes)] if refit.colocated else []),
     )
     for name, *values in rows:

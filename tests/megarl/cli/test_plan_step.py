@@ -155,6 +155,7 @@ def test_a_step_of_one_update_has_no_stage_of_log_probs(capsys: pytest.CaptureFi
     [
         (["--device", "H1000"], "--device H1000 is none of A100"),
         (["--gpu-gbyte", "0"], "--gpu-gbyte 0 is no memory"),
+        (["--micro-batch-tokens", "1023"], "--micro-batch-tokens 1023 has no room for the longest response"),
         (["--expert-load", "0.5"], "--expert-load 0.5 must be a number of at least 1"),
         (["--expert-load", "nan"], "--expert-load nan must be a number of at least 1"),
         (["--expert-load", "inf"], "--expert-load inf must be a number of at least 1"),
