@@ -85,7 +85,7 @@ def last_exchange(conversation: Conversation) -> Exchange:
     token_ids, mask = conversation
     end = len(mask) - mask[::-1].index(True)
     begin = end - mask[end - 1 :: -1].index(False)
-    return Exchange(token_ids[:begin], token_ids[begin:end])
+    return Exchange([*token_ids[:begin]], [*token_ids[begin:end]])
 
 
 def pairs_against(exchanges: Sequence[Exchange], replies: Sequence[list[int]]) -> list[PreferencePair]:

@@ -1,7 +1,8 @@
 """Conversations for supervised fine-tuning, with masks of the assistant's tokens."""
 
-from collections.abc import Collection, Sequence
-from itertools import pairwise
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,11 +17,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Conversation(NamedTuple):
-    """A whole chat: `token_ids` [T] and `mask` [T], True for the tokens that the assistant has to generate."""
+_CHATS_AT_ONCE = 256
+"""Texts of a chat, one for each turn's begin and end, take many times its tokens."""
 
-    token_ids: list[int]
-    mask: list[bool]
+
+class Conversation(NamedTuple):
+    """A whole chat: `token_ids` [T] and `mask` [T], 1 for the tokens that the assistant has to generate, else 0."""
+
+    token_ids: Sequence[int]
+    """From files an array, and the mask bytes: lists would take nine times the memory."""
+    mask: Sequence[int]
 
 
 class Chat(NamedTuple):
@@ -58,39 +64,39 @@ def load_conversations(
     """
     if not files:
         raise UserError(f"no data file is given; name parquet files in {group}.train_files (or {group}.eval_files)")
-    chats = [
+    chats = (
         Chat(where, check_messages(row[messages_column], where))
         for file in files
         for number, row in read_rows(file, [messages_column], named_by={messages_column: f"{group}.messages_column"})
         for where in [f"row {number} (from 0) of {file}, column {messages_column!r}"]
-    ]
-    conversations = tokenise(chats, tokenizer, max_tokens, stop_token_ids)
-    for chat, conversation in zip(chats, conversations, strict=True):
+    )
+    conversations = []
+    for chat, conversation in tokenise(chats, tokenizer, max_tokens, stop_token_ids):
         if len(conversation.token_ids) > max_tokens:
             raise UserError(
                 f"{chat.where}: the conversation has {len(conversation.token_ids)} tokens, more than the limit of "
                 f"{max_tokens}; shorten it, take it out, or raise loop.max_tokens_per_micro_batch"
             )
+        conversations.append(conversation)
     return conversations
 
 
 def tokenise(
-    chats: Sequence[Chat], tokenizer: "PreTrainedTokenizerBase", max_tokens: int, stop_token_ids: Collection[int] = ()
-) -> list[Conversation]:
+    chats: Iterable[Chat], tokenizer: "PreTrainedTokenizerBase", max_tokens: int, stop_token_ids: Collection[int] = ()
+) -> Iterator[tuple[Chat, Conversation]]:
     """Render and tokenize chats and build their masks; raises `UserError` as `load_conversations`.
 
     Refuses a chat for its length only if its number of characters proves that it exceeds `max_tokens`: the caller has
     to check the result.
     """
-    rendered = [_render_turns(tokenizer, chat) for chat in chats]
-    bound = LengthBound(tokenizer)
-    for chat, texts in zip(chats, rendered, strict=True):
-        bound.check(texts[-1], max_tokens, chat.where)
-    ends = TurnEnds(tokenizer, stop_token_ids)
-    encoded = encode(tokenizer, [text for texts in rendered for text in texts])
-    return [
-        _mask_turns(chat, [next(encoded) for _ in texts], ends) for chat, texts in zip(chats, rendered, strict=True)
-    ]
+    chats, bound, ends = iter(chats), LengthBound(tokenizer), TurnEnds(tokenizer, stop_token_ids)
+    while piece := list(islice(chats, _CHATS_AT_ONCE)):
+        rendered = [_render_turns(tokenizer, chat) for chat in piece]
+        for chat, texts in zip(piece, rendered, strict=True):
+            bound.check(texts[-1], max_tokens, chat.where)
+        encoded = encode(tokenizer, [text for texts in rendered for text in texts])
+        for chat, texts in zip(piece, rendered, strict=True):
+            yield chat, _mask_turns(chat, [next(encoded) for _ in texts], ends)
 
 
 def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]:
@@ -124,7 +130,7 @@ def _render_turns(tokenizer: "PreTrainedTokenizerBase", chat: Chat) -> list[str]
 def _mask_turns(chat: Chat, prefixes: list[list[int]], ends: TurnEnds) -> Conversation:
     """Mask each turn from the end of `prefixes[2 * k]` to its end token, within or just after `prefixes[2 * k + 1]`."""
     where, token_ids = chat.where, prefixes[-1]
-    mask = [False] * len(token_ids)
+    mask = bytearray(len(token_ids))
     for prefix in prefixes:
         if token_ids[: len(prefix)] != prefix:
             raise UserError(
@@ -138,11 +144,11 @@ def _mask_turns(chat: Chat, prefixes: list[list[int]], ends: TurnEnds) -> Conver
         learned = ends.learned(where, message, after[begin:], following)
         if begin + len(learned) > len(token_ids):
             token_ids = [*token_ids, learned[-1]]
-            mask.append(True)
-        mask[begin : begin + len(learned)] = [True] * len(learned)
+            mask.append(1)
+        mask[begin : begin + len(learned)] = b"\1" * len(learned)
     if mask[0]:
         raise UserError(
             f"{where}: the model's chat template writes nothing before the assistant's first message, so that there is "
             f"nothing to predict its first token from; use a template that begins its turns with a token"
         )
-    return Conversation(token_ids, mask)
+    return Conversation(array("i", token_ids), bytes(mask))

@@ -49,12 +49,13 @@ def load_pairs(
         raise UserError(
             "no data file is given; name parquet files in preference.train_files (or preference.eval_files)"
         )
-    chats = [chat for file in files for row in _read_file(file, config) for chat in row]
-    replies = [
-        _cut_after_reply(conversation) for conversation in tokenise(chats, tokenizer, max_tokens, stop_token_ids)
-    ]
-    pairs = [PreferencePair(*two) for two in zip(replies[::2], replies[1::2], strict=True)]
-    for chat, pair in zip(chats[::2], pairs, strict=True):
+    chats = (chat for file in files for row in _read_file(file, config) for chat in row)
+    replies = (
+        (chat, _cut_after_reply(reply)) for chat, reply in tokenise(chats, tokenizer, max_tokens, stop_token_ids)
+    )
+    pairs = []
+    for (chat, chosen), (_, rejected) in zip(replies, replies, strict=True):
+        pair = PreferencePair(chosen, rejected)
         if pair.chosen == pair.rejected:
             raise UserError(
                 f"{chat.where} and its rejected reply are the same, so that there is nothing to prefer: take the row "
@@ -67,6 +68,7 @@ def load_pairs(
                 f"{chat.where} and its rejected reply have {tokens} tokens together, {prompts}, more than the "
                 f"limit of {max_tokens}; shorten them, take the row out, or raise loop.max_tokens_per_micro_batch"
             )
+        pairs.append(pair)
     return pairs
 
 

@@ -16,7 +16,7 @@ _SILENTLY_MISSED = {
     "tools": "no chat template is told of it here: write the tools into a system message, as the template does",
 }
 """Columns that verl and TRL pass to the model beside the messages -> why they are not supported here."""
-_NOTHING = (None, "", "[]", [], {})
+_NOTHING: tuple[Any, ...] = (None, "", "[]", [], {})
 _OTHERS = {
     b"{": "is no parquet file; docs/data.md has lines that make one of jsonl",
     b"version https://git-lfs": "is a pointer of Git LFS: `git lfs pull` in its folder brings the file itself",

@@ -109,7 +109,7 @@ class TurnEnds:
         return str(self._tokenizer.decode(list(tokens))) if tokens else ""
 
 
-def ends_of(conversations: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> set[int]:
+def ends_of(conversations: Iterable[tuple[Sequence[int], Sequence[int]]]) -> set[int]:
     """Collect the last token of every trained turn, given (`token_ids`, `mask`) of each conversation."""
     ends = set()
     for token_ids, mask in conversations:

@@ -13,7 +13,7 @@ from megatron_ext.packing.packing import RaggedBatch
 
 def conversation_batch(conversations: Sequence[Conversation], aggregation: str, unit: int = 1) -> RaggedBatch:
     """Pack conversations end to end; the field `weights` is `aggregation` over the assistant's tokens, 0 elsewhere."""
-    mask = torch.tensor([said for conversation in conversations for said in conversation.mask])
+    mask = torch.tensor([bool(said) for conversation in conversations for said in conversation.mask])
     lengths = torch.tensor([sum(conversation.mask) for conversation in conversations])
     return RaggedBatch(
         tokens=torch.tensor([token for conversation in conversations for token in conversation.token_ids]),

@@ -1,3 +1,5 @@
+import sys
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -58,12 +60,25 @@ def test_the_mask_covers_contents_and_end_tokens_only(tmp_path, template, turns,
     messages = chat(*(content for turn in turns for content in turn), *(["?"] if open_end else []))
     (conversation,) = load(tokenizer, tmp_path, messages)
     assert masked_text(tokenizer, conversation) == "".join(f"{answer}<end>" for _, answer in turns)
-    assert conversation.token_ids == tokenizer.apply_chat_template(messages, return_dict=False)
+    assert list(conversation.token_ids) == tokenizer.apply_chat_template(messages, return_dict=False)
 
 
 def test_rows_keep_their_order(tokenizer, tmp_path):
     loaded = load(tokenizer, tmp_path, chat("1", "2"), chat("3", "4", "5", "6"))
     assert [masked_text(tokenizer, conversation) for conversation in loaded] == ["2<end>", "4<end>6<end>"]
+
+
+def test_many_conversations_take_five_bytes_a_token_and_texts_of_few_at_a_time(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("megarl.data.conversations._CHATS_AT_ONCE", 2)
+    given, call = [], type(tokenizer).__call__
+    monkeypatch.setattr(
+        type(tokenizer), "__call__", lambda self, texts, **k: given.append(len(texts)) or call(self, texts, **k)
+    )
+    loaded = load(tokenizer, tmp_path, *(chat("1", str(number) * 900) for number in range(5)))
+    assert [masked_text(tokenizer, each)[0] for each in loaded] == list("01234")
+    assert max(given) == 6  # two chats, each to the begin and the end of its turn, and as a whole
+    for conversation in loaded:
+        assert sum(map(sys.getsizeof, conversation)) < 5.5 * len(conversation.token_ids)
 
 
 def test_a_template_that_rewrites_history_is_refused(tmp_path):
@@ -202,7 +217,7 @@ def test_a_token_across_the_border_of_a_turn_is_refused(tmp_path):
         "{%- if add_generation_prompt -%}{{ ' ' }}{%- endif -%}"
     )
     (conversation,) = load(tokenizer, tmp_path, chat("a", "b"))
-    assert conversation == ([4, 2, 1, 4, 3, 1], [False, False, False, False, True, True])
+    assert list(map(list, conversation)) == [[4, 2, 1, 4, 3, 1], [0, 0, 0, 0, 1, 1]]
     with pytest.raises(UserError, match=r"row 0 .*joins the text of two turns"):
         load(tokenizer, tmp_path, chat("a", " b"))
 

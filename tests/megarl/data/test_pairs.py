@@ -52,8 +52,8 @@ def test_only_the_replies_are_learned_and_the_end_token_ends_them(tmp_path, temp
     start = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
     for conversation, reply in zip(pair, both, strict=True):
         assert masked_text(tokenizer, conversation) == f"{reply}<end>"
-        assert conversation.token_ids[: len(start)] == start
-        assert conversation.mask == [False] * len(start) + [True] * (len(conversation.mask) - len(start))
+        assert list(conversation.token_ids[: len(start)]) == start
+        assert list(conversation.mask) == [0] * len(start) + [1] * (len(conversation.mask) - len(start))
         assert conversation.token_ids[-1] == tokenizer.eos_token_id
 
 

@@ -47,7 +47,7 @@ def test_a_call_needs_no_content_whichever_form_the_template_knows(tmp_path, tem
     )
     columns = {"data_source": "1", "prompt": chat[:3], "reward_model": {"ground_truth": "1"}}
     (prompt,) = load_prompts(write(tmp_path / "a.parquet", **columns), tokenizer, DataConfig()).prompts
-    assert list(prompt.token_ids) == conversation.token_ids[: len(prompt.token_ids)]
+    assert prompt.token_ids == conversation.token_ids[: len(prompt.token_ids)]
 
 
 def test_content_may_be_absent_beside_calls():
