@@ -35,7 +35,7 @@ def named_ends(folder: Path) -> list[int]:
 
 
 def _ends_in(file: Path) -> list[int]:
-    """The end tokens that a file names; [] if it does not exist. Raises UserError for what is no token id."""
+    """Read the end tokens that a file names; [] if it does not exist. Raises UserError for an invalid token id."""
     named = read_json(file).get("eos_token_id") if file.exists() else None
     ends = [end for end in (named if isinstance(named, list) else [named]) if end is not None]
     if wrong := [end for end in ends if type(end) is not int or end < 0]:

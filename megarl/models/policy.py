@@ -181,7 +181,7 @@ def check_not_in_fp8(folder: Path) -> None:
 def check_held(model: Model, rollout: RolloutConfig) -> None:
     """Raise UserError if engines cannot hold the model in the form of `rollout.weights`, split as configured.
 
-    Raises it, too, if engines are to draft with multi-token-prediction layers and the model has none.
+    Also if engines are to draft with multi-token-prediction layers and the model has none.
     """
     in_number_format(rollout, read_json(model.folder / CONFIG))
     check_cut(model.without_prediction_layers, rollout)

@@ -17,7 +17,7 @@ MOST_IN_VAIN = 3
 
 
 class TooManyFailures(RunFailed):
-    """A run failed too often; has a sentence and the end of a log."""
+    """A run failed too often; carries a sentence for the user and the end of a log."""
 
     may_resume = False
 

@@ -254,7 +254,7 @@ class Rollouts:
         return RolloutBatch(sampled, groups_to_train_on(kept, self._config.algorithm))
 
     def _next(self) -> tuple[list[int], list[PromptGroup]]:
-        """Ordinals of the next batch, or if it is not ready of the first untaken draws; and the drops for it so far."""
+        """Ordinals of the next batch (if it is not ready, the first untaken draws), and its dropped groups so far."""
         wanted = self._config.loop.prompts_per_step
         batch = self._schedule.takeable() or list(islice(self._schedule.untaken, wanted))
         # With fewer untaken draws than a batch, it ends after every draw so far: all dropped groups count for it.

@@ -192,7 +192,7 @@ class LoopConfig:
     samples_per_prompt: int = 8
     """Responses to each prompt; for GRPO the group size."""
     max_tokens_per_micro_batch: int = 16384
-    """Most tokens of a packed micro-batch on one data-parallel rank; context-parallel ranks share them."""
+    """Maximum tokens of a packed micro-batch on one data-parallel rank; context-parallel ranks divide them."""
     shared_prefixes: bool = False
     """Compute a prompt once for all responses to it in a micro-batch, and likewise any other prefix that sequences
     share; results differ only by rounding."""
@@ -241,7 +241,7 @@ class SftConfig:
     messages_column: str = "messages"
     """Column of the conversations."""
     steps: int = 100
-    """Most optimizer steps."""
+    """Maximum number of optimizer steps."""
     sequences_per_step: int = 128
     """Conversations per optimizer step."""
     eval_every: int = 25

@@ -77,7 +77,7 @@ def group_of_each(groups: Sequence[PromptGroup]) -> Tensor:
 
 
 def trained_responses(batch: Batch) -> Ragged:
-    """Lengths of the responses in trained tokens."""
+    """Build the `Ragged` of the batch's responses: their lengths in trained tokens."""
     runs = [*_runs(batch), RunLengthArray(np.empty(0, dtype=bool), np.empty(0, dtype=np.int32))]
     counts = np.concatenate([each.lengths for each in runs]) * np.concatenate([each.values for each in runs])
     sums = np.concatenate([[0], counts.cumsum(dtype=np.int64)])

@@ -24,7 +24,7 @@ def conversation_batch(conversations: Sequence[Conversation], aggregation: str, 
 
 
 def exact_match_share(trainer: TrainerGroup, conversations: Sequence[Conversation]) -> float:
-    """The share of conversations whose assistant tokens are all the greedy prediction, given the tokens before."""
+    """The share of conversations in which every assistant token is the greedy prediction after the tokens before it."""
     batch = conversation_batch(conversations, "token_mean")
     greedy = fetch_tensor(trainer.predictions(Batch.of(batch), ["greedy"], temperature=1.0)["greedy"])
     return float(exact_matches(greedy, batch.fields["weights"] > 0, batch.lengths).float().mean())
