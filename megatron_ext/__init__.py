@@ -1,5 +1,5 @@
-"""Megatron-core made ready for RL: all that one rank needs, and nothing of prompts, rewards or engines.
+"""Megatron-core prepared for RL: everything that one rank needs, without prompts, rewards or engines.
 
-`device` is the one place that knows a CPU from a GPU, `compat` the one for workarounds. The model of a rank is built by
-`model`, fed packed sequences by `packing` and `forward`, asked for log-probs by `log_probs`, and saved by `checkpoint`.
+Only `device` distinguishes CPU and GPU, and workarounds are in `compat`. `model` builds a rank's model, `packing` and
+`forward` run packed sequences through it, `log_probs` computes log-probs, and `checkpoint` saves it.
 """

@@ -1,7 +1,7 @@
-"""Workarounds for megatron-core 0.16 and 0.19, one function each. Every one has a test that fails without it.
+"""Workarounds for megatron-core 0.16 and 0.19, one function each. Each has a test that fails without it.
 
 `install` applies those that replace something inside megatron-core; the others are called where they are needed.
-Workarounds that depend on the device alone are in `device`; where the two versions differ is in `versions`.
+Workarounds that depend only on the device are in `device`; differences of the two versions are in `versions`.
 """
 
 import contextlib
@@ -47,11 +47,11 @@ from megatron_ext.optimizer.hybrid_optimizer import offload_beside_a_cpu
 from megatron_ext.routing.token_dispatch import RaggedAllGather
 
 _CUT_IN = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}
-"""Kind of module -> the dimension in which its weight is cut."""
+"""Module class -> dimension along which its weight is sharded."""
 _OF_GROUPED_EXPERTS = re.compile(r"\.experts\..*\.weight\d+$")
-"""Names of weights of experts that are a parameter each of one layer."""
+"""Names of experts' weights that are separate parameters of one grouped layer."""
 _MADE_ONCE = {"sort_input_by_local_experts", "restore_output_by_local_experts", "over_budget"}
-"""Tensors that dispatchers of tokens make once, and not in each pass."""
+"""Tensors that token dispatchers create once, not in each pass."""
 
 
 def install() -> None:
@@ -74,11 +74,11 @@ def install() -> None:
 
 
 def rotate_latent_queries_in_one_warp() -> None:
-    """Have one warp of a GPU rotate queries of latent attention, and their gradients: it reads all that it writes over.
+    """Rotate queries of latent attention, and their gradients, by one warp, which reads everything before it writes.
 
-    With `apply_rope_fusion` megatron-core's kernels read pairs and write halves, or the other way round, over the same
-    numbers, and none of their four warps waits for the others: now and then one reads what another has rotated, and
-    the query or the gradient is wrong, with nothing said (Megatron-LM's issue 4640).
+    With `apply_rope_fusion` megatron-core's kernels read pairs and write halves, or vice versa, in place, without
+    synchronizing their four warps. Occasionally a warp reads what another has already rotated, and the query or
+    gradient is silently wrong (Megatron-LM's issue 4640).
     """
     if latent_rotation.HAVE_TRITON:
         for kernel in (latent_rotation.rotary_fwd_q_kernel, latent_rotation.rotary_bwd_q_kernel):
@@ -87,10 +87,9 @@ def rotate_latent_queries_in_one_warp() -> None:
 
 
 def rotate_latent_heads_in_whole_blocks() -> None:
-    """Have a program of these kernels, and of those for keys, take as many heads as divide the number that there are.
+    """Make the block size of these kernels, and of those for keys, divide the number of heads.
 
-    With a block that the heads do not fill, the last one reads and writes behind the heads of its token: other tokens'
-    (Megatron-LM's issue 7103).
+    Otherwise the last block of a token reads and writes past its heads, into other tokens' (Megatron-LM's issue 7103).
     """
     if latent_rotation.HAVE_TRITON:
         for part in ("q", "kv"):
@@ -99,10 +98,10 @@ def rotate_latent_heads_in_whole_blocks() -> None:
 
 
 def rotate_latent_heads_of_many_tokens() -> None:
-    """Have these kernels count numbers in 64 bits: a rank may have 2^31 and more, with 65,536 tokens of DeepSeek-V3.
+    """Make these kernels index with 64 bits: with 65,536 tokens of DeepSeek-V3 a rank has 2^31 elements and more.
 
-    They multiply the index of a token by the distance from one to the next, both of 32 bits: the product becomes
-    negative, and they read, and write, what lies before their tensors.
+    They multiply a token's index by the stride, both 32 bits. The product overflows to a negative number, and they read
+    and write before their tensors.
     """
     if latent_rotation.HAVE_TRITON:
         for part in ("q", "kv"):
@@ -111,7 +110,7 @@ def rotate_latent_heads_of_many_tokens() -> None:
                 function = kernel.fn.fn
                 distances = [name for name in kernel.fn.arg_names if re.fullmatch(r"stride_\w+_seq", name)]
                 function.__annotations__.update(dict.fromkeys(distances, "i64"))
-                # A launch takes the type of a number from the number, except where the signature has one.
+                # Triton infers an argument's type from its value, unless the signature is annotated.
                 kernel.fn = latent_rotation.triton.jit(function)
 
 
@@ -120,21 +119,20 @@ def _in_whole_blocks(launches: Sequence[Any], given: Mapping[str, Any], **_const
 
 
 def let_output_layer_go_without_apex() -> None:
-    """`ColumnParallelLinear` refuses `gradient_accumulation_fusion` without apex, whose kernel its backward calls.
+    """`ColumnParallelLinear` refuses `gradient_accumulation_fusion` without apex, whose kernel its backward pass calls.
 
-    Transformer Engine's modules fuse by its own kernels, and the one ColumnParallelLinear that is left beside them, the
-    output layer, adds up its gradient itself (`log_probs`). Local modules get the option with apex alone
-    (`device_fields`).
+    Transformer Engine's modules fuse by their own kernels, and the only remaining ColumnParallelLinear, the output
+    layer, accumulates its gradient itself (`log_probs`). Local modules get the option only with apex (`device_fields`).
     """
     layers._grad_accum_fusion_available = True
 
 
 def let_routers_multiply_as_torch() -> None:
-    """Routers multiply by Transformer Engine's `te_general_gemm` where it is installed, in TF32 if both are float32.
+    """Routers use Transformer Engine's `te_general_gemm` if it is installed, in TF32 if both operands are float32.
 
-    So do those of local modules, which models in float32 get for being multiplied as such. megatron-core 0.16 finds it
-    in Transformer Engine 2.9, 0.19 in later ones, too. Without Transformer Engine `moe_utils` never defines it, then
-    asks whether it is None: every MoE forward would end in a NameError.
+    So do routers of local modules, which float32 models use for true float32. megatron-core 0.16 finds it in
+    Transformer Engine 2.9, 0.19 also in later ones. Without Transformer Engine `moe_utils` never defines the name, but
+    compares it with None: every MoE forward would raise NameError.
     """
     moe_utils.te_general_gemm = None
 
@@ -142,15 +140,15 @@ def let_routers_multiply_as_torch() -> None:
 def let_latent_attention_go_without_transformer_engine() -> None:
     """0.16: `multi_latent_attention` sets HAVE_TE although Transformer Engine is missing.
 
-    It decides by an import that always succeeds; `isinstance(x, TELinear)` then raises TypeError. 0.19 refuses a down
-    projection that is the same on all ranks, of which it knows the class only beside Transformer Engine.
+    It decides by an import that always succeeds; `isinstance(x, TELinear)` then raises TypeError. 0.19 refuses a
+    replicated down projection, whose class it only knows with Transformer Engine.
     """
     multi_latent_attention.HAVE_TE = False
     multi_latent_attention.Linear = DuplicatedLinear
 
 
 def let_selective_recompute_go_without_transformer_engine() -> None:
-    """`CheckpointWithoutOutput(fp8=False)` takes the FP8 path (`fp8 is not None`), whose names are not defined."""
+    """`CheckpointWithoutOutput(fp8=False)` takes the FP8 path (`fp8 is not None`), whose names are undefined."""
 
     def no_context(**_options: Any) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
@@ -163,7 +161,7 @@ def let_selective_recompute_go_without_transformer_engine() -> None:
 
 
 def gather_different_numbers_of_tokens() -> None:
-    """The all-gather dispatcher of experts gathers as many tokens from every rank as this one has.
+    """The all-gather token dispatcher assumes that every rank has as many tokens as this one.
 
     Ragged micro-batches differ between data-parallel ranks. See `RaggedAllGather`.
     """
@@ -171,10 +169,10 @@ def gather_different_numbers_of_tokens() -> None:
 
 
 def look_positions_up_in_tables_of_few_lengths() -> None:
-    """`RotaryEmbedding` makes a table as long as the longest sequence, and keeps the 32 that it made last.
+    """`RotaryEmbedding` makes a table as long as the longest sequence, and caches the last 32.
 
-    Ragged micro-batches hardly ever have two longest sequences of one length: the tables stay on the device, and none
-    is used again. Take the length that `PackedSequences` says.
+    In ragged micro-batches the longest length hardly ever repeats: the tables stay on the device, and none is reused.
+    Take the length given by `PackedSequences`.
     """
     if hasattr(RotaryEmbedding.get_rotary_seq_len, "original"):
         return
@@ -190,16 +188,16 @@ def look_positions_up_in_tables_of_few_lengths() -> None:
 
 
 def drop_rotary_tables() -> None:
-    """Forget the tables that rotary embeddings keep: they would stay on the device where the weights leave it."""
+    """Drop the tables cached by rotary embeddings, which would stay on the device when weights are offloaded."""
     for kind in (RotaryEmbedding, YarnRotaryEmbedding):
         kind.forward.cache_clear()
 
 
 def drop_routes_of_tokens(chunks: Sequence[torch.nn.Module]) -> None:
-    """Forget what dispatchers of all layers keep of the last micro-batch: which token went to which expert.
+    """Drop the last micro-batch's routing tensors, which the dispatchers of all layers keep.
 
-    A pass writes it, and no later one reads it. It would stay on the device where the weights leave it: 1.3 GB for 48
-    layers of 128 experts and 16,384 tokens, in pieces that keep the memory around them from being given back.
+    No later pass reads them. They would stay on the device when weights are offloaded: 1.3 GB for 48 layers of 128
+    experts and 16,384 tokens, in pieces that fragment memory, so that what is around them cannot be freed.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, moe_layer.MoELayer):
@@ -211,10 +209,10 @@ def drop_routes_of_tokens(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def config_of_variable_lengths(config_class: type[TransformerConfig], fields: Mapping[str, Any]) -> TransformerConfig:
-    """A configuration of `fields`, and of micro-batches that differ in length.
+    """Make a configuration of `fields` with variable sequence lengths.
 
-    megatron-core refuses these with the all-gather dispatcher, in a model without experts, too, where it is the
-    default; `RaggedAllGather` takes them.
+    megatron-core refuses these with the all-gather dispatcher, the default even without experts; `RaggedAllGather`
+    supports them.
     """
     gathers = fields["moe_token_dispatcher_type"] == "allgather"
     config = config_class(**{**fields, "variable_seq_lengths": not gathers})
@@ -223,7 +221,7 @@ def config_of_variable_lengths(config_class: type[TransformerConfig], fields: Ma
 
 
 def shard_on_this_device(wrapper: ModuleType) -> None:
-    """`TorchFullyShardedDataParallel` makes its mesh of CUDA devices, whatever the ranks compute on.
+    """`TorchFullyShardedDataParallel` makes its mesh of CUDA devices, even on a CPU.
 
     `wrapper` is the module that defines it.
     """
@@ -234,8 +232,8 @@ def shard_on_this_device(wrapper: ModuleType) -> None:
 def load_checkpoints_without_running_their_code() -> None:
     """Loading unpickles `.metadata` with `pickle.load` and objects with `torch.load(weights_only=False)`.
 
-    Either calls whatever the file names. Read the one with classes of a list only, and try the other first with those
-    that torch and megatron-core call safe: what passes can be loaded in any way. Statistics of FP8 are pickles within.
+    Both can run arbitrary code. Read the former with an allow-list of classes, and first try the latter with those that
+    torch and megatron-core call safe: what passes is safe to load either way. FP8 statistics are pickles within.
     """
     if torch_dist._get_filesystem_reader is _table_of_contents:
         return
@@ -264,7 +262,7 @@ def _table_of_contents(checkpoint_dir: str | Path, **_options: Any) -> FileSyste
 
 
 class _SafeReader(FileSystemReader):
-    """Reads `.metadata` once, and runs nothing of it."""
+    """Reads `.metadata` once, without running code in it."""
 
     _metadata: Metadata | None = None
 
@@ -276,7 +274,7 @@ class _SafeReader(FileSystemReader):
 
 @contextlib.contextmanager
 def user_error_of_any_rank() -> Iterator[None]:
-    """Where a rank fails to read, torch raises on all of them an exception of its own, with all tracebacks in it."""
+    """Unwrap UserErrors: if a rank fails to read, torch raises its own exception on all ranks, with all tracebacks."""
     try:
         yield
     except CheckpointException as error:
@@ -285,16 +283,16 @@ def user_error_of_any_rank() -> Iterator[None]:
 
 
 def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """Optimizers that have parameters of this rank; experts, for example, have an optimizer of their own."""
+    """The optimizers with parameters of this rank; experts, for example, have one of their own."""
     all_parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in all_parts if part.optimizer is not None]
 
 
 def prime_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Give an optimizer its state before the first step, as zeros, with which the first step is the same.
+    """Initialise an optimizer's state to zeros before the first step, which does not change that step.
 
-    Otherwise there are no tensors to load a checkpoint into. Parameters that have a state keep it.
-    megatron-core does it for Adam, but leaves out torch's counter of steps, without which torch takes one.
+    Otherwise there are no tensors to load a checkpoint into. Existing state is kept. megatron-core does this for Adam,
+    but omits torch's step counter.
     """
     for part in parts(optimizer):
         inner = part.optimizer
@@ -314,19 +312,19 @@ def prime_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
 
 def initialise_in_other_types(adam: Any, parameters: Sequence[torch.Tensor]) -> None:
-    """Give `parameters` their first state in Transformer Engine's Adam, as that does it itself in a first step.
+    """Initialise the state of `parameters` in Transformer Engine's Adam, as its own first step does.
 
-    megatron-core calls `initialize_state` with the parameter alone, for which Transformer Engine from 2.1 on raises
-    TypeError: it wants to be told, too, whether main parameters are kept as what the weights lack of them.
+    megatron-core calls `initialize_state` with only the parameter, which raises TypeError from Transformer Engine 2.1
+    on: it also needs to know whether main parameters are stored as the remainder to the weights.
     """
     for parameter in parameters:
         adam.initialize_state(parameter, adam.store_param_remainders and parameter.dtype == torch.bfloat16)
 
 
 def drop_quantised_weights(chunks: Sequence[torch.nn.Module]) -> None:
-    """Forget what Transformer Engine's layers keep of their weights in 8 or 4 bits, neither parameter nor buffer.
+    """Drop Transformer Engine's cached 8- or 4-bit copies of weights, which are neither parameters nor buffers.
 
-    It would stay on the device where the weights leave it. The next pass makes it again, from the weights of then.
+    They would stay on the device when weights are offloaded. The next pass makes them again.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(kept := getattr(module, "_fp8_workspaces", None), dict):
@@ -334,7 +332,7 @@ def drop_quantised_weights(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
-    """Let an optimizer count on from so many steps: torch's Adam does it by parameter, the fused one by group."""
+    """Set an optimizer's step count, which torch's Adam keeps per parameter, and the fused one per group."""
     for inner in (inner for part in parts(optimizer) for inner in hybrid_optimizer.inner_optimizers(part.optimizer)):
         for state in inner.state.values():
             if "step" in state:
@@ -345,7 +343,7 @@ def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def mark_expert_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Have the gradients of experts reduced over the ranks that hold the same experts; call before wrapping in DDP.
+    """Make gradients of experts be reduced over the ranks that hold the same experts; call before wrapping in DDP.
 
     megatron-core marks them (`allreduce = False`) only for EP > 1. With an expert-tensor-parallel size other than the
     tensor-parallel one, EP = 1 needs it just as well: the gradients would be reduced over the wrong ranks, silently.
@@ -363,12 +361,12 @@ def mark_expert_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def mark_tensor_parallel_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Have the norm of the gradients count the parts that all tensor-parallel ranks have; call before wrapping in DDP.
+    """Make the gradient norm count the shards of all tensor-parallel ranks; call before wrapping in DDP.
 
-    megatron-core marks parameters that are cut (`tensor_model_parallel`) only as it initialises them. Where weights are
-    read instead, all would count as copies of those of tensor-parallel rank 0: the norm, and with it the clipping,
-    would be that of a part of the gradient. So would experts of Transformer Engine's grouped layers, which mark their
-    weights themselves up to 2.12, and not from 2.13 on.
+    megatron-core marks sharded parameters (`tensor_model_parallel`) only when it initialises them. If weights are
+    loaded instead, all would count as replicas of tensor-parallel rank 0's, and norm and clipping would cover only part
+    of the gradient. The same holds for experts of Transformer Engine's grouped layers from 2.13 on; up to 2.12 they
+    mark their weights themselves.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         for kind, dimension in _CUT_IN.items():
@@ -381,12 +379,12 @@ def mark_tensor_parallel_parameters(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def unmark_duplicated_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Have the norm of the gradients count weights once that are the same on all tensor-parallel ranks; before DDP.
+    """Make the gradient norm count weights replicated over tensor-parallel ranks once; call before wrapping in DDP.
 
-    Transformer Engine marks the weight of every linear layer as cut, also that of one without a parallel mode, and
-    megatron-core's `TELinear` leaves it so: latent attention's down projections would count as often as there are
-    ranks. Experts have no mode either where megatron-core communicates for them, nor have shared ones with
-    `moe_shared_expert_overlap`, and theirs do differ.
+    Transformer Engine marks every linear weight as sharded, even without a parallel mode, and megatron-core's
+    `TELinear` leaves it so: latent attention's down projections would count once per rank. Experts have no mode either
+    if megatron-core communicates for them, nor have shared ones with `moe_shared_expert_overlap`, but their weights do
+    differ.
     """
     for chunk in chunks:
         for name, module in chunk.named_modules():

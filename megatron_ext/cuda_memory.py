@@ -1,8 +1,8 @@
-"""Memory of a GPU past torch's allocator: other processes and network cards can map it, whatever that is set to.
+"""GPU memory outside torch's allocator, which other processes and network cards can map under any allocator settings.
 
-With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torch's memory is virtual memory of CUDA, whose handles are
-descriptors of another process, which containers refuse to give. And what torch shares it keeps until each receiver has
-said that it lets go, which one that was killed never does. Here memory ends with its owner.
+With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True torch uses CUDA's virtual memory, whose handles are file
+descriptors, which containers do not let other processes get. Also, torch keeps shared memory until every receiver has
+released it, which a killed one never does. Here memory ends with its owner.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from megatron_ext import device
 from megatron_ext.tensor_at import tensor_at
 
 _GRAIN_BYTES = 2**21
-"""CUDA cuts smaller memory out of pieces of this size, and a handle would give all of a piece away."""
+"""CUDA suballocates smaller memory from pieces of this size, and a handle would expose the whole piece."""
 _HANDLE_BYTES = 64
 _OUT_OF_MEMORY = 2
 
 
 class CudaMemoryError(RuntimeError):
-    """CUDA gives or maps no memory; the message says why."""
+    """CUDA cannot allocate or map memory; the message says why."""
 
 
 class OwnMemory:
@@ -44,22 +44,22 @@ class OwnMemory:
         self.tensor = tensor_at(self._range.address, size_bytes, device.device()).zero_()
 
     def handle(self) -> bytes:
-        """Handle for `MappedMemory` in other processes, valid until `close`; of a GPU alone."""
+        """Handle for `MappedMemory` in other processes, valid until `close`; only for GPU memory."""
         assert self._range is not None
         found = _value(runtime().cudaIpcGetMemHandle(self._range.address))
         return ctypes.string_at(found.getPtr(), _HANDLE_BYTES)
 
     def close(self) -> None:
-        """Free the memory, when the device has done all that was asked of it: tensors over it lead nowhere then."""
+        """Free the memory after the device has finished its work; tensors over it are then invalid."""
         if self._range is not None:
             self._range.end()
 
 
 class MappedMemory:
-    """Memory of another process: `tensor` (uint8 [size_bytes]) on this process's GPU, wherever it lies, until `close`.
+    """Memory of another process, mapped until `close`: `tensor` (uint8 [size_bytes]) on this process's GPU.
 
-    A handle that is mapped twice leads to the same memory, and is closed twice. Raises CudaMemoryError if CUDA does not
-    map it, as in the process that made it.
+    The memory may be on another GPU. A handle that is mapped twice must be closed twice. Raises CudaMemoryError if CUDA
+    cannot map it, as in the process that created it.
     """
 
     def __init__(self, handle: bytes, size_bytes: int) -> None:
@@ -71,14 +71,14 @@ class MappedMemory:
         self.tensor = tensor_at(self._range.address, size_bytes, device.device())
 
     def close(self) -> None:
-        """Unmap the memory, when the device has done all that was asked of it: tensors over it lead nowhere then."""
+        """Unmap the memory after the device has finished its work; tensors over it are then invalid."""
         self._range.end()
 
 
 class _Range:
-    """Addresses that are given back once: at `end`, or with this object where connecting failed and nobody says so.
+    """An address range that is released once: at `end`, or with this object if connecting failed.
 
-    At the end of the process the driver does that, whatever still runs.
+    At process exit the driver releases it.
     """
 
     def __init__(self, address: int, give_back: Callable[[int], Any]) -> None:
@@ -88,21 +88,21 @@ class _Range:
 
     def end(self) -> None:
         if self._end.alive:
-            # After a fault of the GPU nothing runs any more, and this raises for good.
+            # After a GPU fault this always raises.
             with suppress(RuntimeError):
                 device.synchronize()
             self._end()
 
 
 def _give_back(give_back: Callable[[int], Any], gpu: int | None, address: int) -> None:
-    # After a fault of the GPU all calls are refused, and the memory ends with the process.
+    # After a GPU fault all calls fail, and the memory ends with the process.
     with suppress(RuntimeError), device.on(gpu):
         runtime().cudaSetDevice(gpu or 0)
         give_back(address)
 
 
 def _allocate(size_bytes: int) -> int:
-    """New memory in one piece; what torch keeps for later goes back to the GPU if there is no other left."""
+    """Allocate contiguous memory; if there is none left, empty torch's cache first."""
     _use_own_gpu()
     error, address = runtime().cudaMalloc(size_bytes)
     if int(error) == _OUT_OF_MEMORY:
@@ -113,12 +113,12 @@ def _allocate(size_bytes: int) -> int:
 
 
 def _use_own_gpu() -> None:
-    """Let this runtime have the current device that torch's has in this thread: each keeps one for itself."""
+    """Set this runtime's current device to torch's in this thread, as each runtime keeps its own."""
     _value((*runtime().cudaSetDevice(device.device().index or 0), None))
 
 
 def _value(result: tuple[Any, Any]) -> Any:
-    """The value that a function of CUDA's runtime gives. Raises CudaMemoryError, with its reason, where it failed."""
+    """The value returned by a CUDA runtime function. Raises CudaMemoryError, with CUDA's reason, if it failed."""
     error, value = result
     if not int(error):
         return value
@@ -132,18 +132,18 @@ def _value(result: tuple[Any, Any]) -> Any:
 
 
 def _forget_error() -> None:
-    """Take the last error away: where the runtime is torch's own, torch would report it as that of its next launch."""
+    """Clear the last error: if the runtime is torch's own, torch would report it at its next launch."""
     runtime().cudaGetLastError()
 
 
 def has_runtime() -> bool:
-    """Whether memory is that of a GPU."""
+    """Whether memory is a GPU's."""
     return device.gpus() > 0
 
 
 @cache
 def runtime() -> ModuleType:
-    """CUDA's runtime."""
+    """The bindings of the CUDA runtime."""
     try:
         return import_module("cuda.bindings.runtime")
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""CPU meanings of what megatron-core 0.16.1 asks of CUDA and NCCL, whether or not there is a GPU.
+"""CPU implementations of the CUDA and NCCL calls that megatron-core 0.16.1 makes even without a GPU.
 
-They are functions of `torch.cuda`, names of devices and types, and what NCCL can do and gloo cannot; `device` installs
-them where there is no GPU.
+They cover functions of `torch.cuda`, names of devices and types, and features of NCCL that gloo lacks. `device`
+installs them if there is no GPU.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 
 
 def install() -> None:
-    """Put them in place of torch's own, once."""
+    """Replace torch's functions; idempotent."""
     _disable_compilation()
     _replace_cuda_functions()
     _replace_cuda_tensors()
@@ -26,14 +26,14 @@ def install() -> None:
 
 
 def is_installed() -> bool:
-    """Whether that was done in this process."""
+    """Whether `install` has run in this process."""
     current_device: Any = torch.cuda.current_device
     return current_device is _current_device
 
 
 def _disable_compilation() -> None:
-    # megatron.core.jit compiles small functions: on CPU minutes of C++ compilation per process. To decorate one imports
-    # the compiler, which takes as long as to import torch.
+    # megatron.core.jit compiles small functions, which on a CPU takes minutes of C++ compilation per process. Even
+    # decorating one imports the compiler, which takes as long as importing torch.
     setattr(torch, "compile", _as_it_is)  # noqa: B010 - mypy refuses the assignment
 
 
@@ -43,7 +43,7 @@ def _as_it_is(function: Callable | None = None, **_options: Any) -> Callable:
 
 
 class _Stream:
-    """A CUDA stream, or an event of it, where everything has already happened."""
+    """A CUDA stream or event for which all work is already done."""
 
     def wait_stream(self, _stream: "_Stream") -> None:
         pass
@@ -92,7 +92,7 @@ _CUDA_REPLACEMENTS: Mapping[str, Any] = {
     "get_rng_state": _get_rng_state,
     "set_rng_state": _set_rng_state,
     "default_generators": _Generators(),
-    # Without CUDA, torch queues these callbacks for ever: the RNG tracker would never restore its state and the queue
+    # Without CUDA, torch queues these callbacks forever: the RNG tracker would never restore its state, and the queue
     # would grow with each fork.
     "_lazy_call": lambda callback, **_options: callback(),
     "_lazy_init": _nothing,
@@ -110,7 +110,8 @@ _FACTORIES_GIVEN_CUDA = ("tensor", "zeros", "ones", "empty", "empty_like")
 
 
 def _replace_cuda_tensors() -> None:
-    # `with torch.device(...)` knows the factories by identity, from a list made on first use: have the originals in it.
+    # `with torch.device(...)` knows factories by identity, from a list made on first use: make it now, with the
+    # originals.
     _device_constructors()
     for name in _FACTORIES_GIVEN_CUDA:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -123,7 +124,7 @@ def _same_tensor(self: Tensor, *_args: Any, **_options: Any) -> Tensor:
 
 
 def _named_as_on_cuda(original: Callable) -> Callable:
-    # The optimizers sort parameters by the name of their type and know only CUDA's.
+    # The optimizers group parameters by type name, and only know CUDA's.
     @functools.wraps(original)
     def type_or_cast(self: Tensor, dtype: Any = None, *args: Any, **options: Any) -> Any:
         if dtype is None:
@@ -138,7 +139,7 @@ def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def create(*args: Any, **options: Any) -> Tensor:
         if str(options.get("device", "")).startswith("cuda"):
             options["device"] = _CPU
-        # Memory that a GPU copies from by itself; without one torch refuses to make any.
+        # Without a GPU torch refuses to pin memory.
         options.pop("pin_memory", None)
         return factory(*args, **options)
 
@@ -170,7 +171,7 @@ def _all_to_all_single(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    # The MoE dispatcher turns split sizes from tensors into lists only if they lie on a GPU.
+    # The MoE dispatcher converts split sizes from tensors to lists only if they are on a GPU.
     return original(output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), group, async_op)
 
 
@@ -181,7 +182,7 @@ def _as_list(sizes: Any) -> Sequence[int] | None:
 def _all_gather(
     original: Callable, outputs: Sequence[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> Any:
-    # gloo gathers equal shapes only; the MoE dispatcher under expert tensor parallelism gathers uneven rows.
+    # gloo only gathers equal shapes, but the MoE dispatcher under expert tensor parallelism gathers uneven rows.
     rows = [len(output) if output.dim() else 1 for output in outputs]
     if len(set(rows)) == 1:
         return original(outputs, tensor, group=group, async_op=async_op)

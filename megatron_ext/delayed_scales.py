@@ -1,8 +1,7 @@
-"""Scales of Transformer Engine's products in 8 bits before the first pass that counts, with delayed scaling.
+"""Initial scales for Transformer Engine's 8-bit matmuls with delayed scaling.
 
-It scales by the largest numbers of earlier passes, and takes them in only where a pass with a gradient ends. A run's
-first passes have none: log-probs and values would be computed with scales of 1, below whose normal numbers most weights
-are.
+It scales by the maxima of earlier passes, and updates them only after a pass with a gradient. A run's first passes have
+none: log-probs and values would be computed with scales of 1, for which most weights are subnormal.
 """
 
 from collections.abc import Sequence
@@ -16,11 +15,11 @@ from megatron_ext.options.options import MegatronOptions
 from megatron_ext.packing.packing import MicroBatch
 
 _PASSES = 2
-"""After the first the scales of weights are right, and after the second those of what such weights compute."""
+"""After the first pass the scales of weights are right, and after the second those of activations."""
 
 
 class DelayedScales:
-    """The scales of a model's `chunks` that its `options` delay, if they do."""
+    """The delayed scales of a model's `chunks`, if its `options` use delayed scaling."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], options: MegatronOptions) -> None:
         self._chunks = chunks
@@ -28,9 +27,9 @@ class DelayedScales:
         self._are_known = not options.scales_by_history
 
     def learn(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Find scales by passes whose results are forgotten, before the first that counts, which is with these.
+        """Find scales by passes over `micro_batches` whose results are discarded, before the first pass that counts.
 
-        There are none if a checkpoint had scales. Collective over all ranks of the model.
+        Does nothing if a checkpoint had scales. Collective over all ranks of the model.
         """
         if self._are_known:
             return
@@ -48,13 +47,13 @@ class DelayedScales:
 
 
 def _has_scales(module: torch.nn.Module) -> bool:
-    """Whether a module has scales that are not those that it begins with."""
+    """Whether a module has scales other than the initial ones."""
     state = getattr(module, "fp8_meta", {}).get("scaling_fwd")
     return state is not None and bool((state.scale != 1).any())
 
 
 def _update() -> None:
-    """Scale by what the passes since the last update met, as Transformer Engine does after one with a gradient."""
+    """Update scales from the passes since the last update, as Transformer Engine does after a pass with a gradient."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)

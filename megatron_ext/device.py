@@ -1,7 +1,7 @@
 """Where Megatron runs: the one module that knows CPU from CUDA.
 
-Megatron-core is written for CUDA and NCCL. On a machine without a GPU, `install` gives it what is in `cuda_on_cpu`; on
-a machine with a GPU it changes nothing.
+Megatron-core is written for CUDA and NCCL. Without a GPU, `install` applies the replacements of `cuda_on_cpu`; with one
+it changes nothing.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from megatron_ext.near_cpus import stay_near
 def install() -> None:
     """Make this process ready for megatron-core; idempotent.
 
-    Raises RuntimeError if megatron was imported before: it binds some of the replaced functions on import.
+    Raises RuntimeError if megatron was already imported, as it binds some of the replaced functions on import.
     """
     if torch.cuda.is_available() or cuda_on_cpu.is_installed():
         return
@@ -35,10 +35,10 @@ def install() -> None:
 
 
 def multiply_by_onednn() -> None:
-    """Have float32 matrices multiplied by oneDNN on AMD's CPUs: MKL, torch 2.13's default, has half its speed there.
+    """Multiply float32 matrices by oneDNN on AMD CPUs, where MKL, torch 2.13's default, is half as fast.
 
-    torch takes oneDNN only where it may round to bfloat16 inside. oneDNN does so with AMX, on ARM and on GPUs, and
-    computes in float32 elsewhere: on processors of AMD, none of which has AMX.
+    torch uses oneDNN only if rounding to bfloat16 inside is allowed. oneDNN rounds with AMX, on ARM and on GPUs, but
+    computes in float32 on AMD CPUs, none of which has AMX.
     """
     if _is_amd() and not torch.cpu._is_amx_tile_supported():
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ def gpus() -> int:
 
 
 def bind(rank: int) -> None:
-    """Give this process its GPU, and keep it on the CPUs next to that.
+    """Select this process's GPU, and pin the process to the CPUs close to it.
 
     It is LOCAL_RANK if the launcher set it, else `rank` modulo the GPUs of the host.
     """
@@ -83,7 +83,7 @@ def bind(rank: int) -> None:
 
 
 def with_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, to be called in another thread: CUDA's current device is a thread's own, and at first GPU 0."""
+    """Wrap `function` for another thread: CUDA's current device is per thread, and initially GPU 0."""
     if not torch.cuda.is_available():
         return function
     current = torch.cuda.current_device()
@@ -97,7 +97,7 @@ def with_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def on(gpu: int | None) -> contextlib.AbstractContextManager:
-    """Inside, this thread's current GPU is the one with that number; None changes nothing."""
+    """Context in which this thread's current GPU is number `gpu`; None changes nothing."""
     return contextlib.nullcontext() if gpu is None else torch.cuda.device(gpu)
 
 
@@ -107,50 +107,50 @@ def has_transformer_engine() -> bool:
 
 
 def uuid(index: int | None = None) -> str:
-    """The name of a GPU, by default this process's own, that is the same in every process of the host."""
+    """The UUID of a GPU, by default this process's own, which is the same in every process of the host."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device() if index is None else index).uuid)
 
 
 def reaches(other: str) -> bool:
-    """Whether this process's GPU can read the memory of the GPU with UUID `other`; True if nothing is known of that."""
+    """Whether this process's GPU can read the memory of the GPU with UUID `other`; True if unknown."""
     own = torch.cuda.current_device()
     visible = {uuid(index): index for index in range(torch.cuda.device_count())}
     return visible.get(other, own) == own or torch.cuda.can_device_access_peer(own, visible[other])
 
 
 def cuda_version() -> str:
-    """The CUDA that torch is built for, such as 13.0; empty where it is built for the CPU."""
+    """The CUDA version that torch is built for, such as 13.0; empty for a CPU build."""
     return torch.version.cuda or ""
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """NVIDIA's number of the kind of this process's GPU, such as (9, 0) for an H100; None without a GPU."""
+    """The compute capability of this process's GPU, such as (9, 0) for an H100; None without a GPU."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def has_e4m3(where: torch.device) -> bool:
-    """Whether a device converts numbers to e4m3 by itself: GPUs from compute capability 8.9."""
+    """Whether a device has instructions to convert to e4m3: GPUs from compute capability 8.9 on."""
     return where.type == "cuda" and torch.cuda.get_device_capability(where) >= (8, 9)
 
 
 def synchronize() -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Wait until the device has finished all queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 class SideStream:
-    """Work of this process's GPU beside all other. On a CPU work is done when the call that asks for it returns."""
+    """A stream of its own on this process's GPU. On a CPU all work is synchronous."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
     def entered(self) -> contextlib.AbstractContextManager:
-        """Inside, what this thread asks for goes to this stream, which waits for nothing that was asked elsewhere."""
+        """Context in which this thread's work goes to this stream, which does not wait for work queued elsewhere."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def synchronize(self) -> None:
-        """Wait until what was asked of this stream is done, and for nothing else."""
+        """Wait for the work of this stream only."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -158,7 +158,7 @@ class SideStream:
 def peak_memory_bytes() -> int:
     """The most memory that this process has held on its device: GPU allocations, or resident memory on CPU.
 
-    Buckets of a refit are not among a GPU's allocations: they are no memory of torch's.
+    A refit's buckets are not counted, as torch did not allocate them.
     """
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
@@ -166,7 +166,7 @@ def peak_memory_bytes() -> int:
 
 
 def used_memory_bytes() -> int | None:
-    """How much of this process's GPU is in use, by whatever process; None without a GPU."""
+    """How much memory of this process's GPU is in use by all processes; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
@@ -174,34 +174,34 @@ def used_memory_bytes() -> int | None:
 
 
 def empty_cache() -> None:
-    """Give memory that this process keeps for later back to its GPU."""
+    """Return torch's cached memory to the GPU."""
     if torch.cuda.is_initialized():
-        # Memory that other processes had mapped is kept until somebody looks whether they have let it go.
+        # Memory that other processes had mapped is only released by this check.
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
 
 
 def gpu_rng_state() -> Tensor | None:
-    """State of the generator that this process's GPU draws from by itself; None without a GPU."""
+    """State of the default random generator of this process's GPU; None without a GPU."""
     return torch.cuda.get_rng_state() if torch.cuda.is_available() else None
 
 
 def set_gpu_rng_state(state: Tensor) -> None:
-    """Let that generator go on from a state; without a GPU there is none."""
+    """Restore that generator; does nothing without a GPU."""
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state)
 
 
 def sent(values: Tensor, where: torch.device) -> Tensor:
-    """Values of the host on a device; the host goes on while a GPU fetches them."""
-    # From memory that is not pinned a copy waits until the GPU has done all that was asked of it before.
+    """Copy host values to a device, asynchronously for a GPU."""
+    # A copy from unpinned memory would wait until the GPU has finished all earlier work.
     return values.pin_memory().to(where, non_blocking=True) if where.type == "cuda" else values.to(where)
 
 
 HOST_BUCKET_BYTES = 2**28
-"""Size of a piece of pinned host memory: it is allocated in powers of two, so such a piece wastes nothing."""
+"""Size of a piece of pinned host memory. Pinned memory is allocated in powers of two, so this wastes nothing."""
 
 
 def host_memory(size_bytes: int) -> Tensor:
-    """uint8 [size_bytes] of the host, which a GPU copies from and to by itself."""
+    """Host memory, uint8 [size_bytes], pinned if there is a GPU."""
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())

@@ -1,4 +1,4 @@
-"""Running micro-batches through Megatron's pipeline schedules, forward alone or with backward."""
+"""Runs micro-batches through Megatron's pipeline schedules, forward only or with backward."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,11 +31,11 @@ P = TypeVar("P")
 M = TypeVar("M")
 
 Predict: TypeAlias = Callable[[Any, Any, Part], P]
-"""Called on the last stage with the model, its output (hidden states) and the tokens that these are of."""
+"""Called on the last stage with the model, its output (hidden states) and the tokens of these."""
 
 
 def predict_labels(temperature: float) -> Predict[LogProbs]:
-    """A language model's predictions of the labels of a micro-batch that are asked for."""
+    """Predict those labels of a micro-batch that are asked for, with a language model."""
 
     def predict(model: LanguageModel, hidden: Tensor, own: Part) -> LogProbs:
         own_labels = model.predict_labels(
@@ -47,7 +47,7 @@ def predict_labels(temperature: float) -> Predict[LogProbs]:
 
 
 def predict_mtp(temperature: float) -> Predict[tuple[LogProbs, list[LogProbs]]]:
-    """The predictions of `predict_labels`, and those of each prediction layer: of parts that have its tokens."""
+    """Predict as `predict_labels`, and with each prediction layer; needs parts with `mtp` tokens."""
     predict_own = predict_labels(temperature)
 
     def predict(model: LanguageModel, hidden: list[Tensor], own: Part) -> tuple[LogProbs, list[LogProbs]]:
@@ -65,13 +65,13 @@ def predict_values(model: ValueModel, hidden: Tensor, own: Part) -> Tensor:
 
 
 def predict_nothing(_model: torch.nn.Module, _hidden: Tensor, _own: Part) -> None:
-    """For a pass whose layers alone are of interest."""
+    """Predict nothing, for a pass of which only the layers matter."""
 
 
 def forward(chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], predict: Predict[P]) -> list[P]:
-    """The predictions of each micro-batch; empty on all but the last pipeline stage.
+    """Return the predictions of each micro-batch; empty on all but the last pipeline stage.
 
-    In evaluation mode: activations are not kept for a backward pass that never comes.
+    Runs in evaluation mode, without keeping activations.
     """
 
     def collect(predictions: P, _micro_batch: MicroBatch) -> P:
@@ -129,7 +129,7 @@ def forward_backward_mtp(
 ) -> tuple[list[M], Tensor | None]:
     """As `forward_backward` for a language model, with the loss of its prediction layers.
 
-    Returns the metrics of each micro-batch, and `StepResult.mtp`. `batch` has the sequences of all of them.
+    Returns the metrics of each micro-batch, and `StepResult.mtp`. `batch` has the sequences of all micro-batches.
     """
     both = WithPredictionLayers(objective, batch, layers, chunks[0].config.mtp_loss_scaling_factor)
     with_tokens = [with_mtp_tokens(each, layers) for each in micro_batches]
@@ -139,7 +139,7 @@ def forward_backward_mtp(
 
 
 def _finalize_without_scaling(model: list[torch.nn.Module], _num_tokens: Tensor | None, **groups: Any) -> None:
-    # The objective's weights hold the global denominator; Megatron's own division by a token count would repeat it.
+    # The objective's weights include the global denominator, so Megatron must not divide by a token count.
     finalize_model_grads(model, None, **groups)
 
 
@@ -154,7 +154,7 @@ def _run_schedule(
             data_iterator=iterators[0] if single else iterators,
             model=chunks[0] if single else list(chunks),
             num_microbatches=len(micro_batches),
-            # Shapes are exchanged between stages (variable_seq_lengths); these two are not read.
+            # Stages exchange shapes (variable_seq_lengths); these two are not read.
             seq_length=micro_batches[0].tokens.shape[1],
             micro_batch_size=1,
             **options,
@@ -197,7 +197,7 @@ def packed_sequences(own: Part) -> PackedSequences:
     }
     if isinstance(own, SharedPart):
         positions = own.position_ids.squeeze(0)
-        # Rotary embeddings, which alone read these bounds, take all tokens at once, each at its position.
+        # Only rotary embeddings read these bounds; they take all tokens as one sequence, each at its own position.
         everything = own.cu_seqlens[:: len(own.bounds) - 1]
         whole: dict[str, Any] = {"cu_seqlens_q_padded": everything, "cu_seqlens_kv_padded": everything}
         return SharedSequences(**bounds, **whole, bounds=own.bounds, levels=own.levels, positions=positions)

@@ -1,6 +1,6 @@
-"""Log-probabilities and entropy of labels, from hidden states: the logits exist a few rows at a time.
+"""Log-probs and entropy of labels from hidden states, with logits computed a few rows at a time.
 
-The vocabulary of the output layer is cut over tensor-parallel ranks.
+The output layer's vocabulary is sharded over tensor-parallel ranks.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ from torch import Tensor
 from converters.errors import UserError
 
 CHUNK_LOGITS = 2**25
-"""Logits that exist at a time, if not chosen: 128 MiB of float32."""
+"""Default number of logits computed at a time: 128 MiB of float32."""
 _BLOCK_ELEMENTS = 2**24
-"""Elements of the weight whose gradient of a chunk exists at a time where it cannot be added in one operation."""
+"""Elements of a chunk's weight gradient computed at a time if it cannot be accumulated in one operation."""
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class LogProbs:
     log_probs: Tensor
     """float32[T]: log p(label), of the distribution softmax(logits / temperature)."""
     entropy: Tensor
-    """float32[T]: of that distribution, in nats."""
+    """float32[T]: entropy of that distribution, in nats."""
     greedy: Tensor
-    """bool[T]: the label is what greedy decoding gives, the first of the largest logits."""
+    """bool[T]: whether the label is the greedy choice, the first of the largest logits."""
     probability_squares: Tensor | None = None
-    """float32[T]: sum of p_j^2 over the vocabulary, of that distribution; None where gradients are recorded."""
+    """float32[T]: sum of p_j^2 over the vocabulary; None if gradients are recorded."""
 
     def placed(self, places: Tensor, count: int) -> "LogProbs":
-        """The same at `places` long[T] of `count` labels, and 0 at all others; differentiable."""
+        """Scatter to `places` long[T] of `count` labels, with 0 at all others; differentiable."""
         return self.mapped(lambda values: values.new_zeros(count).index_copy(0, places, values))
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "LogProbs":
-        """Each as `function` makes it."""
+        """Apply `function` to each tensor."""
         squares = self.probability_squares
         return LogProbs(
             function(self.log_probs),
@@ -66,15 +66,15 @@ def linear_log_probs(
     are padding and have probability 0; so has a label there: its log-probability is -inf. Without a group the columns
     are the whole vocabulary. With `softcap` c the logits become c * tanh(logits / c).
 
-    The logits have the type of the weight, as an output layer gives them, or float32 with `fp32_logits`: the products
-    are then not rounded. All that follows is float32. They are made for `chunk_tokens` rows at a time (as many as make
-    2^25 logits, if None), forward and once more backward: beside results and gradients this needs memory for a few
-    copies of those rows. One all-gather of six numbers per token is the only communication, forward. Values that are
-    not finite show in the results.
+    The logits have the dtype of the weight, like an output layer's, or float32 with `fp32_logits`, without rounding in
+    between. Everything after them is float32. They are computed for `chunk_tokens` rows at a time (if None, as many as
+    make 2^25 logits), forward and again backward, so besides results and gradients only a few copies of those rows are
+    in memory. The only communication is an all-gather of six numbers per token in the forward pass. Non-finite values
+    propagate to the results.
 
-    Differentiable in `hidden` and `weight`. The gradient of `hidden` is this rank's part: summed over `tp_group` it is
-    the whole (the region that gave every rank the hidden states does that). The gradient of a weight with a float32
-    `main_grad`, Megatron's gradient buffer, is added there; autograd then gets zeros, so that Megatron's hooks run.
+    Differentiable in `hidden` and `weight`. The gradient of `hidden` is this rank's part, to be summed over `tp_group`
+    (by the region that gave every rank the hidden states). The gradient of a weight with a float32 `main_grad`,
+    Megatron's gradient buffer, is accumulated there; autograd then gets zeros, so that Megatron's hooks run.
 
     Raises UserError for a temperature that is not above 0.
     """
@@ -120,27 +120,27 @@ class _OutputLayer:
     chunk_tokens: int
 
     def chunks(self, tokens: int) -> list[slice]:
-        """The rows whose logits exist at the same time."""
+        """The slices of rows whose logits are computed together."""
         return [slice(start, start + self.chunk_tokens) for start in range(0, tokens, self.chunk_tokens)]
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """A new tensor: the real columns of this rank, in the type of the weight or in float32."""
+        """Compute the logits of this rank's real columns, in the weight's dtype or float32, as a new tensor."""
         columns = weight[: self.shard.width].t()
         if not self.fp32_logits or weight.dtype == torch.float32:
             logits = hidden @ columns
         elif hidden.is_cuda:
-            # Without a copy of the weight in float32.
+            # Avoids a float32 copy of the weight.
             logits = torch.mm(hidden, columns, out_dtype=torch.float32)
         else:
             logits = hidden.float() @ columns.float()
         return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Float32 logits over the temperature, in place of `logits` where these are float32."""
+        """Divide logits by the temperature, in float32; in place if `logits` is float32."""
         return logits.float().div_(self.temperature)
 
     def gradient_of_logits(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """From the gradient of the scaled logits to that of hidden @ weight^T; overwrites `gradient`."""
+        """Convert the gradient of the scaled logits to that of hidden @ weight^T; overwrites `gradient`."""
         gradient.div_(self.temperature)
         if self.softcap is not None:
             gradient.mul_(1 - (logits.float() / self.softcap).square_())
@@ -177,9 +177,9 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight = _WeightGradient(weight, ctx.main_grad) if ctx.needs_input_grad[1] else None
         for chunk in output.chunks(len(hidden)):
             logits = output.logits(hidden[chunk], weight)
-            # Soft-capping is undone with the logits, which are otherwise not needed again.
+            # Only the backward pass of soft-capping needs the logits again.
             log_p = output.scaled(logits if output.softcap is None else logits.clone())
-            # One after the other: their sum would lose the small log_total beside a large logit.
+            # Subtracted one after the other, because their sum would lose a small log_total next to a large logit.
             log_p.sub_(largest[chunk, None]).sub_(log_total[chunk, None])
             gradient = _gradient_of_scaled(
                 log_p,
@@ -198,7 +198,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _WeightGradient:
-    """The gradient of the output layer, added up in float32 over chunks."""
+    """Accumulates the gradient of the output layer over chunks, in float32."""
 
     def __init__(self, weight: Tensor, main_grad: Tensor | None) -> None:
         self._weight = weight
@@ -206,7 +206,9 @@ class _WeightGradient:
         self._total = main_grad if self._is_main else torch.zeros_like(weight, dtype=torch.float32)
 
     def add(self, gradient: Tensor, hidden: Tensor) -> None:
-        """Add that of logits with `gradient` [rows, columns], which `hidden` [rows, H] gave; later columns get 0."""
+        """Add the part of logits with `gradient` [rows, columns], computed from `hidden` [rows, H]; later columns get
+        0.
+        """
         assert self._total is not None
         total = self._total[: gradient.shape[1]]
         if gradient.dtype == total.dtype:
@@ -215,7 +217,7 @@ class _WeightGradient:
         for start in range(0, len(total), rows := max(1, _BLOCK_ELEMENTS // hidden.shape[1])):
             block = gradient[:, start : start + rows].t()
             if hidden.is_cuda:
-                # Without copies of both in float32.
+                # Avoids float32 copies of both.
                 total[start : start + rows].add_(torch.mm(block, hidden, out_dtype=torch.float32))
             else:
                 total[start : start + rows].addmm_(block.float(), hidden.float())
@@ -258,11 +260,11 @@ def _gradient_of_scaled(
 def _summarise(x: Tensor, labels: Tensor, shard: _Shard, with_squares: bool) -> Tensor:
     """Per row: largest x, its index in the vocabulary, sum e, sum e (x - largest), x of the label, sum e^2.
 
-    float64[rows, 6]; e is exp(x - largest). The x of a label that lies in another shard is -inf. Without
-    `with_squares` the last is 0. Overwrites `x`.
+    float64[rows, 6]; e is exp(x - largest). The x of a label in another shard is -inf. Without `with_squares` the last
+    is 0. Overwrites `x`.
     """
     if not shard.width:
-        # The lowest finite value, not -inf, whose difference times the sum of 0 would not be a number.
+        # The lowest finite value, not -inf, which would give NaN when multiplied by the zero sum.
         empty = (torch.finfo(torch.float32).min, 0.0, 0.0, 0.0, float("-inf"), 0.0)
         return x.new_tensor(empty, dtype=torch.float64).expand(len(x), 6)
     largest, best = x.max(dim=-1)
@@ -290,7 +292,7 @@ def _gather(summary: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _combine(summaries: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Largest logit and log sum e of the whole vocabulary, log p(label), entropy, index of the largest, sum p^2."""
     largest_of, best_of, sum_of, product_of, label_of, squares_of = summaries.unbind(-1)
-    # The first shard of several with the same largest logit: shards are in the order of the vocabulary.
+    # On ties, the first shard has the first index, as shards are in vocabulary order.
     largest, winner = largest_of.max(dim=0)
     shift = largest_of - largest
     scale = shift.exp()

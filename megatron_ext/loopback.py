@@ -1,6 +1,6 @@
-"""Keeping torch's rendezvous off the network when all ranks are on this machine.
+"""Keeps torch's rendezvous off the network when all ranks are on this machine.
 
-torch is imported by what is called here: a process that has no ranks does without.
+torch is imported inside the functions, so that a process without ranks need not import it.
 """
 
 import socket
@@ -18,23 +18,23 @@ _LOOPBACK_NAMES = (LOOPBACK, "localhost", "::1")
 
 
 def listen_on_loopback() -> None:
-    """Let the store of a rendezvous at a loopback address listen there and nowhere else; idempotent.
+    """Make the store of a rendezvous at a loopback address listen only there; idempotent.
 
-    torch (2.11 to 2.14) binds it to all interfaces whatever address it was given.
+    torch (2.11 to 2.14) binds it to all interfaces, regardless of the address.
     """
-    # The package's attribute of this name is a function.
+    # Imported by name, because the package's attribute `rendezvous` is a function.
     rendezvous: Any = import_module("torch.distributed.rendezvous")
     if rendezvous._create_c10d_store.__module__ != __name__:
         rendezvous._create_c10d_store = _listening_on_loopback(rendezvous._create_c10d_store)
 
 
 def is_loopback(url: str) -> bool:
-    """Whether torch's `init_method`, such as tcp://127.0.0.1:29500, is an address of this machine alone."""
+    """Whether torch's `init_method`, such as tcp://127.0.0.1:29500, is a loopback address."""
     return urlsplit(url).hostname in _LOOPBACK_NAMES
 
 
 def open_store(host: str, timeout: timedelta) -> "TCPStore":
-    """A new store of this process, reachable at its `port` of `host`; on loopback, from this machine alone."""
+    """Open a store in this process, reachable at its `port` on `host`; at a loopback address only from this machine."""
     from torch.distributed import TCPStore
 
     if host not in _LOOPBACK_NAMES:

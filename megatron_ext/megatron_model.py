@@ -57,10 +57,10 @@ P = TypeVar("P")
 
 
 class MegatronModel:
-    """A model cut over the ranks of this job, and everything that is done with it.
+    """This rank's part of a model, and all operations on it.
 
-    `head` says what the model makes of its last hidden states. The argument `architecture` describes a language model,
-    whose backbone a value model takes; the attribute `architecture` describes this model.
+    `head` says what the model computes from its last hidden states. The argument `architecture` describes a language
+    model, whose backbone a value model uses; the attribute `architecture` describes this model.
 
     Every method is collective: all ranks of the model call it with the same arguments, except for the batch, where each
     data-parallel rank gets its own part.
@@ -81,7 +81,7 @@ class MegatronModel:
             shared_prefixes=options.shared_prefixes,
             mtp_is_detached=options.mtp_training == "detached",
         )
-        """Model chunks of this rank, one per virtual pipeline stage, as they are without data parallelism."""
+        """Model chunks of this rank, one per virtual pipeline stage, not wrapped for data parallelism."""
         if options.adapter is not None:
             check_modules(self.module_names)  # before all weights are read
         self.trained_mtp_layers = 0 if options.mtp_training == "none" else self.architecture.mtp_layers
@@ -93,20 +93,20 @@ class MegatronModel:
         self._weights_are_complete = True
         self._scales = DelayedScales(self.bare_chunks, options)
         self.chunks: Sequence[Wrapped] = []
-        """The chunks with their buffers; none before `prepare_training`."""
+        """The chunks wrapped for data parallelism; empty before `prepare_training`."""
         self.residence = OffloadableState(self._weight_tensors)
-        """Where the state is: all of it on the device, until somebody moves it."""
+        """Tracks which parts of the state are on the device; at first all are."""
         self._wait_for_reader: Callable[[], None] | None = None
 
     @property
     def module_names(self) -> ModuleNames:
-        """The names by which `local_tensors` are known."""
+        """The naming scheme of `local_tensors`."""
         return module_names(self.bare_chunks[0].config)
 
     def local_tensors(self) -> dict[str, Tensor]:
         """This rank's weights by the names of its Megatron layout: the tensors that train steps change.
 
-        Whoever keeps them calls `complete_weights` each time before reading.
+        A caller that keeps them must call `complete_weights` before each read.
         """
         self.complete_weights()
         return local_tensors(self.bare_chunks)
@@ -114,8 +114,8 @@ class MegatronModel:
     def complete_weights(self) -> None:
         """Give every rank all weights of the last train step.
 
-        With `overlap_param_gather` a step leaves each data-parallel rank with its own part of them. A forward pass
-        gathers the others' by itself, so that steps in a row overlap; every other reader has to ask.
+        With `overlap_param_gather` each data-parallel rank has only its own part after a step. The next forward pass
+        gathers the others, so that the gather overlaps; every other reader must call this.
         """
         self.residence.require("weights")
         if not self._weights_are_complete:
@@ -123,12 +123,12 @@ class MegatronModel:
             self._weights_are_complete = True
 
     def lend_state(self, wait: Callable[[], None]) -> None:
-        """Let somebody read weights and training state beside the run: before they change, `wait` is called, once."""
+        """Lend weights and training state to a concurrent reader: `wait` is called once before they change."""
         self.take_state_back()
         self._wait_for_reader = wait
 
     def take_state_back(self) -> None:
-        """Wait until nobody reads what was lent."""
+        """Wait until the state that was lent is no longer read."""
         wait, self._wait_for_reader = self._wait_for_reader, None
         if wait is not None:
             wait()
@@ -153,9 +153,9 @@ class MegatronModel:
             self.adapters.load(options.path)
 
     def trained_weights(self, names: Collection[str] | None = None) -> AbstractContextManager[None]:
-        """Inside, `local_tensors` hold the weights of the trained model: with adapters merged into them.
+        """Context in which `local_tensors` hold the trained weights, with adapters merged into them.
 
-        `names` are those of the tensors that are read; None is all.
+        `names` are the tensors to be read; None means all.
         """
         return self.adapters.merged(names) if self.adapters else nullcontext()
 
@@ -190,20 +190,20 @@ class MegatronModel:
         self._expert_load = ExpertLoad(self.bare_chunks, self.architecture.num_layers)
         self._balance = RouterBalance(self.bare_chunks, RouterLosses.of(options.transformer))
         self.residence = OffloadableState(self._weight_tensors, self._training_tensors, self.chunks)
-        # Buffers begin as they are after a step: the next forward pass gathers, whatever the weights are by then.
+        # Buffers start in the state after a step: the next forward pass gathers the weights.
         self._weights_are_complete = not gathers_in_forward(self.chunks)
         if options.parallel.use_torch_fsdp2 or options.steps_on_host:
-            # Transformer Engine's Adam, to 2.11, would make moments of all rows in its first step. An optimizer that is
-            # in part on the host tells only with its state which main parameters it has made on the GPU.
+            # Transformer Engine's Adam, up to 2.11, would create moments of all rows in its first step. A partly
+            # offloaded optimizer only reveals its main parameters on the GPU with its state.
             compat.prime_optimizer_state(self.optimizer)
 
     def freeze(self) -> None:
-        """Leave the model as it is, in place of `prepare_training`: no gradients, no optimizer, no buffers."""
+        """Use instead of `prepare_training` for a model that is not trained: no gradients, optimizer or buffers."""
         for chunk in self.bare_chunks:
             chunk.eval().requires_grad_(False)
 
     def offload(self, parts: Collection[StatePart]) -> None:
-        """Move parts of the state to the host, until `reload`: what needs them then raises RuntimeError."""
+        """Move parts of the state to the host until `reload`; methods that need them raise RuntimeError."""
         self.take_state_back()
         if self.residence.has("weights"):
             self.complete_weights()
@@ -216,7 +216,7 @@ class MegatronModel:
         self.residence.offload(parts)
 
     def reload(self, parts: Collection[StatePart]) -> None:
-        """Have parts of the state back on the device. Raises DeviceFullError where they do not fit."""
+        """Move parts of the state back to the device. Raises DeviceFullError if they do not fit."""
         self.residence.reload(parts)
 
     def log_probs(
@@ -233,7 +233,7 @@ class MegatronModel:
         return LogProbs(**{name: unpack_all(each, packed, batch, micro_batches) for name, each in found.items()})
 
     def values(self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor | None:
-        """float32[T]: at each token of `batch` the value of the state it was chosen in; 0 for first tokens.
+        """float32[T]: for each token of `batch` the value of the state in which it was chosen; 0 for first tokens.
 
         Needs a model with a value head. None on all but the last pipeline stage.
         """
@@ -259,10 +259,10 @@ class MegatronModel:
         *,
         temperature: float = 1.0,
     ) -> StepResult[M]:
-        """One optimizer step on `batch`. The `temperature` divides logits; a value model has none.
+        """Run one optimizer step on `batch`. Logits are divided by `temperature`; a value model has none.
 
-        Raises RuntimeError if a gradient is not finite: before a weight changes, or with `check_for_nan_in_grad` off,
-        which leaves only the norm to go by, after that.
+        Raises RuntimeError if a gradient is not finite: before a weight changes or, with `check_for_nan_in_grad` off,
+        where only the norm shows it, afterwards.
         """
         self.residence.require("weights", "training")
         self.take_state_back()
@@ -298,7 +298,7 @@ class MegatronModel:
         )
 
     def _step_optimizer(self) -> float:
-        """Change the weights. Returns the norm of the gradients before they were clipped; raises as `train_step`."""
+        """Update the weights. Returns the gradient norm before clipping; raises as `train_step`."""
         if self.options.parallel.use_torch_fsdp2 and not all_finite(self.chunks):
             raise RuntimeError("a gradient is not a number, or infinite: no weight was changed")
         updated, gradient_norm, _ = self.optimizer.step()
@@ -324,19 +324,19 @@ class MegatronModel:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def keep_reference(self) -> None:
-        """Remember the present weights as those of the reference model, which without its adapters it is by itself."""
+        """Keep a copy of the present weights as the reference model; with adapters, the base model needs none."""
         if self.adapters is None:
             if self.options.parallel.use_torch_fsdp2 and not self.chunks:
                 raise RuntimeError("FSDP2 has not cut the weights yet: prepare_training comes before keep_reference")
             self.reference = ReferenceWeights(self.local_tensors())
 
     def refresh_reference(self) -> None:
-        """Make the present weights those of the reference, which checkpoints then hold."""
+        """Copy the present weights to the reference model; checkpoints then include them."""
         self.take_state_back()
         self._kept_reference().refresh(self.local_tensors())
 
     def reference_weights(self) -> AbstractContextManager[None]:
-        """Inside, the model computes with the reference weights."""
+        """Context in which the model computes with the reference weights."""
         if self.adapters is not None:
             return self.adapters.off()
         self.take_state_back()
@@ -367,7 +367,7 @@ class MegatronModel:
     def _packed_micro_batches(
         self, batch: RaggedBatch, micro_batches: Sequence[Sequence[int]], *, are_counted: bool = False
     ) -> list[MicroBatch]:
-        """`micro_batches_of` the arguments for a pass that counts, which is with scales: collective, as that is."""
+        """`micro_batches_of` the arguments, after making sure that delayed scales exist; collective."""
         packed = self.micro_batches_of(batch, micro_batches, are_counted=are_counted)
         self._scales.learn(packed)
         return packed
@@ -377,7 +377,7 @@ class MegatronModel:
     ) -> list[MicroBatch]:
         """This rank's micro-batches of `batch`; `micro_batches` lists the sequences of each.
 
-        With `are_counted` routers are told which of the tokens they see, as in a train step.
+        With `are_counted` routers are told which tokens they see, as in a train step.
         """
         self.residence.require("weights")
         config = self.bare_chunks[0].config

@@ -1,4 +1,4 @@
-"""Causal attention of sequences that lie end to end, in plain torch."""
+"""Causal attention over concatenated sequences, in plain torch."""
 
 import math
 from collections import defaultdict
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from megatron_ext.attention.whole_scores import attend_by_whole_scores
 
-# From this length on, giving the values the width of the keys costs less than the torch kernel without tiles, whose
-# memory is quadratic in the length.
+# From this length on, padding the values to the width of the keys is cheaper than torch's untiled kernel, whose memory
+# is quadratic in the length.
 _TILED_FROM = 128
-# Up to this length a CPU multiplies whole matrices of scores in less time than torch's kernel takes for small tiles of
+# Up to this length, on a CPU, multiplying whole score matrices is faster than torch's tiled kernel, which computes only
 # their lower half.
 WHOLE_SCORES_UP_TO = 512
-# From this length on, a CPU computes a sequence alone in less time than it takes to pad it, and to copy it to a batch
-# and back.
+# From this length on, on a CPU, computing a sequence alone is faster than padding it and copying it to a batch and
+# back.
 ALONE_FROM = 64
 
 
@@ -35,7 +35,7 @@ def packed_causal_attention(
     softcap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal self-attention of sequences lying end to end.
+    """Causal self-attention of concatenated sequences.
 
     `query` [T, heads, k_width]; `key` [T, groups, k_width] and `value` [T, groups, v_width] with heads a multiple of
     groups; `cu_seqlens` [N + 1] are the sequences' bounds in T, the last of which is T. Returns [T, heads, v_width].
@@ -71,11 +71,11 @@ def packed_causal_attention(
 def _attend_alone(
     query: Tensor, key: Tensor, value: Tensor, bounds: list[int], starts: list[int], attend: Callable[..., Tensor]
 ) -> list[Tensor]:
-    """The outputs of the sequences that begin at `starts`, none of which is copied."""
+    """The outputs of the sequences that begin at `starts`, computed one by one without copies."""
     if not starts:
         return []
     lengths = [stop - start for start, stop in pairwise(bounds)]
-    # Cut in one operation: backward, the gradients of all parts are then put together in one, too.
+    # Split in one operation, so that backward concatenates all gradients in one, too.
     sequences = zip(*(tensor.split(lengths) for tensor in (query, key, value)), strict=True)
     by_start = {start: sequence for start, sequence in zip(bounds, sequences, strict=False) if len(sequence[0])}
     return [attend(*(tensor[None] for tensor in by_start[start]))[0] for start in starts]
@@ -104,7 +104,7 @@ def padded_index(starts: list[int], lengths: list[int], device: torch.device) ->
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, dropout: float) -> Tensor:
-    # Padding comes after all tokens of a sequence, where the causal mask hides it.
+    # Padding is at the end of each sequence, where the causal mask hides it.
     if query.device.type == "cpu" and query.shape[1] <= WHOLE_SCORES_UP_TO and not dropout:
         return attend_by_whole_scores(query, key, value, softmax_scale)
     query, key, value = by_head(query, key, value)

@@ -1,8 +1,8 @@
-"""Context parallelism: every rank of a group has a part of each sequence, and all have the results of the whole.
+"""Context parallelism: every rank of a group holds a part of each sequence, and gets the results of the whole.
 
 A sequence is padded to a multiple of 2 R tokens, for R ranks, and cut into 2 R chunks of the same length. Rank r has
-the chunks r and 2 R - 1 - r: a token attends to all before it, so that an early chunk and a late one together cost
-what any other two do. Megatron-core and Transformer Engine cut packed sequences in the same way.
+the chunks r and 2 R - 1 - r: attention is causal, so pairing an early chunk with a late one costs the same on every
+rank. Megatron-core and Transformer Engine cut packed sequences in the same way.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from megatron_ext.packing.packing import MicroBatch, Part, positions_within
 
 @dataclass(frozen=True)
 class ContextPart(Part):
-    """The tokens of a micro-batch that one rank of a context-parallel group computes with: L of them.
+    """The L tokens of a micro-batch that one rank of a context-parallel group computes with.
 
     `cu_seqlens` and `max_seqlen` are those of whole sequences, with their padding.
     """
 
     places: Tensor
-    """long[T']: where the tokens of the micro-batch are among those of all ranks, one rank after the other."""
+    """long[T'], the index of each token of the micro-batch in the concatenation of all ranks' tokens."""
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """See `Part`; padding is in none of them."""
@@ -33,9 +33,9 @@ class ContextPart(Part):
         return rows[tokens], tokens
 
     def whole(self, values: Tensor) -> Tensor:
-        """Values [L] of this rank's tokens to those [T'] of the whole micro-batch, on every rank; differentiable.
+        """Gather values [L] of this rank's tokens to those [T'] of the whole micro-batch on every rank; differentiable.
 
-        All ranks compute the same loss of the result: of its gradient each takes the part of its own tokens.
+        All ranks compute the same loss from the result, so backward each takes its own tokens' part of the gradient.
         """
         group = parallel_state.get_context_parallel_group()
         gathered = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False, group=group)
@@ -47,7 +47,7 @@ def cut(micro_batch: MicroBatch, ranks: int, rank: int, align: int) -> ContextPa
     bounds = micro_batch.cu_seqlens.long()
     lengths = bounds.diff()
     padded = -(-lengths // (2 * ranks)) * 2 * ranks
-    # The rest is one more sequence, of whole chunks, too.
+    # The remaining padding is one more sequence of whole chunks.
     step = torch.lcm(torch.tensor(2), torch.tensor(align))
     if rest := int(-(padded.sum() // ranks) % step):
         padded = torch.cat([padded, padded.new_tensor([rest * ranks])])

@@ -1,11 +1,11 @@
-"""Which core attention a model gets with Transformer Engine: the first that computes its packed sequences right here.
+"""Chooses the core attention of a model with Transformer Engine: the first that handles its packed sequences correctly.
 
 Transformer Engine's support depends on its version, cuDNN's and the GPU: packed sequences (THD) whose values are
-narrower than their keys, as in multi-latent attention, end in an error on some. So one small pass forward and backward
-is made before the model is.
+narrower than their keys, as in multi-latent attention, fail on some. So a small forward and backward pass is tried
+before the model is built.
 
-Where nothing else can, Transformer Engine multiplies whole matrices of scores, and pads all sequences of a micro-batch
-to its longest: one of 8,192 tokens beside thirty short ones takes 67 GB. None is chosen that only this computes.
+As a last resort Transformer Engine multiplies whole score matrices, and pads all sequences of a micro-batch to the
+longest: one of 8,192 tokens with thirty short ones takes 67 GB. An attention that would need this is not chosen.
 """
 
 import logging
@@ -31,14 +31,14 @@ from megatron_ext.attention.packed_attention import PackedAttention
 logger = logging.getLogger(__name__)
 
 _UNFUSED = "NVTE_UNFUSED_ATTN"
-"""Variable that lets Transformer Engine multiply whole matrices of scores; megatron-core sets it."""
+"""Variable that allows Transformer Engine's whole score matrices; megatron-core sets it."""
 _LENGTHS = (40, 24)
 _TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float32: 1e-4}
 """Largest error of outputs and gradients, whose size is about 1."""
 
 
 def needs_preflight(config: TransformerConfig) -> bool:
-    """Whether Transformer Engine may be without a kernel: for narrower values than keys, float32, or this GPU."""
+    """Whether Transformer Engine may lack a kernel: for values narrower than keys, for float32, or on this GPU."""
     return bool(config.multi_latent_attention) or config.params_dtype == torch.float32 or _may_lack_kernel(config)
 
 
@@ -57,14 +57,14 @@ def _may_lack_kernel(config: TransformerConfig) -> bool:
 
 
 def core_attention(fused: type[nn.Module], config: TransformerConfig) -> type[nn.Module]:
-    """`fused`, or with values padded to the width of the keys, or plain torch: the first that is right on this device.
+    """Return `fused`, `fused` with values padded to the width of the keys, or plain torch: the first that works here.
 
     Transformer Engine may use the kernels that the configuration chooses, here and afterwards; here none that keeps
     scores, unless that is what it chooses.
 
     Raises UserError if none is.
     """
-    # megatron-core says it in the environment, and not before it makes the model: too late for a pass without one.
+    # megatron-core sets the environment only when it builds the model, too late for this trial pass.
     LanguageModule._set_attention_backend(SimpleNamespace(config=config))
     with _without_kept_scores(config):
         return _first_that_works((fused, with_padded_values(fused), PackedAttention), config)
@@ -72,7 +72,7 @@ def core_attention(fused: type[nn.Module], config: TransformerConfig) -> type[nn
 
 @contextmanager
 def _without_kept_scores(config: TransformerConfig) -> Iterator[None]:
-    """Inside, Transformer Engine has an error in place of whole matrices of scores."""
+    """Within the context, Transformer Engine fails in place of using whole score matrices."""
     chosen = os.environ[_UNFUSED]
     if config.attention_backend != AttnBackend.unfused:
         os.environ[_UNFUSED] = "0"
@@ -95,7 +95,7 @@ def _first_that_works(candidates: Sequence[type[nn.Module]], config: Transformer
 
 
 def with_padded_values(core: type[nn.Module]) -> type[nn.Module]:
-    """A core attention like `core`, in which values are given the width of the keys and outputs lose it again."""
+    """A core attention like `core` that pads values to the width of the keys, and cuts the outputs back."""
     return type(f"PaddedValues{core.__name__}", (_PaddedValues, core), {})
 
 
@@ -117,8 +117,8 @@ class _PaddedValues(nn.Module):
 
 
 def why_not(core: type[nn.Module], config: TransformerConfig) -> str | None:
-    """Why `core` cannot be the attention of a model with `config`; None if a pass forward and backward is right."""
-    # Whole sequences only: the ranks of a context-parallel group would each have a part.
+    """Why `core` does not work for a model with `config`; None if a forward and backward pass is correct."""
+    # Test whole sequences, without context parallelism.
     config = copy(config)
     config.context_parallel_size = 1
     inputs = _inputs(config)
@@ -128,7 +128,7 @@ def why_not(core: type[nn.Module], config: TransformerConfig) -> str | None:
         return f"{type(error).__name__}: {error}"
     expected = _pass(PackedAttention, config, inputs)
     difference = max(float(((a - b).abs() / (1 + b.abs())).max()) for a, b in zip(found, expected, strict=True))
-    # A difference that is not a number is none that is small.
+    # Negated so that a NaN fails, too.
     if not difference <= _TOLERANCE[config.params_dtype]:
         return f"its result is {difference:.3g} away from that of plain torch"
     return None
@@ -176,7 +176,7 @@ def _pass(core: type[nn.Module], config: TransformerConfig, inputs: Sequence[Ten
     )
     *leaves, gradient = (tensor.detach().requires_grad_() for tensor in inputs)
     with torch.enable_grad():
-        # In training mode: Transformer Engine chooses other kernels where there is no backward pass.
+        # In training mode, because Transformer Engine chooses other kernels without a backward pass.
         output = attention(
             *leaves, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed, attention_bias=None
         )

@@ -19,10 +19,10 @@ from megatron_ext.attention.prefix_attention import SharedSequences, prefix_atte
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention within each of the sequences that lie end to end in a micro-batch (THD).
+    """Causal attention within each sequence of a packed micro-batch (THD).
 
-    Under context parallelism this rank has the tokens that `context_parallel.cut` chose; what sequences share is there
-    once with `shared_prefixes.share`.
+    Under context parallelism this rank has the tokens chosen by `context_parallel.cut`; with `shared_prefixes.share`
+    shared prefixes are present once.
 
     Takes the place of megatron-core's DotProductAttention, which refuses packed sequences and keys and values of
     different width (multi-latent attention).
@@ -90,7 +90,7 @@ class PackedAttention(MegatronModule):
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int | None:
-    """Over how many tokens, itself included, a token of the layer looks back; None over all."""
+    """The size of the layer's attention window, the token itself included; None for full attention."""
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return None
     before = config.window_size[0]

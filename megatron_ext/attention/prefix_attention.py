@@ -1,8 +1,8 @@
-"""Attention where common beginnings of sequences are there once: to the own node, and to the prefixes before it.
+"""Attention with shared prefixes present once: each token attends to its own node, and to the prefixes before it.
 
-Each part is one call of a kernel that takes sequences of several lengths, and gives the log-sum-exp of its scores, by
-which parts are merged into one softmax. Backward each part is given the output and log-sum-exp of the whole, and so
-finds its part of the gradient.
+Each part is one call of a varlen kernel, which also returns the log-sum-exp of its scores, by which the parts are
+merged into one softmax. Backward each part gets the merged output and log-sum-exp, from which it computes its part of
+the gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,40 +25,40 @@ Place = tuple[int, int]
 
 
 class _Part(NamedTuple):
-    """Queries of N places look at keys of as many others, [start, stop) each."""
+    """N ranges [start, stop) of queries, each attending to one range of keys."""
 
     queries: Sequence[Place]
     keys: Sequence[Place]
     is_causal: bool
     lengths: tuple[tuple[int, ...], tuple[int, ...]]
-    """The queries' and the keys'."""
+    """Lengths of the query ranges and of the key ranges."""
 
     @classmethod
     def of(cls, queries: Sequence[Place], keys: Sequence[Place], *, is_causal: bool) -> "_Part":
-        """With the lengths of both."""
+        """Make a part, computing its lengths."""
         return cls(queries, keys, is_causal, (_lengths(queries), _lengths(keys)))
 
     def sequences(self, scale: float) -> VarlenSequences:
-        """As a kernel is told."""
+        """The part as a kernel's argument."""
         return VarlenSequences(*self.lengths, self.is_causal, scale)
 
 
 @dataclass
 class SharedSequences(PackedSequences):
-    """Nodes of a `SharedPart`, end to end, for every layer.
+    """The concatenated nodes of a `SharedPart`, for every layer.
 
     Example: SharedSequences(bounds=part.bounds, levels=part.levels)
     """
 
     bounds: tuple[int, ...] = ()
-    """The values of `cu_seqlens_q`: a layer that read them there would wait for the device."""
+    """The values of `cu_seqlens_q` on the host, as reading them there would synchronize with the device."""
     levels: tuple[Level, ...] = ()
     positions: Tensor | None = None
-    """long[L]: of each token in its sequence."""
+    """long[L], the position of each token in its sequence."""
 
     @cached_property
     def parts(self) -> list[_Part]:
-        """The parts that attention is made of, the same in every layer: own nodes, then the prefixes of a level."""
+        """The parts of attention, the same in every layer: own nodes, then one part per level of prefixes."""
         own = _own(self.bounds)
         behind = [
             _Part.of(
@@ -80,7 +80,7 @@ def prefix_attention(
     softcap: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Causal self-attention of nodes that lie end to end, each token also to the prefixes before it.
+    """Causal self-attention of concatenated nodes, whose tokens also attend to the prefixes before them.
 
     Shapes are those of `packed_causal_attention`. Memory is linear in the number of tokens; it is quadratic in those of
     a tree with `dropout`, `softcap` or `window`, and on devices without a kernel.
@@ -92,7 +92,7 @@ def prefix_attention(
         outputs = [_attend_to_visible(query, key, value, tree, window, options) for tree in trees]
         return torch.cat(outputs)
     width = value.shape[-1]
-    # Kernels take values of the width of the keys alone.
+    # Kernels need values as wide as the keys.
     value = F.pad(value, (0, key.shape[-1] - width))
     return _OwnAndPrefixes.apply(query, key, value, shared.parts, kernel, softmax_scale)[..., :width]
 
@@ -102,7 +102,7 @@ def _own(bounds: Sequence[int]) -> list[Place]:
 
 
 class _OwnAndPrefixes(torch.autograd.Function):
-    """Attention causally to a token's own node, and to each prefix before it, in one softmax."""
+    """Causal attention to a token's own node, and to each prefix before it, in one softmax."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -159,7 +159,7 @@ def _by_place(places: Sequence[Place], *values: Tensor) -> Iterator[tuple[Any, .
 
 
 def _trees(bounds: Sequence[int], levels: Sequence[Level]) -> Iterator[tuple[int, int, Tensor]]:
-    """Each tree of nodes: its place, and bool[L, L] whether a query, the row, sees a key."""
+    """Each tree of nodes: its range, and bool[L, L], whether a query (row) sees a key."""
     own = _own(bounds)
     roots = [(each.start, each.stop) for each in levels[0]] if levels else []
     inside = {place for place in own for start, stop in roots if start <= place[0] < stop}

@@ -1,4 +1,4 @@
-"""Rotary frequencies of packed sequences: tables of few lengths, and rows where a shared prefix is before a node."""
+"""Rotary frequencies of packed sequences: tables of few distinct lengths, and per-token rows for shared prefixes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,20 +10,20 @@ from torch import Tensor
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """The bounds of the sequences of a micro-batch, and how long the tables are that their positions are looked up in.
+    """The bounds of a micro-batch's sequences, and the length of the rotary tables for their positions.
 
     Example: PackedSequences(**bounds, rotary_rows=table_rows(longest=700, tokens=3000)) has tables of 1024 positions.
     """
 
     rotary_rows: int | None = None
-    """None is as many as the longest sequence has tokens."""
+    """Rows of the table; None means the length of the longest sequence."""
 
 
 def table_rows(longest: int, tokens: int) -> int:
-    """Rows of the table for sequences of at most `longest` of all `tokens`: round numbers, of which there are few.
+    """Rows of the table for sequences of at most `longest` of all `tokens`: one of few round numbers.
 
-    Where a sequence is not all, they are fewer than `tokens`: latent attention cuts more off, and megatron-core takes a
-    table of as many rows as tokens for one of a row for each.
+    Unless one sequence has all tokens, the result is below `tokens`: latent attention would cut off more rows, and
+    megatron-core takes a table with as many rows as tokens for one with a row per token.
     """
     step = 1 << (longest - 1).bit_length()
     if longest >= tokens:
@@ -34,17 +34,17 @@ def table_rows(longest: int, tokens: int) -> int:
 
 
 def rotate_by_position(chunk: torch.nn.Module) -> None:
-    """Have every rotary embedding of `chunk` follow the positions of `SharedSequences`, where it is given these.
+    """Make every rotary embedding of `chunk` use the positions of `SharedSequences`, if it is given these.
 
-    megatron-core 0.16.1 counts the positions of packed sequences from each bound. Frequencies for as many rows as there
-    are tokens it takes row by row instead (`rope_utils._apply_rotary_pos_emb_thd`), so each token is given its own.
+    megatron-core 0.16.1 counts positions from each bound of packed sequences. But a table with as many rows as tokens
+    is applied row by row (`rope_utils._apply_rotary_pos_emb_thd`), so each token is given its own frequencies.
     """
     for module in chunk.modules():
         rotary = getattr(module, "rotary_pos_emb", None)
         if isinstance(rotary, torch.nn.Module):
             following = _Following()
-            # The model asks its embedding once for all layers, and each latent attention asks its own, also where a
-            # layer is computed again: both are told the sequences of the micro-batch just before.
+            # The model calls its embedding once for all layers; each latent attention calls its own, also on recompute.
+            # Both are told the micro-batch's sequences just before.
             module.register_forward_pre_hook(following.hear, with_kwargs=True)
             rotary.register_forward_hook(following.pick)
 
@@ -59,7 +59,7 @@ class _Following:
     def pick(self, _rotary: torch.nn.Module, _inputs: Any, output: Any) -> Any:
         if self._positions is None:
             return output
-        # YaRN gives a factor beside the frequencies.
+        # YaRN also returns a factor.
         if isinstance(output, tuple):
             return output[0][self._positions], *output[1:]
         return output[self._positions]

@@ -1,4 +1,4 @@
-"""Kernels for attention of sequences of several lengths, with the log-sum-exps by which parts are merged."""
+"""Kernels for attention over sequences of different lengths, which return the log-sum-exps needed to merge parts."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -23,9 +23,9 @@ _WIDEST_HEAD, _HEAD_STEP = 256, 8
 
 
 class VarlenSequences(NamedTuple):
-    """The queries of each of N sequences look at the keys of another; all lie end to end.
+    """Concatenated queries and keys of N pairs of sequences: each query attends to its pair's keys.
 
-    Where `is_causal` both are of the same tokens, and each looks at itself and those before it.
+    If `is_causal`, both are of the same tokens, and attention is causal.
     """
 
     queries: tuple[int, ...]
@@ -37,7 +37,7 @@ class VarlenSequences(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """Attention of queries to all their keys."""
+    """The merged attention of queries to all their keys."""
 
     gradient: Tensor
     """With respect to the output."""
@@ -56,15 +56,15 @@ class Kernel(Protocol):
     def backward(
         self, query: Tensor, key: Tensor, value: Tensor, merged: Merged, sequences: VarlenSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value: their part where `merged` is of more keys than these."""
+        """Gradients of query, key and value; these keys' part of them if `merged` covers more keys."""
         ...
 
 
 def merge(output: Tensor, total: Tensor, of_others: Tensor, total_of_others: Tensor) -> None:
-    """Merge, in place, the attention `output` [..., width] of queries with that to other keys: one softmax over both.
+    """Merge, in place, the attention `output` [..., width] of queries with that to other keys: one softmax over all.
 
-    Each has the log-sum-exps [...] of its scores; `total` becomes that of all. Backward each part is given the merged
-    ones, and so finds its part of the gradient of the whole.
+    Each has the log-sum-exps [...] of its scores; `total` is updated to that of all keys. Backward each part gets the
+    merged values, from which it computes its part of the gradient.
     """
     merged = torch.logaddexp(total, total_of_others)
     output.mul_((total - merged).exp_()[..., None])
@@ -73,7 +73,7 @@ def merge(output: Tensor, total: Tensor, of_others: Tensor, total_of_others: Ten
 
 
 def kernel_for(query: Tensor) -> Kernel | None:
-    """The kernel for queries of this device, type and width, if there is one."""
+    """The kernel for queries of this device, dtype and width, if there is one."""
     if query.device.type == "cpu":
         return CpuKernel()
     width = query.shape[-1]
@@ -82,7 +82,7 @@ def kernel_for(query: Tensor) -> Kernel | None:
 
 
 class CudaKernel:
-    """Flash attention as torch has it: one call for all sequences."""
+    """torch's flash attention: one call for all sequences."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: VarlenSequences) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
@@ -95,7 +95,7 @@ class CudaKernel:
         self, query: Tensor, key: Tensor, value: Tensor, merged: Merged, sequences: VarlenSequences
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See `Kernel`."""
-        # The kernel takes the log-sum-exps to lie row by row, and random numbers, which nothing reads without dropout.
+        # The kernel expects contiguous log-sum-exps, and random numbers, which are unused without dropout.
         total, unused = merged.total.t().contiguous(), torch.zeros(2, dtype=torch.uint64, device=query.device)
         return _flash_backward(
             merged.gradient.contiguous(),
@@ -123,13 +123,13 @@ def _sizes(sequences: VarlenSequences, on: torch.device) -> tuple[Tensor, Tensor
     )
 
 
-@lru_cache(maxsize=64)  # every layer has the same, and a copy to the device waits for it
+@lru_cache(maxsize=64)  # every layer needs the same, and a copy to the device synchronizes
 def _bounds(lengths: tuple[int, ...], on: torch.device) -> Tensor:
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(on)
 
 
 class CpuKernel:
-    """One call for sequences of similar length: whole matrices of scores where these are small, else torch's tiles."""
+    """One call per batch of similar lengths: whole score matrices if these are small, else torch's tiled kernel."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sequences: VarlenSequences) -> tuple[Tensor, Tensor]:
         """See `Kernel`."""
@@ -150,7 +150,7 @@ class CpuKernel:
         results = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         for queries, keys in _batches(sequences, query.device):
             gradient, output, total = map(queries.of, merged)
-            # Padding repeats a token, whose keys would be given the gradient again.
+            # Padding repeats a token, whose keys would get the gradient twice.
             gradient = gradient.masked_fill(~queries.is_real[..., None, None], 0)
             inputs = queries.of(query), keys.of(key), keys.of(value), gradient, output, total
             derive = whole_scores.backward if _is_small(queries, keys) else _tiled_backward
@@ -166,7 +166,7 @@ class _Places:
     def __init__(self, starts: list[int], lengths: list[int], on: torch.device) -> None:
         self.longest = max(lengths)
         self._only = slice(starts[0], starts[0] + lengths[0]) if len(starts) == 1 else None
-        """One sequence is no copy."""
+        """A single sequence is not copied."""
         self._index, self.is_real = padded_index(starts, lengths, on)
         """long[N, H] and bool[N, H]"""
 
@@ -185,7 +185,7 @@ class _Places:
 
 
 def _is_small(queries: _Places, keys: _Places) -> bool:
-    """Whether a CPU computes all scores in less time than torch's kernel, which works in small tiles, and has room."""
+    """Whether computing all scores is faster on a CPU than torch's tiled kernel, and fits in memory."""
     return queries.longest * keys.longest <= WHOLE_SCORES_UP_TO**2
 
 

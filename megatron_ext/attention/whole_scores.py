@@ -1,6 +1,6 @@
-"""Attention by whole matrices of scores: on a CPU, short sequences take a third of the time of small tiles.
+"""Attention by whole score matrices: on a CPU, short sequences take a third of the time of a tiled kernel.
 
-The scores are made again on the way back, as a kernel in tiles does: nothing quadratic in the length stays in between.
+Scores are recomputed in the backward pass, as tiled kernels do, so nothing quadratic in the length is kept in between.
 Shapes are `query` [N, Q, heads, width], `key` [N, K, groups, width] and `value` [N, K, groups, v_width], with heads a
 multiple of groups; all is computed in float32 or better.
 """
@@ -26,10 +26,10 @@ def attend_by_whole_scores(query: Tensor, key: Tensor, value: Tensor, scale: flo
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> tuple[Tensor, Tensor]:
-    """Output [N, Q, heads, v_width] and the log-sum-exp of each query's scores [N, Q, heads]; no gradient follows."""
+    """Return the output [N, Q, heads, v_width] and each query's log-sum-exp [N, Q, heads]; not differentiable."""
     found = _scores(query, key, scores)
     weights = found.softmax(-1)
-    # The largest weight is the exponential of the largest score over the sum.
+    # The largest weight is exp(largest score) / sum.
     total = found.amax(-1, keepdim=True) - weights.amax(-1, keepdim=True).log()
     groups = key.shape[2]
     return _heads(weights @ _columns(value), query, groups), _heads(total, query.to(total.dtype), groups)[..., 0]
@@ -40,7 +40,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, for that of the output.
 
-    `output` and `total`, the log-sum-exps, may be those of more keys than these: then it is the part of these.
+    `output` and `total`, the log-sum-exps, may cover more keys than these; the result is then these keys' part.
     """
     weights = _scores(query, key, scores).sub_(_rows(total[..., None], key.shape[2])).exp_()
     return _gradients(query, key, value, weights, gradient, output, scores.scale)
@@ -68,7 +68,7 @@ def _gradients(
     groups = key.shape[2]
     of_output = _rows(gradient, groups)
     of_value = _keys(weights.mT @ of_output, value)
-    # Softmax: the gradient of a score is its weight times how much that of the weight is above the row's mean.
+    # Softmax: a score's gradient is its weight times the weight's gradient minus the row's weighted mean.
     mean = (of_output * _rows(output, groups)).sum(-1, keepdim=True)
     of_scores = (of_output @ _columns(value).mT).sub_(mean).mul_(weights).mul_(scale)
     of_query = _heads(of_scores @ _columns(key), query, groups)

@@ -1,8 +1,8 @@
 """The state of a training run in Megatron's distributed format (torch_dist), written and read by all ranks.
 
-All of it can be read at any layout and any number of ranks, the optimizer's state too. The random number generators, on
-which nothing but dropout depends, go on where the layout is the same, and start over where it is not.
-Where adapters are trained, only they are in it, beside their adapter_config.json: the weights stay what they were.
+Everything, including the optimizer's state, can be read at any layout and number of ranks. Random number generators,
+which only dropout depends on, continue if the layout is the same, and start over otherwise. If adapters are trained,
+the checkpoint has only them and their adapter_config.json, as the base weights do not change.
 """
 
 import argparse
@@ -50,14 +50,14 @@ from megatron_ext.optimizer.fully_sharded import is_cut
 from megatron_ext.optimizer.optimizer_shards import FORMAT, main_states, sharded_states, take_over
 
 _Part: TypeAlias = tuple[Any, ...]
-"""A part of a state that is saved, all but its values: what a plan follows from."""
+"""Everything about a saved part of the state except its values: the plan depends only on this."""
 _OPTIMIZER, _SCHEDULER = "optimizer", "opt_param_scheduler"  # Megatron-LM's names
 _TENSORS, _RNG, _LAYOUT = "optimizer_tensors", "rng_state", "layout"
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """Parts of the state that was saved last, and all that follows from them."""
+    """The parts of the last saved state, and everything derived from them."""
 
     parts: list[_Part]
     own_bytes: int
@@ -65,7 +65,7 @@ class _Planned:
 
 
 class Saving:
-    """Saves a model, one checkpoint at a time: `begin`, then `finish`, and in between the run may go on."""
+    """Saves a model, one checkpoint at a time: `begin`, then `finish`; the run may go on in between."""
 
     def __init__(self, model: MegatronModel) -> None:
         self._model = model
@@ -77,15 +77,15 @@ class Saving:
         """Collective: begin to write this rank's part of the model, optimizer, schedule and RNG to `folder`.
 
         Also the weights of the reference model, if they are no longer those that the model began with, and a list of
-        what was written with its checksums, for the manifest. With `in_background` it is the state of this moment that
-        is written: the host copies it, and the model waits for that before it changes the state. Without, nothing
-        may change before `finish`.
+        what was written with its checksums, for the manifest. With `in_background` a snapshot is written: the state is
+        copied to the host, and the model waits for that before it changes it. Otherwise nothing may change before
+        `finish`.
 
         Raises UserError on every rank, before a byte is written, if the disk has no room for all parts.
         """
         if self._pending is not None:
             raise RuntimeError("the save before this one is not finished")
-        # Lists of all tensors make Python look for garbage in every object of the process.
+        # Creating lists of all tensors would trigger full garbage collections.
         with gc_paused():
             state = _state(self._model)
             parts, last = _parts(state), self._planned
@@ -101,21 +101,21 @@ class Saving:
             self._model.adapters.write_config(folder)
 
     def is_written(self) -> bool:
-        """Whether this rank has written its part. Raises what ended the writing, UserError where the disk did."""
+        """Whether this rank has written its part. Raises the error if writing failed, UserError for the disk's."""
         return self._pending is None or self._pending.is_written()
 
     def wait_until_written(self) -> float:
-        """Wait until this rank has written its part, for as long as that takes: how many seconds, since `begin`.
+        """Wait until this rank has written its part, without a limit; return the seconds since `begin`.
 
         Raises as `is_written`.
         """
         return 0.0 if self._pending is None else self._pending.wait_until_written()
 
     def finish(self) -> None:
-        """Collective: wait until all is written; the folder is complete then. Raises as `is_written`.
+        """Collective: wait until everything is written and the folder is complete. Raises as `is_written`.
 
-        Ranks that are done wait for the others as long as for any collective, so where disks may be slow
-        `wait_until_written` comes first, on all of them.
+        Waiting is subject to the timeout of collectives, so with slow disks call `wait_until_written` first, on all
+        ranks.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
@@ -135,8 +135,8 @@ def load(model: MegatronModel, folder: Path) -> None:
 
     A model with a reference model gets the checkpoint's, if the checkpoint holds a reference model.
 
-    Raises UserError on every rank, before anything of it is taken over, if the checkpoint is damaged, or of another
-    model, number format or optimizer.
+    Raises UserError on every rank, before anything is changed, if the checkpoint is damaged, or of another model,
+    number format or optimizer.
     """
     model.residence.require("weights", "training")
     require_intact(folder, weights_only=False)
@@ -153,7 +153,7 @@ def load(model: MegatronModel, folder: Path) -> None:
         wanted |= sharded_reference(model, reference)
     require_fit(wanted, stored, model.architecture.gpt_model["vocab_size"])
     with compat.user_error_of_any_rank():
-        # The weights and the optimizer's state are read into the tensors that hold them.
+        # Weights and optimizer state are read in place, into the tensors that hold them.
         state = versions.load_checkpoint(wanted, folder, lambda _folder: _load_common(stored))
     if reference is not None:
         reference.refresh(loaded_reference(model, reference, state))
@@ -169,7 +169,7 @@ def load(model: MegatronModel, folder: Path) -> None:
 
 
 def _take_weights(chunk: GPTModel, loaded: Mapping[str, Any], *, is_partial: bool) -> None:
-    """Let `chunk` have what was loaded, but for rows of parameters, which were read to where they are."""
+    """Load the state into `chunk`, except rows of parameters, which were read in place."""
     cut = any(map(is_cut, chunk.parameters()))
     values = {name: loaded[name] for name, _ in chunk.named_buffers() if name in loaded} if cut else loaded
     different = chunk.load_state_dict(fp8_statistics.repickled(values, chunk.config), strict=False)
@@ -181,7 +181,7 @@ def _take_weights(chunk: GPTModel, loaded: Mapping[str, Any], *, is_partial: boo
 
 
 def _load_common(stored: TorchDistCheckpoint) -> dict[str, Any]:
-    """The content beside tensors, of which torch loads plain values only, and records of them."""
+    """The content other than tensors: plain values and collections of them, the only ones that torch may load."""
     place = stored.common_place or StoredObject(COMMON, 0, 0)
     path = stored.folder / place.file
     try:
@@ -194,7 +194,7 @@ def _load_common(stored: TorchDistCheckpoint) -> dict[str, Any]:
 
 def _state(model: MegatronModel) -> dict[str, Any]:
     model.residence.require("weights", "training")
-    # A policy that waits for its critic has made no step yet.
+    # A policy still waiting for its critic has not made a step yet.
     compat.prime_optimizer_state(model.optimizer)
     model.complete_weights()
     weights = sharded_model(model)
@@ -213,7 +213,7 @@ def _state(model: MegatronModel) -> dict[str, Any]:
 
 
 def _parameter_groups(model: MegatronModel) -> dict[Any, Any]:
-    """Groups of parameters, for megatron-core's own optimizers: here all of it follows from the configuration."""
+    """Parameter groups, as megatron-core's own optimizers expect; here they follow from the configuration."""
     of_parts = [
         {
             "optimizer": {
@@ -248,14 +248,14 @@ def _part(value: ShardedBase) -> _Part:
 
 
 def _own_bytes(state: Mapping[str, Any]) -> int:
-    """How much of the `state` this rank writes."""
+    """The bytes of `state` that this rank writes."""
     parts = (part for part in nested_values(state) if isinstance(part, ShardedTensor | ShardedTensorFactory))
     return sum(part.data.nbytes for part in parts if is_main_replica(part.replica_id))
 
 
 def _agree(own_bytes: int, folder: Path, *, is_known: bool) -> bool:
     """Collective: whether all ranks know the parts of the state. Raises UserError if there is no room for all of it."""
-    # Megatron's writers report a full disk as an inconsistent file position, with the reason lost.
+    # Megatron's writers report a full disk as an inconsistent file position, and lose the reason.
     sums = torch.tensor([own_bytes, is_known], dtype=torch.int64, device=device.device())
     torch.distributed.all_reduce(sums)
     needed, knowing = sums.tolist()

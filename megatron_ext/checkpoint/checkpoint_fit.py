@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of the model, the number format and the optimizer that a run goes on with."""
+"""Checks that a checkpoint has the model, number format and optimizer of the run that resumes from it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ class _Wanted(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_vocabulary: bool
-    """Rows are padded to what the layout divides: there may be more of them, or fewer."""
+    """Whether rows are padded for the layout, so that the checkpoint may have more or fewer."""
 
 
 def require_fit(wanted: Mapping[str, Any], checkpoint: TorchDistCheckpoint, vocab_size: int) -> None:
-    """Collective: UserError, the same on all ranks, unless the checkpoint has what all ranks want of it.
+    """Collective: raise the same UserError on all ranks unless the checkpoint has what every rank needs.
 
-    `wanted` is a sharded state dict of megatron-core's. A model has as many layers and as wide ones as the checkpoint,
-    of the same type of numbers, and its optimizer keeps the same state of the same weights.
+    `wanted` is a sharded state dict of megatron-core's. Layers, widths and dtypes must be equal, and the optimizer must
+    keep the same state for the same weights.
     """
     of_ranks: list[dict[str, _Wanted]] = [{} for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather_object(of_ranks, dict(_tensors(wanted)))
@@ -44,7 +44,7 @@ def require_fit(wanted: Mapping[str, Any], checkpoint: TorchDistCheckpoint, voca
                 " (model.megatron_checkpoint)"
             )
     for key in sorted(everywhere.keys() & stored.keys()):
-        # Main parameters may be there as what weights in bf16 lack of them, which reading would convert without a word.
+        # A checkpoint may store main parameters as the remainder to bf16 weights, which reading would silently convert.
         if stored[key].dtype.is_floating_point != everywhere[key].dtype.is_floating_point:
             raise UserError(
                 f"{folder} keeps {key} in {dtype_name(stored[key].dtype)}, and this run in"

@@ -1,4 +1,4 @@
-"""Checkpoint folders: written under another name, complete as soon as they have their own.
+"""Checkpoint folders: written under a temporary name, and complete once renamed.
 
 A checkpoint is a folder `iter_0000010` as Megatron-LM lays it out, with two files more: `megarl.json` for what the
 controller knows, and a manifest with a checksum of everything. kill -9 at any moment leaves the last complete
@@ -26,7 +26,7 @@ _WRITTEN = "written.json"
 
 
 class DiskUnavailableError(Exception):
-    """A checkpoint cannot be written, of which nobody has to change anything: the disk may be back later."""
+    """A checkpoint cannot be written now, but needs no change by the user: the disk may recover."""
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -46,7 +46,7 @@ def complete_iterations(root: Path) -> list[int]:
 
 
 def begin(root: Path, iteration: int) -> Path:
-    """Make the folder that a checkpoint is written to; removes what an interrupted one left."""
+    """Create the folder for a checkpoint; removes the remains of an interrupted one."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         for leftover in root.glob(f"iter_*{_PARTIAL}"):
@@ -59,7 +59,7 @@ def begin(root: Path, iteration: int) -> Path:
 
 
 def list_written(folder: Path, written: Mapping[str, Sequence[Written]]) -> None:
-    """Leave word for `commit` of what is in the files of `folder`, so that it need not read them for the manifest."""
+    """Record the contents of the files in `folder`, so that `commit` need not read them for the manifest."""
     listed = {name: [each.as_list() for each in places] for name, places in written.items()}
     (folder / _WRITTEN).write_text(json.dumps(listed))
 
@@ -75,7 +75,7 @@ def commit(
     """Give a written checkpoint its name, make it the latest, and delete earlier ones.
 
     Kept are the newest `keep` checkpoints, this one included, and those whose iteration is a multiple of `keep_every`.
-    Files that are `known`, whole, are not read for the manifest.
+    Complete files in `known` are not read for the manifest.
     """
     partial, folder = partial_folder(root, iteration), iteration_folder(root, iteration)
     replaced = root / f"{folder.name}.replaced{_PARTIAL}"
@@ -84,7 +84,7 @@ def commit(
         write_manifest(partial, _listed(partial), {"iteration": iteration}, known)
         sync_all(partial)
         if folder.exists():
-            folder.rename(replaced)  # removing it here would leave none for as long as that takes
+            folder.rename(replaced)  # removing it first would leave no checkpoint meanwhile
         rename(partial, folder)
         tracker = root / (LATEST + _PARTIAL)
         tracker.write_text(str(iteration))
@@ -103,14 +103,14 @@ def commit(
 
 
 def _delete(root: Path, iteration: int) -> None:
-    """Delete a checkpoint, which at once loses the name of a complete one."""
+    """Delete a checkpoint, renaming it first so that it no longer counts as complete."""
     going = root / f"{iteration_folder(root, iteration).name}.deleted{_PARTIAL}"
     iteration_folder(root, iteration).rename(going)
     _remove(going)
 
 
 def _remove(folder: Path) -> None:
-    """Remove what is no checkpoint; what has to stay for now, as on NFS what somebody reads, is left to `begin`."""
+    """Remove a folder; files that cannot be removed now, such as open ones on NFS, are left to `begin`."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -138,10 +138,10 @@ def abandon(root: Path, iteration: int) -> None:
 
 
 def read_controller_state(folder: Path) -> dict[str, Any]:
-    """State that the controller saved with the checkpoint `folder`; compares every small file with the manifest.
+    """Read the controller's state of the checkpoint `folder`; verifies every small file against the manifest.
 
-    Raises UserError where a file is missing, has another size, or, beside the tensors, other bytes than were written.
-    The tensors are compared by the ranks that read them.
+    Raises UserError if a file is missing, has another size, or (other than tensors) has changed bytes. Tensors are
+    verified by the ranks that read them.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -156,7 +156,7 @@ def read_controller_state(folder: Path) -> dict[str, Any]:
 
 
 def disk_error(error: OSError, root: Path) -> UserError | DiskUnavailableError:
-    """Error of a `root` that cannot be written: one for the user, but where the disk alone is to blame."""
+    """The error for a `root` that cannot be written: UserError, unless only the disk is to blame."""
     failed = f"cannot write a checkpoint below {root}: {error.strerror}"
     if error.errno in AWAY:
         return DiskUnavailableError(failed)

@@ -27,7 +27,7 @@ from megatron_ext.optimizer.optimizer_shards import shards
 from megatron_ext.reference import ReferenceWeights
 
 REFERENCE = "reference."
-"""Begins the keys of a reference model's weights."""
+"""Prefix of the keys of a reference model's weights."""
 _RNG = "rng_state"
 
 
@@ -47,7 +47,7 @@ def sharded_model(model: MegatronModel) -> dict[str, Any]:
 
 
 def weight_parts(model: MegatronModel, weights: Mapping[str, Any]) -> dict[int, ShardedBase]:
-    """`id` of each parameter that this rank trains -> what it is saved as, whole; `weights` are the `sharded_model`."""
+    """`id` of each parameter that this rank trains -> its whole checkpoint entry; `weights` is the `sharded_model`."""
     if not model.options.parallel.use_torch_fsdp2:
         return {id(each.data): each for each in nested_values(weights) if isinstance(each, ShardedBase)}
     chunks, states = named_chunks(model), _whole_parts(model)
@@ -60,7 +60,7 @@ def sharded_reference(model: MegatronModel, reference: ReferenceWeights) -> dict
     state: dict[str, Any] = {}
     for prefix, (name, parts) in zip(chunk_prefixes(len(states)), states.items(), strict=True):
         parameters = dict(chunks[name].named_parameters())
-        # The rest is no weights.
+        # Other entries are not weights.
         own = {key: reference.tensors[prefix + key] for key in parts if prefix + key in reference.tensors}
         state[REFERENCE + name] = {
             each: part
@@ -85,7 +85,7 @@ def loaded_reference(
 
 
 def _whole_parts(model: MegatronModel) -> dict[str, Any]:
-    """Weights or adapters as if FSDP2 had not cut them; those that it has are without values."""
+    """Weights or adapters as if FSDP2 had not sharded them; sharded ones have no values."""
     metadata = {
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -105,7 +105,7 @@ def _whole_parts(model: MegatronModel) -> dict[str, Any]:
 
 
 def _with_own_rows(chunk: GPTModel, parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The `parts` of a chunk, with this rank's rows in place of those that FSDP2 has cut."""
+    """The `parts` of a chunk, with this rank's rows in place of parameters sharded by FSDP2."""
     cut = {key: each for key, each in chunk.named_parameters() if is_cut(each)}
     for key, part in parts.items():
         yield _own_parts(key, part, own_rows(cut[key]), cut[key]) if key in cut else {key: part}
@@ -127,7 +127,7 @@ def _own_parts(
 def megatron_lm_state(model: MegatronModel) -> dict[str, Any]:
     """The count of steps and the arguments, for Megatron-LM's `load_checkpoint`.
 
-    They say nothing of a tokenizer, which is no part of a checkpoint of a run.
+    They name no tokenizer, which is not part of a run's checkpoint.
     """
     sizes, vocabulary = model.options.parallel, model.architecture.gpt_model["vocab_size"]
     arguments = megatron_lm_arguments(
@@ -145,7 +145,7 @@ def megatron_lm_state(model: MegatronModel) -> dict[str, Any]:
 
 
 def layout(sizes: ParallelSizes) -> dict[str, Any]:
-    """The parallel sizes, as a checkpoint says at which it was written: those on which random numbers depend."""
+    """The parallel sizes on which random numbers depend, as stored in a checkpoint."""
     return {name: size for name, size in asdict(sizes).items() if name != "use_torch_fsdp2"}
 
 
@@ -163,11 +163,11 @@ def sharded_rng_state() -> ShardedObject:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Let the generators go on from what `sharded_rng_state` gave."""
+    """Restore the generators from a `sharded_rng_state`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     get_cuda_rng_tracker().set_states(state["tracker"])
-    # A checkpoint of a CPU has none.
+    # A checkpoint from a CPU has no state of a GPU.
     if "cuda" in state:
         device.set_gpu_rng_state(state["cuda"])

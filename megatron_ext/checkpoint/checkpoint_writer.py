@@ -1,8 +1,7 @@
-"""Writing a rank's part of a distributed checkpoint by a thread: while the caller waits, or goes on.
+"""Writes a rank's part of a distributed checkpoint in a thread, while the caller waits or goes on.
 
-megatron-core's own asynchronous writer forks the process, or hands everything to another; a process with CUDA, Ray and
-gloo threads in it had better not fork, and here nothing but file writes and checksums is left to do, which other Python
-threads need not wait for.
+megatron-core's own asynchronous writer forks, or passes everything to another process. Forking is unsafe with CUDA, Ray
+and gloo threads, and here only file writes and checksums are left, which release the GIL.
 """
 
 import ctypes
@@ -46,20 +45,20 @@ from megatron_ext.memory.host_copies import HostCopies, HostTensor, on_host
 
 @dataclass(frozen=True)
 class Plan:
-    """Who writes which part, and the table of contents: the same for all states that have the same parts."""
+    """The assignment of parts to ranks, and the table of contents; valid for all states with the same parts."""
 
     local: SavePlan
     central: SavePlan
     metadata: Metadata | None
-    """On the rank that writes the table of contents."""
+    """Only on the rank that writes the table of contents."""
 
 
 class PendingSave:
     """Begin to save `state` to `folder`: collective, as `finish` is.
 
-    With `copies` the data goes to host memory first, and the caller may change its tensors after `wait_until_copied`;
-    without, they stay as they are until `finish`. With the `plan` of an earlier save, on all ranks, nothing is planned
-    and compared between them: all that takes longer the more ranks there are.
+    With `copies` the data is first copied to host memory, and the caller may change its tensors after
+    `wait_until_copied`; otherwise they must not change until `finish`. Passing the `plan` of an earlier save on all
+    ranks skips planning and its communication, which take longer the more ranks there are.
     """
 
     def __init__(self, state: ShardedStateDict, folder: Path, copies: HostCopies | None, plan: Plan | None) -> None:
@@ -73,7 +72,7 @@ class PendingSave:
             async_sharded_save=True,
             content_metadata=_CONTENT,
         )
-        # The copies are made beside all that is asked of the device from now on.
+        # The copies run concurrently with later work on the device.
         device.synchronize()
         self._copied = threading.Event()
         self._thread = WritingThread(device.with_device(self._write))
@@ -85,19 +84,22 @@ class PendingSave:
         return self._strategy.plan
 
     def wait_until_copied(self) -> None:
-        """Return when nobody reads the caller's tensors any more, or their copying has failed."""
+        """Wait until the caller's tensors are no longer read, or copying has failed."""
         self._copied.wait()
 
     def is_written(self) -> bool:
-        """Whether this rank's part is on disk. Raises what ended the writing, UserError where the disk did."""
+        """Whether this rank's part is on disk. Raises the error if writing failed, UserError for the disk's."""
         return self._thread.is_done()
 
     def wait_until_written(self) -> float:
-        """Return when this rank's part is on disk: the seconds that it took. Not collective. Raises as `is_written`."""
+        """Wait until this rank's part is on disk; return the seconds it took.
+
+        Not collective. Raises as `is_written`.
+        """
         return self._thread.wait()
 
     def finish(self) -> None:
-        """Wait for all ranks, as long as any collective, and write the table of contents. Raises as `is_written`."""
+        """Wait for all ranks (a collective) and write the table of contents. Raises as `is_written`."""
         self.wait_until_written()
         self._request.execute_sync()
         if torch.distributed.get_rank() == 0:
@@ -119,11 +121,11 @@ _CONTENT = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-"""How megatron-core, which asks for it, reads what is written here."""
+"""The format's reader, which megatron-core asks for."""
 
 
 class _Strategy(versions.SaveStrategy):
-    """Plans a save as megatron-core does, or goes by a plan, for a `writer` that is left to the caller."""
+    """Plans a save as megatron-core does, or uses a given plan; the caller runs the `writer`."""
 
     writer: "_Writer"
     plan: Plan
@@ -159,9 +161,9 @@ class _Checked(WriteResult):
 
 
 class _Writer(FileSystemWriterAsync):
-    """Writes the items of this rank's plan, one after the other, to one file.
+    """Writes the items of this rank's plan to one file, one after the other.
 
-    A tensor is copied to the host when its turn comes, if not before: no more than one is there at a time.
+    A tensor that was not copied before is copied to the host when its turn comes, so at most one is held at a time.
     """
 
     def __init__(self, folder: str | Path, copies: HostCopies | None) -> None:
@@ -172,18 +174,18 @@ class _Writer(FileSystemWriterAsync):
         self._results: list[WriteResult] = []
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Note what is to be written."""
+        """Note the items to write."""
         self._name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         self._items: list[tuple[WriteItem, Any]] = [(item, planner.resolve_data(item)) for item in plan.items]
 
     def copy(self) -> None:
-        """Copy to the host what may change."""
+        """Copy the tensors that may change to the host."""
         if self._copies is not None:
             copies = self._copies.of([data for _, data in self._items if isinstance(data, Tensor)])
             self._items = [(item, next(copies) if isinstance(data, Tensor) else data) for item, data in self._items]
 
     def write(self) -> None:
-        """Write the file, to the disk itself. Raises OSError if that fails."""
+        """Write the file and sync it to disk. Raises OSError if that fails."""
         if not self._items:
             return
         with (Path(self.checkpoint_dir) / self._name).open("wb") as file:
@@ -208,7 +210,7 @@ class _Writer(FileSystemWriterAsync):
         return self._results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the table of contents, without the plans of all ranks, which nobody reads."""
+        """Write the table of contents, without the ranks' plans, which are never read."""
         vars(metadata).pop("all_local_plans", None)
         self.written = {
             each.index.fqn + (str(list(each.index.offset)) if each.index.offset is not None else ""): [
@@ -235,7 +237,7 @@ def _joined(pieces: Iterable[tuple[Any, int]]) -> int:
 def _bytes_of(elements: Tensor) -> memoryview:
     """The bytes of a contiguous tensor of the host, which lives as long as they do.
 
-    `Tensor.numpy` would keep its memory from ever being given back, and a rank that takes turns gives it to others.
+    `Tensor.numpy` would make the storage non-resizable, but a rank that takes turns must free its memory.
     """
     if not elements.nbytes:
         return memoryview(b"")

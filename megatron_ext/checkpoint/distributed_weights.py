@@ -1,4 +1,4 @@
-"""Weights of this rank's chunks as parts of a distributed checkpoint (torch_dist), whatever layout it was saved at."""
+"""Weights of this rank's chunks as parts of a distributed checkpoint (torch_dist) of any layout."""
 
 import re
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ def load_distributed(chunks: Sequence[GPTModel], architecture: Architecture, fol
 
 
 def _nothing_in_common(_folder: str | Path) -> dict[str, Any]:
-    # It says nothing about weights and may need classes of the program that saved it.
+    # Not needed for weights, and it may need classes of the program that saved it.
     return {}
 
 

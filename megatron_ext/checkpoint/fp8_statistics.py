@@ -1,8 +1,8 @@
-"""Statistics of Transformer Engine's FP8 in checkpoints (`_extra_state`): pickles, of which loading runs no code.
+"""Transformer Engine's FP8 statistics in checkpoints (`_extra_state`): reads the pickles without running code.
 
-Transformer Engine's modules unpickle what they are given. Delayed scaling goes on with its scales and maxima of former
-steps: it is given a new pickle of these, with the recipe that the configuration says. All other recipes, and training
-without FP8, have nothing to go on with and are given nothing.
+Transformer Engine's modules unpickle what they are given. Delayed scaling continues with the scales and maxima of
+former steps, so it is given a fresh pickle of these, with the configured recipe. Other recipes, and training without
+FP8, keep no statistics and are given nothing.
 """
 
 import pickle
@@ -20,7 +20,7 @@ from torch import Tensor
 from converters.formats.torch_dist.unpickling import SafeUnpickler
 
 EXTRA_STATE = "_extra_state"
-"""In the key of a module's statistics."""
+"""Part of the key of a module's statistics."""
 _NONE = torch.empty(0, dtype=torch.uint8)
 _VARIABLES, _HISTORY = "extra_fp8_variables", "amax_history_"
 
@@ -31,27 +31,27 @@ def are_kept(config: TransformerConfig) -> bool:
 
 
 def without_statistics(parts: Mapping[str, Any]) -> dict[str, Any]:
-    """A chunk's sharded state dict with nothing but its weights."""
+    """A chunk's sharded state dict with only its weights."""
     return {key: part for key, part in parts.items() if not isinstance(part, ShardedObject)}
 
 
 def require_readable(stored: Any) -> None:
-    """UnpicklingError unless an object of a checkpoint, as torch has loaded it, is statistics or none."""
+    """Raise UnpicklingError unless an object that torch loaded from a checkpoint is statistics, or empty."""
     for each in nested_values([stored]):
         if each is not None:
             _read(each)
 
 
 def repickled(loaded: Mapping[str, Any], config: TransformerConfig) -> dict[str, Any]:
-    """The state that was `loaded` for a chunk, with a pickle of our own in place of each that is statistics."""
+    """The state `loaded` for a chunk, with all statistics replaced by fresh pickles."""
     kept = [key for key, value in loaded.items() if EXTRA_STATE in key and value is not None]
     return {**loaded, **{key: with_recipe(loaded[key], fp8_utils.get_fp8_recipe(config)) for key in kept}}
 
 
 def with_recipe(stored: Tensor, recipe: Any) -> Tensor:
-    """Statistics for a module with this `recipe` of delayed scaling: of those that are `stored`, tensors and numbers.
+    """Make statistics for a module with this `recipe` of delayed scaling from the tensors and numbers in `stored`.
 
-    Statistics of another recipe are none. Raises UnpicklingError for what is none either.
+    Statistics of another recipe give empty ones. Raises UnpicklingError for anything else.
     """
     state = _read(stored)
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -68,7 +68,7 @@ def with_recipe(stored: Tensor, recipe: Any) -> Tensor:
 
 
 def _with_rows(history: Tensor, rows: int) -> Tensor:
-    """A history of so many steps, as Transformer Engine itself makes it of one of another length."""
+    """Resize a history to `rows` steps, as Transformer Engine does."""
     kept = history[:rows]
     return torch.cat([kept, kept.new_zeros(rows - len(kept), *kept.shape[1:])])
 
@@ -78,9 +78,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _read(stored: Any) -> dict[str, Any]:
-    """Read statistics and run nothing of them: inert records are in place of all but tensors and plain values.
+    """Unpickle statistics without running code: everything but tensors and plain values becomes an inert record.
 
-    Raises UnpicklingError for what is no bytes or no statistics.
+    Raises UnpicklingError for anything that is not the bytes of statistics.
     """
     if not isinstance(stored, Tensor) or stored.dtype != torch.uint8:
         raise pickle.UnpicklingError(f"FP8 statistics are a {type(stored).__name__}, and no bytes")
@@ -88,7 +88,7 @@ def _read(stored: Any) -> dict[str, Any]:
         return {}
     try:
         state = SafeUnpickler(stored.numpy(force=True).tobytes(), more=_OF_TENSORS).load()
-    # Bytes that are no pickle end in errors of any kind.
+    # Invalid pickles raise errors of any kind.
     except Exception as error:
         raise pickle.UnpicklingError(str(error)) from error
     if type(state) is not dict or type(state.get(_VARIABLES)) is not dict:
@@ -97,7 +97,7 @@ def _read(stored: Any) -> dict[str, Any]:
 
 
 def _load_storage(content: bytes) -> Any:
-    """Load a tensor's values, where torch's own function would run what is pickled in them."""
+    """Load a tensor's values safely; torch's own function would run code pickled in them."""
     return torch.load(BytesIO(content), weights_only=True)
 
 

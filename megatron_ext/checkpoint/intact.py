@@ -1,4 +1,4 @@
-"""Whether a checkpoint that is about to be read still has the bytes that were written, found out by all ranks."""
+"""Verifies, on all ranks together, that a checkpoint still has the bytes that were written."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ _THREADS = 2
 
 
 def require_intact(folder: Path, *, weights_only: bool) -> None:
-    """Collective: compare the checkpoint in `folder` with its checksums; UserError on all ranks where one differs.
+    """Collective: verify the checkpoint in `folder` against its checksums; raise UserError on all ranks if one differs.
 
     Each rank reads its share of the bytes, so that each is read once. The checksums are those of the manifest, or else
     those that torch keeps with the chunks. With `weights_only` the state of an optimizer is left alone.
@@ -44,6 +44,6 @@ def _checks(folder: Path) -> tuple[list[str], Sequence[Check]]:
 
 
 def _share(checks: Sequence[Check]) -> list[Check]:
-    """This rank's, of about as many bytes as everybody's."""
+    """This rank's checks, with about as many bytes as every other rank's."""
     ordered = sorted(checks, key=lambda check: (-check.nbytes, check.file, check.key))
     return ordered[torch.distributed.get_rank() :: torch.distributed.get_world_size()]

@@ -1,4 +1,4 @@
-"""A thread that writes while its caller goes on, for the ranks' part of a checkpoint and for the controller's."""
+"""A thread that writes a checkpoint's files while its caller goes on; used by ranks and controller."""
 
 import threading
 import time
@@ -6,22 +6,22 @@ from collections.abc import Callable
 
 
 class WritingThread:
-    """Does some `work` in a thread: whether that has ended, how long it took, and what ended it."""
+    """Runs `work` in a thread, and reports whether it has ended, how long it took, and its error."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._work = work
-        # In place of Thread.join: a signal that interrupts it has Python 3.11 and 3.12 take the thread for ended.
+        # Used in place of Thread.join: if a signal interrupts that, Python 3.11 and 3.12 consider the thread ended.
         self._has_ended = threading.Event()
         self._failure: BaseException | None = None
         self._seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def is_done(self) -> bool:
-        """Whether all is done. Raises what ended the work before."""
+        """Whether the work is done. Raises its error if it failed."""
         if not self._has_ended.is_set():
             return False
         if self._failure is not None:
@@ -29,13 +29,13 @@ class WritingThread:
         return True
 
     def wait(self) -> float:
-        """Return when all is done: the seconds that it took. Raises as `is_done`."""
+        """Wait until the work is done; return the seconds it took. Raises as `is_done`."""
         self._has_ended.wait()
         self.is_done()
         return self._seconds
 
     def wait_for_its_end(self) -> None:
-        """Return when nothing is done any more, be it that it failed or was never begun."""
+        """Wait until the thread has ended, even if the work failed; return at once if it was never started."""
         if self._thread.ident is not None:
             self._has_ended.wait()
 

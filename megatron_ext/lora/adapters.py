@@ -1,4 +1,4 @@
-"""The adapters of a rank's model: put beside its linear layers, switched off, merged, read and written."""
+"""The adapters of a rank's model: attaches, disables, merges, loads and exports them."""
 
 import zlib
 from collections import defaultdict
@@ -32,7 +32,7 @@ _Linear: TypeAlias = tuple[LinearLayer, Adapter]
 
 
 def check_modules(names: ModuleNames) -> None:
-    """Raise UserError for modules that there are no adapters of: Transformer Engine's."""
+    """Raise UserError for modules that do not support adapters: Transformer Engine's."""
     if names == "te":
         raise UserError(
             "lora: adapters are not there for Transformer Engine's modules: set megatron.transformer_impl=local, or"
@@ -41,12 +41,12 @@ def check_modules(names: ModuleNames) -> None:
 
 
 class Adapters:
-    """Low-rank adapters of the linear layers of this rank's `chunks`, whose weights they freeze; see `check_modules`.
+    """Low-rank adapters of the linear layers of this rank's `chunks`, whose weights are frozen; see `check_modules`.
 
     Raises UserError for targets that the model does not have.
 
-    Every method but the contexts is collective, or reads what all ranks read. The chunks hold the weights that are
-    adapted, and have not been wrapped for training.
+    Every method except the context managers is collective, or reads what all ranks read. The chunks must hold the base
+    weights, and must not be wrapped for training yet.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Adapters:
                 embedding.register_forward_hook(_begin_graph)
         self._linears = self._attach(chunks)
         self._frozen: dict[str, HostTensor] = {}
-        """Copies of merged weights on the host, by the names of their layers; made when they are first merged."""
+        """Layer name -> host copy of its base weights, made when they are first merged."""
         self._copies = HostCopies()
 
     @property
@@ -83,9 +83,9 @@ class Adapters:
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Begin as PEFT does: B is 0, and A uniform with the deviation of a new linear layer.
+        """Initialise as PEFT does: B to 0, and A uniformly, with the standard deviation of a new linear layer.
 
-        Values follow from the seed and the name of the tensor, whatever the layout.
+        Values depend only on the seed and the tensor's name, not on the layout.
         """
         tensors = self.tensors
         for placement in self._shard.placements:
@@ -128,12 +128,12 @@ class Adapters:
         barrier()
 
     def write_config(self, folder: Path) -> None:
-        """Say in `folder` what adapter it is."""
+        """Write the adapter's configuration to `folder`."""
         write_adapter_config(folder, self._architecture, self.lora)
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model computes without the adapters: it is the one that they were made for."""
+        """Context in which the model computes without the adapters, as the base model."""
         self._enable(False)
         try:
             yield
@@ -142,10 +142,10 @@ class Adapters:
 
     @contextmanager
     def merged(self, names: Collection[str] | None = None) -> Iterator[None]:
-        """Inside, the weights are those of the adapted model, for readers: nothing is computed with them.
+        """Context in which the weights are those of the adapted model, for reading only, not for computing.
 
-        `names` are those of the weights that are read, by the Megatron layout; None is all. A copy on the host has the
-        weights as they were, from which they come back bit for bit.
+        `names` are the weights to be read, by their names in the Megatron layout; None means all. The base weights are
+        kept on the host, and restored bit for bit.
         """
         chosen = [name for name in self._linears if names is None or f"{name}.weight" in names]
         self._keep(chosen)
@@ -160,18 +160,18 @@ class Adapters:
                 self._frozen[name].copy_to(self._linears[name][0].weight)
 
     def _keep(self, names: Sequence[str]) -> None:
-        """Have copies on the host of the weights of these layers."""
+        """Make sure that there are host copies of these layers' weights."""
         new = [name for name in names if name not in self._frozen]
         if new:
-            # Calls share pieces of memory: a refit merges a bucket at a time, and pinned memory for each alone would be
-            # rounded up.
+            # Calls share pieces of pinned memory: a refit merges a bucket at a time, and separate allocations would
+            # each be rounded up.
             copies = self._copies.more([self._linears[name][0].weight for name in new])
             self._frozen.update(zip(new, copies, strict=True))
 
     @torch.no_grad()
     def _merge(self, name: str) -> None:
         linear, adapter = self._linears[name]
-        # Rounded once: the update may be smaller than what the type of the weight keeps beside it.
+        # Added in float32 and rounded once, as the update may be below the resolution of the weight's dtype.
         linear.weight.copy_(linear.weight.float() + adapter.update_of_weight())
 
     def _enable(self, enabled: bool) -> None:
@@ -192,14 +192,14 @@ class Adapters:
             factors = {matrix: (each["lora_A"], each["lora_B"]) for matrix, each in of_matrices.items()}
             adapter = Adapter(linear, factors, rows[f"{name}.weight"], self.lora.scale)
             parent.add_module(linear_name + MODULE_SUFFIX, adapter)
-            # Before other hooks: a norm of the output is one of the adapted output.
+            # Before other hooks: an output norm must see the adapted output.
             linear.register_forward_hook(adapter.add_to_output, prepend=True)
             linears[name] = linear, adapter
         return linears
 
 
 def _rows(shard: Shard, names: Collection[str]) -> dict[str, Rows]:
-    """How HuggingFace matrices make up the rows of each linear layer."""
+    """Layer name -> how HuggingFace matrices make up its rows."""
     pieces: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for each in sorted(shard.placements, key=lambda placement: placement.local_box.start[0]):
         if each.local_name in names:
@@ -222,6 +222,6 @@ def _find(chunks: Sequence[torch.nn.Module], name: str) -> tuple[torch.nn.Module
 
 
 def _begin_graph(_embedding: torch.nn.Module, _inputs: Any, embedded: Tensor) -> None:
-    # Recomputed layers give gradients only where their input asks for one, and a frozen embedding's does not.
+    # Recomputed layers only compute gradients if their input requires one, which a frozen embedding's output does not.
     if torch.is_grad_enabled():
         embedded.requires_grad_()

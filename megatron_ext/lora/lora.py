@@ -1,4 +1,4 @@
-"""The adapter of one linear layer of Megatron's: a low-rank update beside the frozen weight, under any parallelism."""
+"""The adapter of a Megatron linear layer: a low-rank update of the frozen weight, under any parallelism."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ from torch import Tensor
 from converters.layout import Shape
 
 LinearLayer: TypeAlias = Any
-"""One of megatron-core's: ColumnParallelLinear, RowParallelLinear, or a Linear that all ranks have alike."""
+"""megatron-core's ColumnParallelLinear, RowParallelLinear, or a Linear replicated on all ranks."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Output rows of a linear layer on this rank: those of each HuggingFace matrix in it, by the matrix's name.
+    """The output rows of a linear layer on this rank: the number of rows per HuggingFace matrix, by the matrix's name.
 
-    They alternate `groups` times: for query, key and value of 2 groups, q k v q k v, each with half of its rows.
+    They alternate `groups` times: with 2 groups, query, key and value are q k v q k v, each with half of its rows.
 
     Example: Rows({"q_proj": 128, "k_proj": 64, "v_proj": 64}, groups=2)
     """
@@ -43,7 +43,7 @@ class Rows:
 
 
 class Factors(torch.nn.Module):
-    """The A [rank, in] and B [out, rank] of one HuggingFace matrix, each whole or this rank's part."""
+    """The A [rank, in] and B [out, rank] of one HuggingFace matrix, each whole or this rank's shard."""
 
     def __init__(self, shape_a: Shape, shape_b: Shape, like: Tensor) -> None:
         super().__init__()
@@ -51,17 +51,16 @@ class Factors(torch.nn.Module):
         self.lora_B = torch.nn.Parameter(torch.empty(shape_b, dtype=like.dtype, device=like.device))
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """A and B, to compute with: Megatron gathers parts of other ranks when the module that owns them is called."""
+        """Return A and B. Called as a module, so that Megatron first gathers the other ranks' parts."""
         return self.lora_A, self.lora_B
 
 
 class Adapter(torch.nn.ModuleDict):
-    """The factors of the adapted matrices of a linear layer, by their names; its update is added to what that gives.
+    """The factors of a linear layer's adapted matrices, by name; their update is added to the layer's output.
 
-    Between A and B there are `rank` numbers for a token: these, and not the hidden states, go over tensor-parallel
-    ranks. Where the layer gathers the tokens of all ranks, they are gathered; where it sums its output over ranks, they
-    are summed. Experts neither gather nor sum, their dispatcher does: the gradient of the factor that all ranks have
-    alike is summed over them instead.
+    Tensor-parallel communication is done on the `rank` numbers per token between A and B, not on hidden states. If the
+    layer gathers the tokens of all ranks, they are gathered; if it sums its output over ranks, they are summed. Experts
+    do neither, as their dispatcher does; instead the gradient of the replicated factor is summed over ranks.
     """
 
     def __init__(
@@ -70,9 +69,9 @@ class Adapter(torch.nn.ModuleDict):
         factors = {name: Factors(*of_matrix, linear.weight) for name, of_matrix in shapes.items()}
         super().__init__(factors)
         self._factors = factors
-        """The same modules, typed."""
+        """The same modules, with their type."""
         self.enabled = True
-        """False makes the layer what it was without the adapter."""
+        """If False, the layer computes as without the adapter."""
         self._rows, self._scale = rows, scale
         self._is_row, self._is_column = isinstance(linear, RowParallelLinear), isinstance(linear, ColumnParallelLinear)
         self._is_expert = getattr(linear, "is_expert", False)
@@ -84,7 +83,7 @@ class Adapter(torch.nn.ModuleDict):
     def add_to_output(
         self, linear: LinearLayer, inputs: tuple[Tensor], output: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """A forward hook of `linear`, whose output and bias come apart."""
+        """A forward hook of `linear`, which returns output and bias separately."""
         if not self.enabled:
             return None
         plain, bias = output
@@ -92,7 +91,7 @@ class Adapter(torch.nn.ModuleDict):
 
     @torch.no_grad()
     def update_of_weight(self) -> Tensor:
-        """float32 [out, in] of this rank: what the adapter adds to the layer's weight."""
+        """The update of this rank's weight, float32 [out, in]."""
         parts, first = [], next(iter(self._factors.values())).lora_A
         for name, rows in self._rows.of_matrices.items():
             if factors := self._factors.get(name):
@@ -104,7 +103,7 @@ class Adapter(torch.nn.ModuleDict):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """As the layer's own: each factor cut as this rank has it."""
+        """As the layer's own, with each factor sharded as on this rank."""
         cut = {"lora_A": 1} if self._is_row else {"lora_B": 0} if self._is_column else {}
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
@@ -130,7 +129,7 @@ class Adapter(torch.nn.ModuleDict):
         return self._rows.joined(parts)
 
     def _exchange(self, linear: LinearLayer, latent: Tensor) -> Tensor:
-        # Shared experts that overlap with routed ones communicate by themselves, as routed ones do.
+        # Shared experts that overlap with routed ones handle their own communication, as routed ones do.
         if not getattr(linear, "sequence_parallel", False) or getattr(linear, "explicit_expert_comm", False):
             return latent
         if self._is_row:
@@ -138,19 +137,19 @@ class Adapter(torch.nn.ModuleDict):
         return gather_from_sequence_parallel_region(latent, group=self._group) if self._is_column else latent
 
     def _alike(self, factor: Tensor, is_alike: bool) -> Tensor:
-        """A factor of an expert that all its tensor-parallel ranks have alike has the sum of their gradients."""
+        """Sum the gradient of an expert's factor over tensor-parallel ranks if it is replicated on them."""
         if not is_alike or not self._is_expert or self._group.size() == 1:
             return factor
         return copy_to_tensor_model_parallel_region(factor, group=self._group)
 
     def _mark(self, factor: torch.nn.Parameter, linear: LinearLayer, cut_in: int | None) -> None:
-        """Say over which ranks Megatron reduces the gradient, and on which the gradient norm counts it."""
+        """Mark over which ranks Megatron reduces the gradient, and on which the gradient norm counts it."""
         factor.allreduce = getattr(linear.weight, "allreduce", True)  # type: ignore[attr-defined]
         if cut_in is not None:
             set_tensor_model_parallel_attributes(factor, is_parallel=True, dim=cut_in, stride=1)
         elif self._is_expert:
-            # Megatron counts it on TP rank 0 of the dense layers, which may be no replica or several. Marked as
-            # sharded, it counts everywhere but on ranks marked `shared`.
+            # Megatron would count it on TP rank 0 of the dense layers, which may have no replica or several. Marked as
+            # sharded, it counts on all ranks except those marked `shared`.
             factor.tensor_model_parallel = True  # type: ignore[attr-defined]
             factor.shared = self._group.rank() != 0  # type: ignore[attr-defined]
         else:
