@@ -31,8 +31,8 @@ _WANDB_BINS = 512
 _MLFLOW_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 _MOST_WAITING = 100
 """Steps that may wait for a service."""
-_START_WAIT_S = 120.0
-"""wandb gives up by itself after 90; MLflow asks a server that accepts and does not answer for 20 minutes."""
+_START_WAIT_S = 300.0
+"""Longer than WANDB_INIT_TIMEOUT is set; MLflow asks a server that accepts and does not answer for 20 minutes."""
 _CLOSE_WAIT_S = 60.0
 _ADVICE = {"wandb": "set WANDB_MODE=offline", "mlflow": "see to MLFLOW_TRACKING_URI"}
 """For a service that a run does not reach."""
