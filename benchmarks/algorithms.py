@@ -214,6 +214,9 @@ def main() -> None:
     parser.add_argument("--runs", type=at_least_one, default=5)
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-algorithm-peers")
     options = parser.parse_args()
+    # A group compares its responses, of which verl's have eight.
+    if options.responses < (least := max(8, 2 * max(options.groups))):
+        parser.error(f"--responses {options.responses} are too few: these --groups need at least {least}")
     torch.set_num_threads(1)
     print(f"Machine: {describe(ROOT)}\n\nVersions: torch {torch.__version__}")
     print(f"\n## {options.responses:,} responses of {options.tokens:,} tokens, one thread\n")
