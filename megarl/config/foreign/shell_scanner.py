@@ -46,6 +46,8 @@ class ShellScanner(ShellText):
         self._parentheses = 0
         self._chain: list[tuple[Condition, bool]] = []
         """The condition of a statement behind && or ||."""
+        self.functions: set[str] = set()
+        """Names of functions that are defined so far."""
         self._is_plain = True
         """Whether the statement has neither redirections nor arithmetic nor a `!`."""
 
@@ -81,6 +83,10 @@ class ShellScanner(ShellText):
         yield from self._ended(words, "\n")
         self._past_texts()
 
+    def _is_repeated(self) -> bool:
+        """Whether this is in a loop or a function, where other values may be compared each time."""
+        return any(block.kind not in ("if", "case") for block in self._blocks)
+
     def _is_in_case(self) -> bool:
         """Whether a parenthesis here closes a pattern of a case."""
         return bool(self._blocks) and self._blocks[-1].kind == "case" and self._blocks[-1].state == "pattern"
@@ -102,7 +108,7 @@ class ShellScanner(ShellText):
         elif word == "function":
             while self._text[self._at : self._at + 1] in (" ", "\t"):
                 self._skip(1)
-            self._word()  # its name, behind which { is a keyword
+            self.functions.add(self._word().start)  # behind which { is a keyword
         elif word not in _BETWEEN:
             return False
         elif word == "!":
@@ -120,12 +126,14 @@ class ShellScanner(ShellText):
         is_of_case = block.kind == "case" and block.state in ("word", "pattern")
         if is_of_case:
             self._pattern(block, words, operator)
+            if block.now and self._is_repeated():
+                block.now = UNDECIDED
         elif words:
             inside = [(UNDECIDED, True)] if self._parentheses else []
             conditions = [*(each for one in self._blocks for each in one.conditions()), *inside, *self._chain]
             in_braces = any(one.kind == "{" for one in self._blocks)
             yield Statement(words, conditions, in_braces or bool(self._parentheses))
-        test = Condition(words) if self._is_plain and is_test(words) else UNDECIDED
+        test = Condition(words) if self._is_plain and is_test(words) and not self._is_repeated() else UNDECIDED
         if block.state == "test" and (words or not self._is_plain):
             block.tests.append(test)
         if block.kind == "case" and operator == ";;":
@@ -134,6 +142,8 @@ class ShellScanner(ShellText):
             # More than one part of this case may run.
             block.kind = block.state = ""
         if not is_of_case:
+            if operator == "(" and len(words) == 1:
+                self.functions.add(words[0].start)
             self._parentheses = max(0, self._parentheses + {"(": 1, ")": -1}.get(operator, 0))
         if operator in ("&&", "||"):
             self._chain = self._follows(words, test, operator)

@@ -16,6 +16,7 @@ from megarl.config.foreign.shell_words import KEPT_BLANK, UNKNOWN, Part, RawWord
 _NAME = re.compile(r"(\w+)(\+?=)", re.ASCII)
 _PARAMETER = re.compile(r"(\w+)(\[[@*]\])?(?:(:?[-=+?])(.*))?", re.ASCII | re.DOTALL)
 _DECLARATIONS = frozenset(("export", "declare", "local", "readonly", "typeset"))
+_LOCAL = frozenset(("local", "declare", "typeset"))
 _ITEM = re.compile(r"(\w+)\[", re.ASCII)
 _CHANGED = re.compile(r"(?<![=!<>])=(?!=)|(?:<<|>>)=|\+\+|--")
 """Where arithmetic changes a variable."""
@@ -88,6 +89,10 @@ class _Reader:
         self._has_ended = False
         self._has_arguments = self._are_arguments_set = False
         """Whether $1 and $@ may be those of a function or of `set`, in the statement that is taken and from now on."""
+        self._functions: set[str] = set()
+        self._sets_for_others = False
+        self._set_by_functions: set[str] = set()
+        """Variables that a function may set when it is called."""
         self._forgotten: set[str] = set()
         """Variables whose value is neither that of the environment nor one that could be read."""
 
@@ -96,7 +101,9 @@ class _Reader:
         if len(self._files) >= _DEEPEST:
             raise UserError(f"{file} is read by scripts that read each other {_DEEPEST} deep; name one of them")
         self._files.append(file)
-        for statement in ShellScanner(text, str(file)).statements():
+        scanner = ShellScanner(text, str(file))
+        for statement in scanner.statements():
+            self._functions |= scanner.functions
             if statement.words[0].start == "return" and len(self._files) > 1 and self._runs(statement):
                 break
             self._take(statement)
@@ -120,6 +127,7 @@ class _Reader:
     def _take_running(self, statement: Statement) -> None:
         words = statement.words
         self._has_arguments = self._are_arguments_set or statement.may_be_of_function
+        self._sets_for_others = statement.may_be_of_function and words[0].start not in _LOCAL
         self._forget_changed(words)
         if words[0].start in _DECLARATIONS:
             words = [word for word in words[1:] if _NAME.match(word.start)]
@@ -169,6 +177,8 @@ class _Reader:
             names = [name for word in named for part in word.parts for name in re.findall(r"\b[A-Za-z_]\w*", part.text)]
         elif command in ("cd", "pushd", "popd"):
             names = ["PWD", "OLDPWD"]
+        elif command in self._functions:
+            names = [*self._set_by_functions]
         elif command == "set" and any(word.start in ("-", "--") for word in words[1:-1]):
             self._are_arguments_set = True
         elif item := _ITEM.match(command):
@@ -238,6 +248,8 @@ class _Reader:
             else:
                 self.found.arrays[name] = [*(self.found.arrays.get(name, []) if grows else []), *items]
             return
+        if self._sets_for_others:
+            self._set_by_functions.add(name)
         value = self._joined(_with_home(_without_start(word.parts, assignment.end())), where)
         if places := self._grown(word.parts):
             self.found.grown.setdefault(name, []).extend(places)

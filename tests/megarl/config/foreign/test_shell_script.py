@@ -225,6 +225,11 @@ FRAGMENTS = {
     "assignment and": "Y=2 && X=1",
     "function": "if [ a = b ]; then function f { Y=1; }; X=5; fi",
     "function with parentheses": "if [ a = a ]; then function f() {\nY=1; }; X=5; fi",
+    "function that sets": f"f() {{ D=npu; }}\nD=gpu; f; {T}",
+    "function that compares": 'f() { if [ "$D" = npu ]; then X=1; fi; }\nD=npu; X=2; f',
+    "function of a case": "function f { case $D in npu) X=1;; esac; }\nD=npu; X=2; f",
+    "loop that compares": 'Y=0; for i in 1 2; do if [ "$X" = "$Y" ]; then true; else X=5; fi; read Y <<< 9; done',
+    "local": f"f() {{ local D=npu; }}\nf; {T}",
     "text": "cat <<-EOF >&2\n\tif [\n\tEOF\nX=5",
     "text at the end": "X=5; cat <<EOF >&2\nX=6\nEOF\nX+=7",
     "unquoted nothing": "if [ -n $NO ]; then X=1; else X=2; fi; if [ -n ${NO:-} ]; then Y=1; fi",
@@ -247,7 +252,7 @@ FRAGMENTS = {
     "array in default": "A=(a b); case \"${NO:-${A[*]}}\" in 'a b') X=1;; *) X=2;; esac",
 }
 KNOWN = (
-    *("program and", "assignment and", "function", "text", "text at the end"),
+    *("program and", "assignment and", "function", "local", "text", "text at the end"),
     "comparison",
     "exported",
     "of a program",
