@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens of the experts of the busiest rank, of the mean (%(default)s)",
     )
     group.add_argument(
+        "--prediction-layers",
+        type=int,
+        metavar="N",
+        help="layers of multi-token prediction that train with the policy (those of its config.json)",
+    )
+    group.add_argument(
         "--search", action="store_true", help="propose sizes for the model and --gpus in all, the fastest that fit"
     )
 
@@ -81,6 +87,7 @@ def described_device(name: str, memory_gbyte: float | None) -> "Device":
 def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "PlannedStep":
     """The step that the options describe. Raises UserError for one that cannot be."""
     from megarl.planning.memory.trainer import TrainingOptions
+    from megarl.planning.refit import read_trained_model
     from megarl.planning.step.prediction import EngineOptions, PlannedStep
     from megarl.planning.workload import Workload
 
@@ -101,6 +108,11 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
         raise UserError(f"--expert-load {options.expert_load:g} must be a number of at least 1, the mean")
     if options.staleness < 0:
         raise UserError(f"--staleness {options.staleness} is too small: it must be at least 0")
+    if (layers := options.prediction_layers) is not None and layers < 0:
+        raise UserError(f"--prediction-layers {layers} is too small; give at least 0")
+    predicting = None
+    if options.mtp_training != "none" and options.lora is None:
+        predicting = read_trained_model(options.model, layers)
     training = TrainingOptions.of(options.megatron, options.training_dtype)
     if options.recompute is not None:
         training = replace(training, recompute=replace(training.recompute, is_full=options.recompute == "full"))
@@ -123,5 +135,6 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
             computes_beside=options.computes_beside,
         ),
         staleness=options.staleness,
+        predicting=predicting,
         sends_whole_tensors=options.sends_whole_tensors,
     )

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from converters.architectures import Architecture, read_architecture, without_mtp
+from converters.architectures import MTP_LAYERS, Architecture, read_architecture, without_mtp
 from converters.cost import Traffic, formats, traffic
 from converters.errors import UserError, names_as_given
-from converters.formats.safetensors import read_json
+from converters.formats.safetensors import read_json, unquantised
 from converters.layout import Layout
 from converters.layouts.engine import engine_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
@@ -141,6 +141,12 @@ def engine_sizes(tensor: int, expert: int | None) -> ParallelSizes:
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=1,
     )
+
+
+def read_trained_model(place: str, prediction_layers: int | None) -> Architecture:
+    """The model of a place as `read_model` takes it, with so many layers of multi-token prediction; None: its own."""
+    config = unquantised(read_json(model_config_file(place, "the model")))
+    return read_architecture(config if prediction_layers is None else {**config, MTP_LAYERS: prediction_layers})
 
 
 def read_model(place: str, name: str = "the model") -> Architecture:

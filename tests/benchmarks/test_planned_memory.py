@@ -39,6 +39,15 @@ def test_modules_that_are_computed_again_spare_what_was_counted(model: str, modu
     assert not too_far_off(compare(model, ["one rank"], options))
 
 
+@pytest.mark.parametrize("recomputed", [{}, FULL])
+def test_a_layer_of_multi_token_prediction_is_counted(
+    recomputed: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**planned_memory.MODELS["deepseek_v3"], "num_nextn_predict_layers": 1}
+    monkeypatch.setitem(planned_memory.MODELS, "deepseek_v3", fields)
+    assert not too_far_off(compare("deepseek_v3", ["one rank"], recomputed))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_fsdp2_gathers_some_of_many_layers(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As much as it gathers of four, which the other models have, is as much as there is in all."""

@@ -26,16 +26,23 @@ class RankWeights(NamedTuple):
     """All else that every token meets: attention, norms, dense and shared MLPs, routers."""
     experts: int
     """Routed experts, of which a token meets a few."""
+    tied: int = 0
+    """Elements of the embedding that are the output layer, too."""
+
+    @property
+    def logits(self) -> int:
+        """Elements that make logits."""
+        return self.output + self.tied
 
     @property
     def multiplied(self) -> int:
         """Elements with which every token is multiplied."""
-        return self.output + self.dense
+        return self.logits + self.dense
 
     @property
     def shared(self) -> int:
         """Elements that all ranks of a data-parallel group, context-parallel ones among them, have alike."""
-        return self.embedding + self.multiplied
+        return self.embedding + self.output + self.dense
 
     @property
     def total(self) -> int:
@@ -53,6 +60,9 @@ def rank_weights(
         if parameter.is_expert:
             elements *= architecture.num_experts // parallel.expert_model_parallel_size
         counts[_kind(parameter)] += elements
+    # A last stage that is not the first has a copy of its own.
+    if architecture.gpt_model["share_embeddings_and_output_weights"] and parallel.pipeline_model_parallel_size == 1:
+        counts["tied"] = counts["embedding"]
     return RankWeights(**counts)
 
 
@@ -93,7 +103,7 @@ def stage_parameters(
     on_stage = {Part.FIRST: stage == 0, Part.LAST: stage == last, Part.COPY_ON_LAST: 0 < stage == last}
     for parameter in architecture.weight_map:
         if parameter.part is Part.MTP:
-            times = len(parameter.layers) if stage == last else 0
+            times = architecture.mtp_layers if stage == last else 0
         elif parameter.part is Part.LAYERS:
             times = len(parameter.layers & layers)
         else:

@@ -12,6 +12,7 @@ from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.memory.activations import (
     FUSED,
     PLAIN,
+    Kept,
     Kernels,
     Recompute,
     kept_by_layer,
@@ -165,8 +166,37 @@ def _kept(
 ) -> float:
     """Bytes for a token of a micro-batch, of all that are alive at once on a stage."""
     recompute = options.recompute
-    layers = stage_layers(architecture, parallel, stage)
     hidden = layer_input_bytes(architecture, parallel, options.weight_bytes)
+    rows = _rows(architecture, parallel, options, stage)
+    each = [layer_bytes(of_layer, recompute) for of_layer in rows]
+    flying = micro_batches_in_flight(parallel, stage, micro_batches)
+    ends = _ends(architecture, parallel, options, stage)
+    if not recompute.is_full:
+        # What comes after a module in its micro-batch is done with while it is computed again.
+        parts = (module_bytes(of_layer, recompute) for of_layer in rows)
+        before = [kept + part for kept, part in zip(accumulate(each), parts, strict=True)]
+        return (flying - 1) * (sum(each) + ends) + max(sum(each) + ends, *before)
+    own = len(stage_layers(architecture, parallel, stage))
+    again = [*_recomputed(each[:own], recompute), *([one] for one in each[own:])]
+    # While a layer is computed again the results of its micro-batch are done with, and so are the layers after it.
+    kept = hidden * len(again) + sum(each) - sum(map(sum, again))
+    before = [hidden * (number + 1) + sum(group) for number, group in enumerate(again)]
+    if len(each) > own:
+        # But those of the model itself are still there while a layer of multi-token prediction is.
+        before[-1] += ends
+    return (flying - 1) * (kept + ends) + max(kept + ends, *before)
+
+
+def _rows(
+    architecture: Architecture, parallel: ParallelSizes, options: TrainingOptions, stage: int
+) -> list[list[Kept]]:
+    """What each layer of a stage keeps for a token; layers of multi-token prediction, on the last one, are as its last.
+
+    These begin with the norms of a hidden state and of an embedding, and project the two.
+    """
+    layers = stage_layers(architecture, parallel, stage)
+    predicting = architecture.mtp_layers if stage == parallel.pipeline_model_parallel_size - 1 else 0
+    hidden = architecture.transformer_config["hidden_size"] / parallel.tensor_model_parallel_size
     rows = [
         kept_by_layer(
             architecture,
@@ -176,21 +206,10 @@ def _kept(
             element_bytes=options.weight_bytes,
             expert_load=options.expert_load,
         )
-        for layer in layers
+        for layer in [*layers, *[architecture.num_layers - 1] * predicting]
     ]
-    each = [layer_bytes(of_layer, recompute) for of_layer in rows]
-    flying = micro_batches_in_flight(parallel, stage, micro_batches)
-    ends = _ends(architecture, parallel, options, stage)
-    if not recompute.is_full:
-        # What comes after a module in its micro-batch is done with while it is computed again.
-        parts = (module_bytes(of_layer, recompute) for of_layer in rows)
-        before = [kept + part for kept, part in zip(accumulate(each), parts, strict=True)]
-        return (flying - 1) * (sum(each) + ends) + max(sum(each) + ends, *before)
-    again = _recomputed(each, recompute)
-    # While a layer is computed again the results of its micro-batch are done with, and so are the layers after it.
-    kept = hidden * len(again) + sum(each) - sum(map(sum, again))
-    before = [hidden * (number + 1) + sum(group) for number, group in enumerate(again)]
-    return (flying - 1) * (kept + ends) + max(kept + ends, *before)
+    projection = Kept("projection", 2 * (options.kernels.norm_bytes + options.weight_bytes) * hidden)
+    return [*rows[: len(layers)], *([*row, projection] for row in rows[len(layers) :])]
 
 
 def _recomputed(each: Sequence[float], recompute: Recompute) -> list[Sequence[float]]:
@@ -220,4 +239,4 @@ def _ends(architecture: Architecture, parallel: ParallelSizes, options: Training
         return 0.0
     hidden = architecture.transformer_config["hidden_size"]
     norm = options.kernels.norm_bytes * hidden / parallel.tensor_model_parallel_size
-    return norm + options.weight_bytes * hidden + _LABEL_BYTES
+    return (norm + options.weight_bytes * hidden + _LABEL_BYTES) * (1 + architecture.mtp_layers)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf, prod
 
+from converters.architectures import Architecture
 from converters.cost.devices import Device
 from megarl.planning.amounts import say_bytes
 from megarl.planning.memory.engine import EngineMemory, engine_memory
@@ -44,6 +45,8 @@ class PlannedStep:
     refit: PlannedRefit
     workload: Workload
     device: Device
+    predicting: Architecture | None = None
+    """The model that is trained, where it has layers of multi-token prediction: no refit moves them."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     staleness: int = 0
@@ -52,6 +55,11 @@ class PlannedStep:
     """Refits go through the engines' own loader (`refit.path=loader`), which gets every tensor whole."""
     refit_seconds: float | None = None
     """Seconds in which the bytes of a refit move, where they have been replayed; else those of an engine's NIC."""
+
+    @property
+    def trained(self) -> Architecture:
+        """The model that is trained."""
+        return self.predicting or self.refit.architecture
 
     @property
     def overlaps(self) -> bool:
@@ -72,7 +80,7 @@ class StepPrediction:
         ranks = refit.trainer.data_parallel_size
         return max(
             trainer_memory(
-                refit.architecture,
+                self.step.trained,
                 refit.trainer,
                 self.step.training,
                 micro_batch_tokens=workload.micro_batch_tokens(ranks),
@@ -158,7 +166,7 @@ class StepPrediction:
     def training_seconds(self) -> dict[str, float]:
         """The trainer's stages, which need nothing of the engines."""
         step = self.step
-        training = Training(step.refit.architecture, step.refit.trainer, step.training, self._speeds, step.workload)
+        training = Training(step.trained, step.refit.trainer, step.training, self._speeds, step.workload)
         return {"log_probs": training.log_prob_seconds, "update": training.update_seconds}
 
     @property

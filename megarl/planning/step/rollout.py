@@ -45,7 +45,7 @@ class Decoding:
         share = _expert_share(self.architecture)
         touched = 1 - (1 - share) ** sequences
         size = element_bytes(self.number_format)
-        read = weights.output * _BF16 + (weights.dense + weights.experts * touched) * size
+        read = weights.logits * _BF16 + (weights.dense + weights.experts * touched) * size
         flops = 2 * (own * weights.multiplied + sequences * share * weights.experts)
         computing = self.speeds.products(flops, read, is_fp8=self.number_format is not None)
         pairs = own * context

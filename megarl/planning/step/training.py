@@ -1,6 +1,6 @@
 """Seconds of Megatron's passes over a batch: the slowest stage, its micro-batches, and the bubble around them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from converters.architectures import Architecture
@@ -68,7 +68,9 @@ class Training:
         workload = self.workload
         # A rank has all of its sequences of the step at once.
         number = workload.micro_batches(self.parallel.data_parallel_size) * workload.updates
-        slowest = max(max(each.total, self._gathering) for each in self._stages)
+        # Layers of multi-token prediction run in updates alone.
+        policy = replace(self, architecture=self.architecture.without_mtp)
+        slowest = max(max(each.total, policy._gathering) for each in policy._stages)
         return workload.log_prob_passes * self._pipelined(slowest, number)
 
     @property
@@ -124,6 +126,8 @@ class Training:
         tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         tokens = self.workload.micro_batch_tokens(parallel.data_parallel_size) / context
         layers = stage_layers(self.architecture, parallel, stage)
+        if stage == parallel.pipeline_model_parallel_size - 1:
+            layers += [self.architecture.num_layers - 1] * self.architecture.mtp_layers
         moe = sum(has_experts(self.architecture, layer) for layer in layers)
         hidden = tokens * config["hidden_size"] * _BF16
         # The tokens of a sequence-parallel rank, to each of their experts and back.
@@ -143,7 +147,9 @@ class Training:
     def _computing(self, stage: int, tokens: float, layers: list[int], moe: int) -> float:
         parallel = self.parallel
         weights = self._weights[stage]
-        dense = self.speeds.products(2 * tokens * weights.multiplied, weights.multiplied * _BF16)
+        # Layers of multi-token prediction make logits, too.
+        products = weights.multiplied + weights.logits * self.architecture.mtp_layers
+        dense = self.speeds.products(2 * tokens * products, products * _BF16)
         length = self.workload.attention_tokens
         heads = self.architecture.transformer_config["num_attention_heads"] / parallel.tensor_model_parallel_size
         # Causal: half of the pairs, of two products.

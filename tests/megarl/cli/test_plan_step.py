@@ -75,6 +75,23 @@ def test_an_engine_works_with_as_many_tokens_as_its_own_argument_says(
     assert working(f"+rollout.engine_args.{argument}=1024") - 1024 * hidden == working() - by_itself * hidden
 
 
+def test_a_layer_of_multi_token_prediction_trains_with_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--gpus", "2", "--pp", "2", "--decoder-first-pipeline-num-layers", "30"]
+
+    def step(*words: str) -> dict[str, Any]:
+        assert main(["plan", "--model", "deepseek_v3", *sizes, *words, "--json"]) == 1
+        return json.loads(capsys.readouterr().out)["step"]
+
+    with_it, without = step(), step("--prediction-layers", "0")
+    # Attention of 187 million parameters, a shared expert and 256 others, the projection of two hidden states, and on the
+    # last stage a copy of the embedding.
+    added = 187_107_328 + 257 * 3 * 7168 * 2048 + 2 * 7168**2 + 129_280 * 7168
+    found = with_it["trainer_bytes"]["weights"] - without["trainer_bytes"]["weights"]
+    assert found == pytest.approx(2 * added, rel=0.01)
+    assert with_it["stage_seconds"]["update"] > without["stage_seconds"]["update"]
+    assert with_it["stage_seconds"]["rollout"] == without["stage_seconds"]["rollout"]
+
+
 def test_a_loss_that_needs_a_reference_has_its_row_without_a_kl(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ["plan", "--config-name", "grpo_qwen3_1_7b", "algorithm.kl_coefficient=0"]
     assert main([*recipe, "+algorithm=sppo"]) == 0
@@ -155,6 +172,7 @@ def test_a_step_of_one_update_has_no_stage_of_log_probs(capsys: pytest.CaptureFi
     [
         (["--device", "H1000"], "--device H1000 is none of A100"),
         (["--gpu-gbyte", "0"], "--gpu-gbyte 0 is no memory"),
+        (["--prediction-layers", "-1"], "--prediction-layers -1 is too small"),
         (["--micro-batch-tokens", "1023"], "--micro-batch-tokens 1023 has no room for the longest response"),
         (["--expert-load", "0.5"], "--expert-load 0.5 must be a number of at least 1"),
         (["--expert-load", "nan"], "--expert-load nan must be a number of at least 1"),

@@ -14,12 +14,13 @@ from megarl.planning.cluster import Cluster
 from megarl.planning.lengths import exponential_rate
 from megarl.planning.memory.activations import Recompute
 from megarl.planning.memory.engine import engine_memory
+from megarl.planning.memory.rank_weights import rank_weights
 from megarl.planning.memory.trainer import TrainingOptions, micro_batches_in_flight, trainer_memory
 from megarl.planning.refit import engine_sizes, read_model
 from megarl.planning.step.knobs import turned_knobs
 from megarl.planning.step.prediction import PlannedStep, StepPrediction
 from megarl.planning.step.rollout import Decoding
-from megarl.planning.step.speeds import Speeds
+from megarl.planning.step.speeds import ENGINE_STEP_S, RECORDED_LAYER_S, Speeds
 from megarl.planning.step.training import PassSeconds
 from megarl.planning.workload import Workload
 
@@ -64,6 +65,19 @@ def test_decoding_a_latent_on_every_rank_is_bound_by_products(model: str, second
     engine = Decoding(architecture, sizes, None, memory, Speeds(DEVICES["H20"], cluster))
     short, long = (engine.step_seconds(64, context) for context in (4096, 8192))
     assert (long - short) / (64 * 4096) == pytest.approx(seconds_of_a_pair)
+
+
+def test_an_embedding_that_is_the_output_layer_is_multiplied_with() -> None:
+    model, cluster = read_model("qwen3_1_7b"), Cluster()
+    memory = engine_memory(model, engine_sizes(1, None), None, memory_bytes=80e9, utilization=0.9, prefill_tokens=1)
+    engine = Decoding(model, engine_sizes(1, None), None, memory, Speeds(DEVICES["H100"], cluster))
+    # 1.72 billion parameters are read for a token, and all of them are multiplied with a prompt.
+    assert memory.weights == pytest.approx(2 * 1.7206e9, rel=1e-3)
+    read = engine.step_seconds(1, 0) - 28 * RECORDED_LAYER_S - ENGINE_STEP_S
+    assert read == pytest.approx(memory.weights / (0.7 * 3350e9), rel=1e-3)
+    assert engine.prefill_seconds(1000, 0) == pytest.approx(1000 * 2 * 1.7206e9 / (0.6 * 989e12), rel=1e-3)
+    stages = ParallelSizes(world_size=2, pipeline_model_parallel_size=2)
+    assert [rank_weights(model, stages, stage).logits for stage in range(2)] == [0, 151_936 * 2048]
 
 
 def test_long_prompts_take_the_square_of_their_length() -> None:
