@@ -45,8 +45,6 @@ class PlannedStep:
     refit: PlannedRefit
     workload: Workload
     device: Device
-    predicting: Architecture | None = None
-    """The model that is trained, where it has layers of multi-token prediction: no refit moves them."""
     training: TrainingOptions = field(default_factory=TrainingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     staleness: int = 0
@@ -55,6 +53,8 @@ class PlannedStep:
     """Refits go through the engines' own loader (`refit.path=loader`), which gets every tensor whole."""
     refit_seconds: float | None = None
     """Seconds in which the bytes of a refit move, where they have been replayed; else those of an engine's NIC."""
+    predicting: Architecture | None = None
+    """The model that is trained, where it has layers of multi-token prediction: no refit moves them."""
 
     @property
     def trained(self) -> Architecture:

@@ -83,8 +83,8 @@ def test_a_layer_of_multi_token_prediction_trains_with_the_policy(capsys: pytest
         return json.loads(capsys.readouterr().out)["step"]
 
     with_it, without = step(), step("--prediction-layers", "0")
-    # Attention of 187 million parameters, a shared expert and 256 others, the projection of two hidden states, and on the
-    # last stage a copy of the embedding.
+    # Attention of 187 million parameters, a shared expert and 256 others, the projection of two hidden states, and a
+    # copy of the embedding.
     added = 187_107_328 + 257 * 3 * 7168 * 2048 + 2 * 7168**2 + 129_280 * 7168
     found = with_it["trainer_bytes"]["weights"] - without["trainer_bytes"]["weights"]
     assert found == pytest.approx(2 * added, rel=0.01)
