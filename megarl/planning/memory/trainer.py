@@ -172,7 +172,7 @@ def _kept(
     flying = micro_batches_in_flight(parallel, stage, micro_batches)
     ends = _ends(architecture, parallel, options, stage)
     if not recompute.is_full:
-        # What comes after a module in its micro-batch is done with while it is computed again.
+        # While a module is computed again, all that comes after it in its micro-batch is done with.
         parts = (module_bytes(of_layer, recompute) for of_layer in rows)
         before = [kept + part for kept, part in zip(accumulate(each), parts, strict=True)]
         return (flying - 1) * (sum(each) + ends) + max(sum(each) + ends, *before)
@@ -190,7 +190,7 @@ def _kept(
 def _rows(
     architecture: Architecture, parallel: ParallelSizes, options: TrainingOptions, stage: int
 ) -> list[list[Kept]]:
-    """What each layer of a stage keeps for a token; layers of multi-token prediction, on the last one, are as its last.
+    """The rows of each layer of a stage; layers of multi-token prediction, on the last one, are as its last.
 
     These begin with the norms of a hidden state and of an embedding, and project the two.
     """

@@ -65,7 +65,7 @@ class Decoding:
         return computing + self.architecture.num_layers * self._talking(own)
 
     def _pair_flops(self, widths: Callable[[Architecture], tuple[int, int]]) -> float:
-        """Of attention, for a token and one of those before it, with heads as wide as `widths` says."""
+        """Attention of a token to one before it, with heads as wide as `widths` says."""
         heads = self.architecture.transformer_config["num_attention_heads"] / self.parallel.tensor_model_parallel_size
         return 2 * heads * sum(widths(self.architecture)) * self.architecture.num_layers
 

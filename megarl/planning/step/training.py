@@ -44,7 +44,7 @@ class PassSeconds:
     def after(self, products: int, *, again: bool) -> float:
         """The backward pass, of so many products for each forward; `again` with a forward pass that it begins with.
 
-        What a forward pass exchanges goes back as its gradient, once. Tensor parallelism gathers the input of every
+        All that a forward pass exchanges goes back as its gradient, once. Tensor parallelism gathers the input of every
         second product once more, for the gradient of its weights.
         """
         backward = products * self.computing + self.talking + self.tensor / 2

@@ -113,7 +113,7 @@ def test_turns_move_all_to_the_host_and_back() -> None:
 @pytest.mark.parametrize(
     ("modules", "spared"),
     [
-        # Of DeepSeek-V3's 58 layers with experts: the products that go into the second matrix of each of 8.
+        # DeepSeek-V3 has 58 layers with experts: the products that go into the second matrix of each of 8.
         ({"moe_act"}, 58 * 2 * 8 * 2048),
         # Keys and queries of 192 and values of 128, of 128 heads, but in one layer at a time.
         ({"mla_up_proj"}, 60 * 2 * 128 * (192 + 192 + 128)),
