@@ -32,11 +32,11 @@ class Box:
         return math.prod(self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes this box out of its tensor."""
+        """The index expression of this box in its tensor."""
         return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The elements in both boxes; None where there are none."""
+        """The elements in both boxes; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(map(lt, start, stop)) else None
@@ -46,11 +46,11 @@ class Box:
         return Box(tuple(map(add, self.start, offset)), tuple(map(add, self.stop, offset)))
 
     def relative_to(self, origin: "Box") -> "Box":
-        """This box in the coordinates of a tensor that holds just `origin`."""
+        """This box in the coordinates of a tensor that consists of just `origin`."""
         return Box(tuple(map(sub, self.start, origin.start)), tuple(map(sub, self.stop, origin.start)))
 
     def subtract(self, inner: "Box") -> "Iterator[Box]":
-        """Cut what is left of this box without `inner`, which must lie in it, into disjoint boxes."""
+        """Cut this box without `inner`, which must be inside it, into disjoint boxes."""
         start, stop = list(self.start), list(self.stop)
         for d in range(len(start)):
             for a, b in ((start[d], inner.start[d]), (inner.stop[d], stop[d])):
@@ -59,7 +59,7 @@ class Box:
             start[d], stop[d] = inner.start[d], inner.stop[d]
 
     def without(self, other: "Box") -> "list[Box]":
-        """Cut what is left of this box without the elements of `other` into disjoint boxes."""
+        """Cut this box without the elements of `other` into disjoint boxes."""
         common = self.intersect(other)
         return [self] if common is None else list(self.subtract(common))
 
@@ -78,9 +78,9 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Boxes that make up the elements number `start` to `stop` of a contiguous tensor, in their order.
+    """The boxes that make up elements `start` to `stop` of a contiguous tensor, in order.
 
-    Each of them is contiguous, too. There are at most two for each dimension but the last, and one more.
+    Each box is contiguous, too. There are at most two per dimension except the last, plus one.
     """
     if start >= stop:
         return

@@ -1,4 +1,4 @@
-"""Moving elements: from a checkpoint into the tensors of a rank, and from rank to rank."""
+"""Copies elements from a checkpoint into a rank's tensors, and from rank to rank."""
 
 import math
 from collections import Counter
@@ -24,15 +24,15 @@ _COMPARED_ELEMENTS = 2**20
 def check_checkpoint(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
     """Raise UserError unless the checkpoint holds the tensors of `architecture`, complete and in their shapes.
 
-    The types must be floating ones. Copies of a tied or shared weight are accepted where they equal it, FP8 where its
-    scales are there, and tensors that nothing reads.
+    The dtypes must be floating-point. Accepted are copies of a tied or shared weight that equal it, FP8 tensors with
+    scales, and tensors that nothing reads.
     """
     check_structure(checkpoint, architecture)
     check_copies(checkpoint, architecture)
 
 
 def check_copies(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
-    """Raise UserError for a copy of a tied or shared weight with other values. Reads gigabytes of a large model."""
+    """Raise UserError for a copy of a tied or shared weight with other values. Reads gigabytes for a large model."""
     shapes = checkpoint.shapes
     for copy, original in architecture.hf_copies.items():
         if copy in shapes and not _equal(checkpoint, copy, original, shapes[original]):
@@ -43,7 +43,7 @@ def check_copies(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) 
 
 
 def check_structure(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
-    """`check_checkpoint` without a look at the values of copies."""
+    """`check_checkpoint` without comparing the values of copies."""
     is_block_fp8(checkpoint.config)  # refuses other kinds of quantisation
     shapes = checkpoint.shapes
     missing = architecture.hf_zero_if_missing - shapes.keys()
@@ -57,7 +57,7 @@ def check_structure(checkpoint: HuggingFaceCheckpoint, architecture: Architectur
     if architecture.mtp_layers and not any(
         name.startswith(f"model.layers.{architecture.num_layers}.") for name in shapes
     ):
-        # transformers leaves them out when it saves a model, but not their number.
+        # transformers drops these layers when it saves a model, but not their number in config.json.
         raise UserError(
             f"{checkpoint.folder} holds nothing of the {architecture.mtp_layers} multi-token-prediction layers of its"
             " config.json; set num_nextn_predict_layers to 0 there"
@@ -69,7 +69,7 @@ def _check_types(checkpoint: HuggingFaceCheckpoint, weights: Iterable[str]) -> N
     dtypes = checkpoint.dtypes
     for name in weights:
         if name in dtypes and not dtypes[name].is_floating_point:
-            # Codes of some quantisation, most likely, with scales that nothing here knows of.
+            # Most likely the codes of an unknown quantisation, with scales that are not understood here.
             raise UserError(
                 f"{checkpoint.folder} holds {name} in {dtypes[name]}; weights are read in floating types only: give the"
                 " model in bf16"
@@ -77,12 +77,12 @@ def _check_types(checkpoint: HuggingFaceCheckpoint, weights: Iterable[str]) -> N
 
 
 def _equal(checkpoint: HuggingFaceCheckpoint, name: str, other: str, shape: Shape) -> bool:
-    """Whether two tensors are equal, compared in pieces: a comparison of the whole would take memory of their size."""
+    """Whether two tensors are equal; compares piece by piece, to save memory."""
     rows = max(1, _COMPARED_ELEMENTS // max(1, math.prod(shape[1:])))
     for start in range(0, shape[0], rows):
         box = Box((start, *(0 for _ in shape[1:])), (min(start + rows, shape[0]), *shape[1:]))
         first, second = checkpoint.read(name, box), checkpoint.read(other, box)
-        # By their bytes: a NaN is no other value than the same NaN.
+        # Compare bytes, so that equal NaNs count as equal.
         if first.dtype != second.dtype or not torch.equal(first.view(torch.uint8), second.view(torch.uint8)):
             return False
     return True
@@ -116,7 +116,7 @@ def read_into(
     """Fill the local `tensors` from the checkpoint, converting to their types; elements without a placement become 0.
 
     Reads no more of the checkpoint than the placements need, and decodes FP8. Raises ValueError for a tensor without
-    any placement, and for a placement outside the tensors.
+    any placement, and for a placement outside of its tensor.
     """
     source = HuggingFaceSource(checkpoint)
     placed: Counter[str] = Counter()
@@ -145,9 +145,9 @@ def _view(tensors: Mapping[str, torch.Tensor], name: str, box: Box) -> torch.Ten
 def copy_transfers(
     transfers: Iterable[Transfer], sources: Mapping[str, torch.Tensor], destinations: Mapping[str, torch.Tensor]
 ) -> None:
-    """Carry out transfers whose two ranks' tensors are both at hand, converting to the destinations' types.
+    """Execute transfers between tensors in this process, converting to the destinations' dtypes.
 
-    Raises ValueError for a box that is not within its tensor, or a tensor that is not there.
+    Raises ValueError for a box that exceeds its tensor, or for a missing tensor.
     """
     with torch.no_grad():
         for transfer in transfers:

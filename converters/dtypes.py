@@ -1,15 +1,15 @@
-"""Names of the types of tensors."""
+"""Names of tensor dtypes."""
 
 from collections.abc import Mapping
 
 import torch
 
 SHORT_NAMES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""Name of a type in recipes and on command lines -> the type."""
+"""Name of a dtype in recipes and on command lines -> the dtype."""
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The name of a type as config.json and people have it.
+    """The name of a dtype in config.json and in messages.
 
     Example: dtype_name(torch.bfloat16) is "bfloat16"
     """
@@ -17,7 +17,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def short_name(dtype: torch.dtype | str) -> str:
-    """The name of a type as recipes have it, or its own where they have none.
+    """The name of a dtype in recipes, or its own name if recipes have none.
 
     Example: short_name(torch.bfloat16) is "bf16"
     """

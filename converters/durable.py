@@ -1,4 +1,4 @@
-"""Files and folders that have their name only when they are complete and on disk, whenever the machine ends."""
+"""Files and folders that get their names only once complete and on disk, even if the machine crashes."""
 
 import errno
 import os
@@ -7,30 +7,30 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors that say that there is no room."""
+"""Errors of a full disk."""
 AWAY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN)
-"""Errors of a file system whose servers do not answer, as NFS and Lustre have them: it may be back soon."""
+"""Errors of a network file system, such as NFS or Lustre, whose servers do not answer; it may be back soon."""
 
 SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors of a machine or a process that has no more of something: there may be some again."""
+"""Errors of a machine or process that has temporarily run out of a resource."""
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether the same may be possible a while later."""
+    """Whether a retry may succeed later."""
     if isinstance(error, OSError):
         return error.errno in (*AWAY, *SHORT)
     return error is not None and is_passing(error.__cause__)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error says that there is no room; that of safetensors has the number in its text alone."""
+    """Whether an error means a full disk; safetensors' error has the number only in its text."""
     if isinstance(error, SafetensorError):
         return any(f"(os error {number})" in str(error) for number in DISK_FULL)
     return isinstance(error, OSError) and error.errno in DISK_FULL
 
 
 def complete(partial: Path, path: Path) -> None:
-    """Give a file or a folder that was written as `partial` its name `path`; all of it is on disk before."""
+    """Sync a file or folder that was written as `partial` to disk, then rename it to `path`."""
     sync_all(partial)
     rename(partial, path)
 
@@ -42,7 +42,7 @@ def sync_all(path: Path) -> None:
 
 
 def rename(path: Path, new: Path) -> None:
-    """Rename, in place of a file of that name, and wait until the name is on disk."""
+    """Rename, replacing a file of that name, and wait until the name is on disk."""
     path.replace(new)
     sync(new.parent)
 

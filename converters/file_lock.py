@@ -1,4 +1,4 @@
-"""A lock that the kernel lets go of when its process ends, on whatever machine that shares the file."""
+"""A file lock that the kernel releases when its process ends, across all machines that share the file."""
 
 import errno
 import fcntl
@@ -11,26 +11,26 @@ NOT_SUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def lock_file(path: Path) -> int:
-    """A descriptor of the file `path`, made if it is not there, that no other process gets until this one closes it.
+    """Lock the file `path`, creating it if necessary; return a descriptor that holds the lock until it is closed.
 
-    Raises BlockingIOError where another process has it. A file system without locks is told of on standard error.
+    Raises BlockingIOError if another process holds the lock. Warns on standard error if the file system has no locks.
     """
     while True:
-        # For writing: NFS locks nothing that is only read, and no folder for more than one machine.
+        # Opened for writing: NFS does not lock files opened for reading, nor folders across machines.
         lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             _lock(lock, path.parent)
         except BaseException:
             os.close(lock)
             raise
-        # The holder removes it, so that what was opened may be gone by then.
+        # The holder may have removed the file after it was opened here.
         if _is_named(lock, path):
             return lock
         os.close(lock)
 
 
 def remove_locked(lock: int, *paths: Path) -> None:
-    """Remove the file of a descriptor that `lock_file` gave, under whichever of these names it has by now."""
+    """Remove the file of a descriptor from `lock_file`, under whichever of these names it has now."""
     for path in paths:
         if _is_named(lock, path):
             path.unlink()

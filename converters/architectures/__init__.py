@@ -1,4 +1,4 @@
-"""The architectures that can be converted: `families`, and the parts that they are made of."""
+"""The supported architectures: `families`, and the building blocks that they share."""
 
 from collections.abc import Mapping
 from typing import Any

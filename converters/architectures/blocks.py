@@ -95,7 +95,7 @@ def latent_attention(layers: Iterable[int], *, low_rank_query: bool) -> tuple[Pa
 
 
 def dense_mlp(layers: Iterable[int], norm: str = "post_attention_layernorm") -> tuple[Parameter, ...]:
-    """A gated MLP after a norm, which HuggingFace calls `norm`; nothing where there are no such layers."""
+    """A gated MLP after a norm, which HuggingFace calls `norm`; empty without such layers."""
     layers = frozenset(layers)
     if not layers:
         return ()
@@ -113,7 +113,7 @@ def mixture_of_experts(
     hf_module: str = "mlp",
     hf_projections: tuple[str, str, str] = _GATE_UP_DOWN,
 ) -> tuple[Parameter, ...]:
-    """A router and gated experts after a norm; nothing where there are no such layers.
+    """A router and gated experts after a norm; empty without such layers.
 
     With `expert_bias`, the router's balancing bias (arXiv 2408.15664). HuggingFace calls the whole `hf_module` and the
     projections of an expert `hf_projections`: gate, up and down.

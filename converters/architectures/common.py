@@ -1,4 +1,4 @@
-"""Megatron's configuration of what many architectures share."""
+"""Megatron's configuration for features shared by many architectures."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ def rms_norm_decoder(config: HuggingFaceConfig) -> dict[str, Any]:
 def grouped_queries(config: HuggingFaceConfig, head_dim: int) -> dict[str, int]:
     """TransformerConfig fields of grouped-query attention with heads of width `head_dim`.
 
-    Raises UserError where the key-value heads do not divide the heads.
+    Raises UserError if the key-value heads do not divide the heads.
     """
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     if heads % groups:
@@ -77,7 +77,7 @@ def tied_copies(config: HuggingFaceConfig) -> dict[str, str]:
 
 
 def refuse_sliding_window(config: HuggingFaceConfig) -> None:
-    """Raise UserError where some layer attends to the last tokens only."""
+    """Raise UserError if some layer uses sliding-window attention."""
     config.require("use_sliding_window", (False,), False)
     if set(types := config.get("layer_types", [])) - {"full_attention"}:
         raise config.error(f"has layer_types {sorted(set(types))}, which are not supported: only full_attention is")
@@ -86,8 +86,8 @@ def refuse_sliding_window(config: HuggingFaceConfig) -> None:
 def expert_routing(config: HuggingFaceConfig, *, width: str = "moe_intermediate_size") -> dict[str, Any]:
     """TransformerConfig fields of a mixture of experts that drops no token and has no balancing loss.
 
-    `width` is the field of config.json with the width of an expert. Raises UserError where a token has a single expert,
-    or more than there are.
+    `width` is the field of config.json with the width of an expert. Raises UserError if a token has a single expert, or
+    more than there are.
     """
     experts, topk = config.num_experts, config["num_experts_per_tok"]
     if topk < 2:
@@ -105,7 +105,7 @@ def expert_routing(config: HuggingFaceConfig, *, width: str = "moe_intermediate_
 
 
 def layer_pattern(moe_layers: Sequence[int], num_layers: int) -> int | list[int]:
-    """`moe_layer_freq`: 1 where every layer is a mixture of experts, else 1 or 0 for each layer.
+    """`moe_layer_freq`: 1 if every layer is a mixture of experts, else 1 or 0 per layer.
 
     Megatron's distributed checkpoints name the parameters of uniform layers differently, hence the 1.
     """

@@ -12,10 +12,10 @@ _YARN_FIELDS = ("factor", "original_max_position_embeddings", "beta_fast", "beta
 
 
 def has_experts(config: HuggingFaceConfig, layer: int) -> bool:
-    """Whether `layer` is a mixture of experts; one after the last, of multi-token prediction, is as its number says.
+    """Whether `layer`, which may be a later one of multi-token prediction, is a mixture of experts by its number.
 
-    `moe_layer_freq` is a number, of which such layers are the multiples, or a list with 1 or 0 for each layer.
-    Raises UserError for a number below 1 and a list of another length.
+    `moe_layer_freq` is a number, whose multiples are such layers, or a list with 1 or 0 per layer. Raises UserError for
+    a number below 1 and a list of another length.
     """
     frequency, layers = config.get("moe_layer_freq", 1), config["num_hidden_layers"]
     if layer < config["first_k_dense_replace"]:
@@ -43,8 +43,8 @@ def decoder_layers(
 def latent_attention_fields(config: HuggingFaceConfig) -> dict[str, Any]:
     """MLATransformerConfig fields of latent attention (arXiv 2405.04434) and its rotary embedding.
 
-    The norms inside get the epsilon of the others, as in vLLM; transformers always takes 1e-6. Raises
-    UserError for biases, and for a rotary embedding that Megatron cannot compute.
+    The norms inside get the model's epsilon, as in vLLM; transformers always uses 1e-6. Raises UserError for biases,
+    and for a rotary embedding that Megatron cannot compute.
     """
     config.require("attention_bias", (False,), False)
     config.require("mlp_bias", (False,), False)

@@ -1,4 +1,4 @@
-"""Reading a HuggingFace config.json, as transformers wrote it before version 5 and since."""
+"""Reads a HuggingFace config.json, as written by transformers before version 5 or since."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -26,12 +26,13 @@ _SMALLEST: Mapping[str, int] = {
     **dict.fromkeys(("n_shared_experts", "n_group", "topk_group", "first_k_dense_replace"), 0),
     MTP_LAYERS: 0,
 }
-"""Field that holds a whole number -> the smallest that makes sense."""
+"""Integer field -> its smallest valid value."""
 _LARGEST: Mapping[str, int] = {
     **dict.fromkeys(("num_hidden_layers", MTP_LAYERS), 1000),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 10_000),
 }
-"""The same -> the largest: all tensors of a model have their names in memory, and a wrong number would take it all."""
+"""Integer field -> its largest valid value: the names of all tensors are in memory, which a wrong number would exhaust.
+"""
 _NUMBERS = (
     *("rms_norm_eps", "rope_theta", "partial_rotary_factor", "routed_scaling_factor"),
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
@@ -104,7 +105,7 @@ class HuggingFaceConfig:
 
     @property
     def head_dim(self) -> int:
-        """Width of an attention head; by default the heads share out the hidden state."""
+        """Width of an attention head; by default the hidden size divided by the heads."""
         return self.get("head_dim", self["hidden_size"] // self["num_attention_heads"])
 
     @property

@@ -13,23 +13,23 @@ _INPUTS = "embedding_and_hidden"
 
 @dataclass(frozen=True)
 class MultiTokenPrediction:
-    """Additions of multi-token-prediction layers to the fields of an Architecture of the same meaning."""
+    """Additions of multi-token-prediction layers to the Architecture fields of the same names."""
 
     weight_map: tuple[Parameter, ...] = ()
     dimensions: Mapping[str, Dimension] = field(default_factory=dict)
     hf_copies: Mapping[str, str] = field(default_factory=dict)
-    """The embedding and the output layer, which they share with the model. All of them are in released checkpoints."""
+    """Their copies of the model's embedding and output layer, which released checkpoints contain."""
     transformer_config: Mapping[str, int] = field(default_factory=dict)
 
 
 def multi_token_prediction(
     transformer_layer: Iterable[Parameter], layers: range, *, hidden_size: int, tied: bool
 ) -> MultiTokenPrediction:
-    """Layers that HuggingFace numbers `layers`, after those of the model; nothing where there are none.
+    """Describe the layers that HuggingFace numbers `layers`, after those of the model; empty if there are none.
 
-    `transformer_layer` are the parameters, as in a decoder, of the layer of which each consists beside its norms, its
-    projection, and an embedding and an output layer shared with the model. `tied` says whether these two are one.
-    Megatron-core computes them on the last pipeline stage, which for that has a copy of the embedding.
+    Each consists of a decoder layer with the parameters `transformer_layer`, norms, a projection, and an embedding and
+    output layer shared with the model; `tied` says whether these two are one. Megatron-core computes the layers on the
+    last pipeline stage, which has a copy of the embedding for that.
     """
     if not layers:
         return MultiTokenPrediction()
@@ -65,7 +65,7 @@ def _parameter(name: str, hf_name: str, shape: tuple[str, ...], kind: Kind, laye
 
 
 def _moved(parameter: Parameter, layers: range) -> Parameter:
-    """A parameter of a decoder layer as one of the transformer layer inside each multi-token-prediction layer."""
+    """Convert a decoder layer's parameter to that of the transformer layer inside each multi-token-prediction layer."""
     te = parameter.transformer_engine
     return replace(
         parameter,

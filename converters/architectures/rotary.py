@@ -4,14 +4,14 @@ from typing import Any
 
 from converters.architectures.hf_config import HuggingFaceConfig
 
-# Constants of megatron-core 0.16.1's RotaryEmbedding, which takes the factor alone.
+# Constants of megatron-core 0.16.1's RotaryEmbedding, in which only the factor can be set.
 _LLAMA3_CONSTANTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def rotary_embedding(config: HuggingFaceConfig, *, partial: float | None = None) -> dict[str, Any]:
     """Arguments of GPTModel for a plain rotary embedding, or one scaled as in Llama 3.1 (arXiv 2407.21783).
 
-    `partial` is the family's default for the part of each head that is rotated; None where all of it must be.
+    `partial` is the family's default for the rotated share of each head; None if heads must be rotated whole.
 
     Raises UserError for a rotary embedding that Megatron cannot compute.
     """

@@ -11,15 +11,15 @@ from converters.architectures.common import expert_routing, layer_pattern
 from converters.architectures.extensions import Extensions
 from converters.architectures.hf_config import HuggingFaceConfig
 
-# Experts by whose scores the sigmoid router scores a group.
+# Number of best experts by which the sigmoid router scores a group.
 _GROUP_SCORE_EXPERTS = 2
 
 
 def expert_groups(config: HuggingFaceConfig, *, scoring: int) -> dict[str, int]:
     """TransformerConfig fields that limit a token to the best `topk_group` of `n_group` groups of experts.
 
-    The family scores a group by the sum of its `scoring` best experts: see `group_scores`. Raises UserError where the
-    groups cannot be formed, scored, or hold the experts of a token.
+    The family scores a group by the sum of its `scoring` best experts: see `group_scores`. Raises UserError if the
+    groups cannot be formed or scored, or cannot hold a token's experts.
     """
     groups, chosen = _groups(config)
     if groups == chosen:
@@ -39,7 +39,7 @@ def expert_groups(config: HuggingFaceConfig, *, scoring: int) -> dict[str, int]:
 
 
 def group_scores(config: HuggingFaceConfig, *, scoring: int) -> Extensions:
-    """Extension that scores groups by their `scoring` best experts, where Megatron would sum another number of them."""
+    """The extension that scores groups by their `scoring` best experts, if Megatron would sum another number."""
     groups, chosen = _groups(config)
     if groups == chosen or config["num_experts_per_tok"] // chosen == scoring:
         return Extensions()

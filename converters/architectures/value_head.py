@@ -20,9 +20,9 @@ def with_head(architecture: Architecture, head: Head) -> Architecture:
 def with_value_head(architecture: Architecture) -> Architecture:
     """The backbone of a language model with a linear layer [1, H] on top.
 
-    Its HuggingFace form is that of `...ForSequenceClassification` with one label. A folder may lack `score.weight`,
-    which is 0 then: that of a language model does. The output layer and multi-token prediction, which such a folder
-    holds, are not read.
+    Its HuggingFace form is that of `...ForSequenceClassification` with one label. A folder may lack `score.weight`, as
+    a language model's does; it is then 0. The output layer and multi-token prediction layers of such a folder are not
+    read.
     """
     value = Parameter("value_head.weight", ((_SCORE, ("labels", "hidden")),), Kind.REPLICATED, Part.LAST)
     changed = replace(

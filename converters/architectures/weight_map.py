@@ -12,11 +12,11 @@ from converters.architectures.extensions import Extensions
 from converters.layout import Shape
 
 Head = Literal["language_model", "value"]
-"""Output of the last hidden states: logits over the vocabulary, or one number for each token."""
+"""Output computed from the last hidden states: logits over the vocabulary, or one number per token."""
 
 
 class Kind(Enum):
-    """How a Megatron parameter is put together and cut over tensor-parallel ranks."""
+    """How a Megatron parameter is assembled and sharded over tensor-parallel ranks."""
 
     REPLICATED = "the same on every rank"
     COLUMN = "dimension 0 is cut"
@@ -38,7 +38,7 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class Dimension:
-    """A named length: `units` indivisible units of `unit_size` elements; a cut goes between units.
+    """A named length: `units` indivisible units of `unit_size` elements; sharding splits only between units.
 
     `field` is the field of config.json that gives `units`.
     """
@@ -72,13 +72,13 @@ class Parameter:
     layers: frozenset[int] = frozenset()
     transformer_engine: str | None = None
     float32: bool = False
-    """Kept in float32 whatever the type of the other weights."""
+    """Whether it stays in float32, regardless of the other weights' dtype."""
     is_buffer: bool = False
-    """Set by rule; no optimizer trains it and FSDP2 leaves it whole."""
+    """Whether it is a buffer, updated by rule: no optimizer trains it, and FSDP2 does not shard it."""
 
     @property
     def is_expert(self) -> bool:
-        """Whether every routed expert has its own, cut over the expert-tensor-parallel ranks."""
+        """Whether every routed expert has its own, sharded over expert-tensor-parallel ranks."""
         return "{expert}" in self.megatron
 
 
@@ -97,7 +97,7 @@ class Architecture:
     dimensions: Mapping[str, Dimension]
     weight_map: tuple[Parameter, ...]
     hf_copies: Mapping[str, str] = field(default_factory=dict)
-    """HuggingFace tensors a checkpoint may hold beside the tensor they are equal to (tied or shared weights)."""
+    """HuggingFace tensors that a checkpoint may contain as copies of another tensor (tied or shared weights)."""
     exported_copies: tuple[str, ...] = ()
     """Members of `hf_copies` that released checkpoints of the family hold and an export writes."""
     mtp_layers: int = 0
@@ -108,7 +108,7 @@ class Architecture:
     """Computations of the model beyond a GPTModel."""
     head: Head = "language_model"
     hf_zero_if_missing: frozenset[str] = frozenset()
-    """HuggingFace tensors that a checkpoint may lack, and that are 0 then: a head that is yet to be trained."""
+    """HuggingFace tensors that are 0 if a checkpoint lacks them: a head that is yet to be trained."""
 
     @property
     def num_layers(self) -> int:

@@ -1,6 +1,6 @@
-"""Classes of equal tensors: those that the same ranks hold, and want, the same boxes of.
+"""Classes of equal tensors, of which the same ranks hold, and want, the same boxes.
 
-A model of 671B parameters has 45,000 tensors, of which a few hundred differ in this.
+A model of 671B parameters has 45,000 tensors, but only a few hundred classes.
 """
 
 from collections import defaultdict
@@ -28,7 +28,7 @@ class TensorClass:
 def tensor_classes(source: Layout, destination: Layout, formats: Mapping[str, TensorFormat]) -> Iterator[TensorClass]:
     """All tensors of two layouts, in classes.
 
-    Raises ValueError where the destination's boxes overlap or leave a gap.
+    Raises ValueError if the destination's boxes overlap or leave a gap.
     """
     held, wanted = _Patterns(source), _Patterns(destination, check_tiling)
     members: dict[tuple[TensorFormat, int, int], list[str]] = defaultdict(list)
@@ -39,9 +39,9 @@ def tensor_classes(source: Layout, destination: Layout, formats: Mapping[str, Te
 
 
 class _Patterns:
-    """The placements of every tensor as a number, the same for tensors whose placements differ in names only.
+    """Numbers the placements of every tensor; tensors whose placements differ only in names get the same number.
 
-    A pattern is one more placement after a shorter pattern; pattern 0 has none.
+    A pattern is a shorter pattern plus one placement; pattern 0 is empty.
     """
 
     def __init__(self, layout: Layout, check: Callable[[Shard], object] = bool) -> None:

@@ -1,4 +1,4 @@
-"""Cost of computing with a model: matrix products and attention."""
+"""FLOPs of a model: matmuls and attention."""
 
 from math import inf, prod
 from typing import NamedTuple
@@ -15,24 +15,24 @@ class PassFlops(NamedTuple):
     """
 
     per_token: float
-    """2 P for the P weights that a token meets, for each pass."""
+    """Per pass, 2 P for the P weights that a token uses."""
     per_square: float
-    """heads (d_qk + d_v) layers for causal attention, where half of the pairs are hidden, for each pass."""
+    """Per pass, heads (d_qk + d_v) layers for causal attention, in which half of the pairs are masked."""
 
     @property
     def attention_length(self) -> float:
-        """The length at which the attention of a sequence costs as much as its other matrix products."""
+        """The length at which a sequence's attention costs as much as its matmuls."""
         return self.per_token / self.per_square if self.per_square else inf
 
     def of(self, tokens: float, squares: float) -> float:
-        """Operations of sequences of so many tokens, whose squared lengths add up to `squares`."""
+        """FLOPs of sequences with `tokens` tokens in total, whose squared lengths add up to `squares`."""
         return self.per_token * tokens + self.per_square * squares
 
 
 def forward_flops(architecture: Architecture, adapter: Lora | None = None) -> PassFlops:
-    """Matrix products of a model's forward pass; of experts those that a token goes to, windows not considered.
+    """FLOPs of a model's forward pass, with active experts only, and ignoring attention windows.
 
-    Layers for multi-token prediction do not run there.
+    Multi-token prediction layers do not run in it.
     """
     model = architecture.without_mtp
     adapters = _adapter_weights(architecture, adapter)
@@ -46,11 +46,10 @@ def update_flops(
     prediction_layers: bool = False,
     detached: bool = False,
 ) -> PassFlops:
-    """Matrix products of a forward and a backward pass.
+    """FLOPs of a forward and a backward pass.
 
-    Backward, two products take the place of each: the gradients of what goes into it and of its weights. A weight that
-    does not train has none: with an `adapter` the model's, and the output layer behind `prediction_layers`, which run
-    here alone, if these are `detached`.
+    Backward, each matmul becomes two: the gradients of its input and of its weight. Frozen weights have none: with an
+    `adapter` the model's, and for `detached` `prediction_layers`, which only run here, the output layer behind them.
     """
     model = _active_weights(architecture.without_mtp)
     products = (2 if adapter else 3) * model + 3 * _adapter_weights(architecture, adapter)
@@ -72,9 +71,9 @@ def _attention(architecture: Architecture, layers: int) -> float:
 
 
 def _active_weights(architecture: Architecture) -> float:
-    """The weights of matrix products that a token meets: of experts those that it is sent to."""
+    """The number of matmul weights that a token uses, with active experts only."""
     config = architecture.transformer_config
-    # An embedding is looked up, but the same weights may be the output layer.
+    # An embedding is only looked up, but may also be the output layer.
     is_tied = architecture.gpt_model["share_embeddings_and_output_weights"]
     share = config["moe_router_topk"] / config["num_moe_experts"] if config.get("num_moe_experts") else 1.0
     return sum(
@@ -85,7 +84,7 @@ def _active_weights(architecture: Architecture) -> float:
 
 
 def head_widths(architecture: Architecture) -> tuple[int, int]:
-    """Widths of the keys and values of a head."""
+    """The widths of a head's keys and values."""
     config = architecture.transformer_config
     if architecture.multi_latent_attention:
         return config["qk_head_dim"] + config["qk_pos_emb_head_dim"], config["v_head_dim"]

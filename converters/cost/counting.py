@@ -20,8 +20,8 @@ from converters.plan.regions import Region, regions
 def traffic(plan: Plan, formats: Mapping[str, TensorFormat]) -> Traffic:
     """The bytes of all transfers and relays of `plan`, whose HF tensors are in `formats`.
 
-    Raises ValueError where the parts of `plan` would: where the destination's boxes overlap or leave a gap, and where
-    no source rank holds an element.
+    Raises ValueError as the parts of `plan` would: if the destination's boxes overlap or leave a gap, or if no source
+    rank holds an element.
     """
     count = _Count(plan)
     for tensors in tensor_classes(plan.source, plan.destination, formats):
@@ -33,7 +33,7 @@ class _Count:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._ranks = plan.destination_ranks
-        # Lists, since single elements of an array are slow to add to.
+        # Lists, because updating single elements of an array is slow.
         self._direct = [0] * (plan.source.ranks * self._ranks)
         self._relayed = [0] * (self._ranks * self._ranks)
         self._needed = [0] * plan.destination.ranks
@@ -75,7 +75,7 @@ class _Count:
                     self._bound(region, nodes, tensors.format.least(region.box) * len(rotations))
 
     def _peers_of(self, workers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The groups of destination ranks that get the same together, for what `workers` of every replica want."""
+        """The groups of destination ranks that receive together what `workers` of every replica want."""
         if workers not in self._peers:
             choice, size = self._plan.sender_choice, self._plan.destination.ranks
             ranks = [replica * size + worker for replica in range(self._plan.replicas) for worker in workers]
@@ -96,7 +96,7 @@ class _Count:
     def _deliver(
         self, tensor_format: TensorFormat, rotations: Sequence[int], region: Region, peers: tuple[int, ...]
     ) -> None:
-        """Count how `peers` get `region` of every tensor of a class."""
+        """Count the deliveries of `region` of every tensor of a class to `peers`."""
         choice, ranks = self._plan.sender_choice, self._ranks
         # Rotations matter only modulo the numbers of ranks that take turns.
         period = lcm(len(peers), *(len(choice.nearest(region.owners, rank)) for rank in peers))
@@ -111,7 +111,7 @@ class _Count:
                     self._relayed[delivery.receiver * ranks + other] += size
 
     def _bound(self, region: Region, nodes: Sequence[int], size: int) -> None:
-        """Count what each of `nodes` wants at least once, of which `region` has `size` bytes."""
+        """Count `region`, of `size` bytes, which each of `nodes` needs at least once."""
         for node in nodes:
             if all(self._plan.place.source_node[owner] != node for owner in region.owners):
                 self._entering[node] += size

@@ -1,7 +1,4 @@
-"""Peak rates of GPUs from their data sheets, and their memory as CUDA says it.
-
-A forecast starts from them, and the use of a GPU is measured by them.
-"""
+"""Peak rates of GPUs from their data sheets, and their memory as CUDA reports it, for forecasts and for utilisation."""
 
 from dataclasses import dataclass
 
@@ -10,21 +7,21 @@ _TERA, _GIGA, _GIB = 1e12, 1e9, 1024**3
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU. Operations are dense products, floating-point operations per second; sizes in bytes.
+    """A GPU. Rates are dense FLOP/s, sizes bytes.
 
     Example: Device(989e12, 1979e12, 85e9, 3350e9, 450e9), which is an H100
     """
 
     bf16_flops: float
     fp8_flops: float
-    """As `bf16_flops` on a GPU that has no products in 8 bits."""
+    """Equal to `bf16_flops` on a GPU without 8-bit matmuls."""
     memory_bytes: float
     """All that a program may have: "80 GB" are 80 GiB, of which the driver keeps one for itself."""
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float
-    """Each way; of a GPU without NVLink, the PCIe of its slot."""
+    """Per direction; PCIe's rate for a GPU without NVLink."""
     nvlink_gpus: int = 8
-    """GPUs that reach each other over NVLink in the usual machine."""
+    """GPUs connected by NVLink in the usual machine."""
 
 
 def _device(

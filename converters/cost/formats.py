@@ -1,4 +1,4 @@
-"""Formats: how many bytes of a tensor travel, and how many a destination holds."""
+"""Formats: how many bytes of a tensor are sent, and how many a destination holds."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from converters.number_formats import NumberFormat
 
 @dataclass(frozen=True)
 class TensorFormat:
-    """The form in which the destination holds an HF tensor of `shape`: in a type of `element_bytes`, or quantised.
+    """The form in which the destination holds an HF tensor of `shape`: in a dtype of `element_bytes`, or quantised.
 
-    A block is quantised where its values are, before they travel, unless a cut goes through it: of a piece that is not
-    made of whole blocks the values travel, with `element_bytes` each, and the destination quantises.
+    A block is quantised at its source unless it is split: a piece that does not consist of whole blocks is sent as
+    values, of `element_bytes` each, and quantised by the destination.
     """
 
     shape: Shape
@@ -24,16 +24,16 @@ class TensorFormat:
     number_format: NumberFormat | None = None
 
     def travelling(self, piece: Box) -> int:
-        """Bytes of a piece on its way."""
+        """Bytes sent for a piece."""
         whole = self.number_format is not None and self.number_format.is_whole(piece, self.shape)
         return self.held(piece) if whole else piece.size * self.element_bytes
 
     def held(self, box: Box) -> int:
-        """Bytes of a box where it stays: with a scale, where there are any, for every block that it reaches into."""
+        """Bytes of a box at the destination, including a scale for every block that it touches, if quantised."""
         return self.number_format.held_bytes(box) if self.number_format else box.size * self.element_bytes
 
     def least(self, box: Box) -> int:
-        """Bytes that a box cannot go below, however it is cut."""
+        """Lower bound of a box's bytes, however it is split."""
         return self.number_format.least_bytes(box) if self.number_format else box.size * self.element_bytes
 
 

@@ -1,4 +1,4 @@
-"""Ports: how long traffic keeps every NIC and every GPU's NVLink busy, and how long it must at least."""
+"""Ports: how long traffic keeps every NIC and every GPU's NVLink busy, and lower bounds of that."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -112,7 +112,7 @@ def lower_bounds(traffic: Traffic, rates: Rates) -> dict[str, float]:
 def _most_per_gpu(traffic: Traffic) -> float:
     """The most bytes per GPU that only the ranks of one set hold, over the sets in `leaving` and that of all ranks."""
     source_gpu = traffic.topology.source_gpu
-    # Sets as bits of a number, of which thousands can be compared with each other.
+    # Sets as bitmasks, so that thousands can be compared with each other.
     gpus: dict[int, int] = defaultdict(int)
     for ranks, size in traffic.leaving.items():
         gpus[sum(1 << gpu for gpu in {source_gpu[rank] for rank in ranks})] += size

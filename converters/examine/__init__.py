@@ -1,4 +1,4 @@
-"""Looking at checkpoints of either kind without changing them: what is it, is it whole, are two of them the same."""
+"""Examines checkpoints of either kind without changing them: describes, verifies and compares them."""
 
 from converters.examine.difference import Difference, ValueDifference, compare
 from converters.examine.inspection import Inspection, inspect

@@ -25,7 +25,7 @@ class Difference:
     """Differences of two checkpoints A and B, by HuggingFace names."""
 
     compared: int
-    """Number of tensors that are in both, in the same shape."""
+    """Number of tensors that are in both with the same shape."""
     nbytes: int
     """Size of these tensors, in their types in A."""
     only_in_a: Sequence[str]
@@ -36,16 +36,16 @@ class Difference:
     dtypes: Mapping[tuple[str, str], int]
     """Types in A and B -> number of tensors, where the types differ."""
     config: Mapping[str, tuple[Any, Any]]
-    """Megatron's name of what config.json says -> in A and B, where they differ."""
+    """Megatron's name of a field of config.json -> values in A and B, where they differ."""
 
     @property
     def is_same(self) -> bool:
-        """Whether they are the same model. The types of equal values do not matter."""
+        """Whether they are the same model. Different dtypes of equal values do not matter."""
         return not (self._is_another_model or self.values)
 
     @property
     def is_rounding(self) -> bool:
-        """Whether they differ only in that one has the values of the other rounded to a narrower type."""
+        """Whether one differs from the other only by rounding to a narrower dtype."""
         return bool(self.values) and not self._is_another_model and all(each.is_rounding for each in self.values)
 
     @property
@@ -59,10 +59,9 @@ def compare(
     """Compare all tensors; block FP8 counts as the bf16 that it is decoded to.
 
     The HuggingFace names of a torch_dist checkpoint follow from the config.json in `hf_config_folder`, else from its
-    own, else from the other checkpoint's. A copy of a weight may be missing where the other checkpoint's is equal to
-    the weight; so may tensors that nothing reads.
-    Raises UserError where a folder holds no checkpoint, or a damaged or incomplete one, and for a torch_dist checkpoint
-    without a config.json.
+    own, else from the other checkpoint's. A copy of a weight may be missing if the other checkpoint's equals the
+    weight; so may tensors that nothing reads. Raises UserError for a folder without a checkpoint, for a damaged or
+    incomplete one, and for a torch_dist checkpoint without a config.json.
     """
     checkpoints = open_checkpoint(folder_a), open_checkpoint(folder_b)
     own = [config_of(checkpoint) for checkpoint in checkpoints]
@@ -96,7 +95,7 @@ def compare(
 @dataclass(frozen=True)
 class _Match:
     pairs: Mapping[str, tuple[str, str]]
-    """Name -> under what names it is in A and in B."""
+    """Name -> its names in A and in B."""
     only_in_a: Sequence[str]
     only_in_b: Sequence[str]
 
@@ -124,7 +123,7 @@ def _architecture(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> A
         return read_architecture(config)
     except UserError:
         if isinstance(checkpoint, HuggingFaceCheckpoint):
-            # Its tensors have their names whatever the model is.
+            # The names of its tensors do not depend on the model.
             return None
         raise
 

@@ -1,4 +1,4 @@
-"""Describes a checkpoint: its model, its tensors, its layout, whether it is whole."""
+"""Describes a checkpoint: model, tensors, file layout, and completeness."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -37,26 +37,26 @@ class Model:
     model_type: str
     layers: int
     mtp_layers: int
-    """Layers of multi-token prediction, which are not among `layers`."""
+    """Multi-token prediction layers, which `layers` does not include."""
     experts: int
     """Routed experts of a layer; 0 without a mixture of experts."""
     tied: bool
     parameters: int
     """Parameters of the whole model, with multi-token prediction; the shared weights of tied layers count once."""
     parameters_per_token: int
-    """Parameters that a token meets: without the experts it is not routed to, and multi-token prediction."""
+    """Parameters that a token uses: without inactive experts and multi-token prediction."""
 
 
 @dataclass(frozen=True)
 class FileLayout:
-    """How the tensors lie in files."""
+    """How the tensors are stored in files."""
 
     files: int
     chunks: int
-    """Pieces that the tensors are stored in: in safetensors one for each."""
+    """Pieces in which the tensors are stored; in safetensors one per tensor."""
     largest_chunk_bytes: int
     parallel: Mapping[str, int] = field(default_factory=dict)
-    """The parallel sizes that a torch_dist checkpoint says it was saved at: TP, PP, VPP, EP, ETP."""
+    """The parallel sizes with which a torch_dist checkpoint was saved, by its own account: TP, PP, VPP, EP, ETP."""
     iteration: int | None = None
 
 
@@ -78,18 +78,18 @@ class Inspection:
     layout: FileLayout
     is_fp8: bool
     optimizer_bytes: int
-    """Size of the tensors of a torch_dist checkpoint beside the weights."""
+    """Size of a torch_dist checkpoint's tensors other than weights."""
     manifest: bool
-    """Whether there is one, with checksums."""
+    """Whether there is a manifest with checksums."""
     problem: str | None
     """Reason why the tensors are not exactly those of config.json; None if they are."""
 
 
 def inspect(folder: Path, *, hf_config_folder: Path | None = None) -> Inspection:
-    """Look at a checkpoint of either kind, without reading its values.
+    """Describe a checkpoint of either kind, without reading its values.
 
-    config.json is that in `hf_config_folder`, else its own. Raises UserError where there is no checkpoint, or one whose
-    tables of contents are damaged.
+    config.json is that in `hf_config_folder`, else the checkpoint's own. Raises UserError if there is no checkpoint, or
+    its tables of contents are damaged.
     """
     checkpoint = open_checkpoint(folder)
     config = read_json(hf_config_folder / CONFIG) if hf_config_folder else config_of(checkpoint)

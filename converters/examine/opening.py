@@ -1,4 +1,4 @@
-"""Opening a checkpoint of either kind, and finding the config.json that belongs to it."""
+"""Opens a checkpoint of either kind, and finds its config.json."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ Checkpoint = HuggingFaceCheckpoint | TorchDistCheckpoint
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`. Raises UserError where there is none, or a damaged or incomplete one."""
+    """Open the checkpoint in `folder`. Raises UserError if there is none, or it is damaged or incomplete."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give one with a checkpoint")
     if any((folder / name).is_file() for name in (METADATA, LATEST)):
@@ -28,12 +28,12 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def root_of(checkpoint: Checkpoint) -> Path:
-    """The folder that has the manifest, if there is one."""
+    """The folder with the manifest, if there is one."""
     return checkpoint.folder if isinstance(checkpoint, HuggingFaceCheckpoint) else checkpoint.folder.parent
 
 
 def config_of(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """The config.json that lies with a checkpoint; None where there is none."""
+    """The config.json next to a checkpoint; None if there is none."""
     root = root_of(checkpoint)
     path = (root if isinstance(checkpoint, HuggingFaceCheckpoint) else root / HUGGINGFACE) / CONFIG
     return read_json(path) if path.is_file() else None

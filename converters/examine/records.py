@@ -1,4 +1,4 @@
-"""The checksums that torch itself keeps: of every record of the archives that it writes."""
+"""Verifies the checksums that torch stores for every record of its archives."""
 
 import io
 import zipfile
@@ -47,7 +47,7 @@ class ChunkRecord:
 
 @dataclass
 class ObjectRecord:
-    """An object of a torch_dist checkpoint that is no tensor, or its common.pt."""
+    """A non-tensor object of a torch_dist checkpoint, or its common.pt."""
 
     folder: Path
     key: str
@@ -84,7 +84,7 @@ Record = ChunkRecord | ObjectRecord
 
 
 def records_of(checkpoint: TorchDistCheckpoint) -> Iterator[Record]:
-    """All of a checkpoint, the state of an optimizer included; an object that serves several keys once."""
+    """All records of a checkpoint, including optimizer state; an object shared by several keys appears once."""
     for key, tensor in checkpoint.contents.tensors.items():
         for chunk in tensor.chunks:
             yield ChunkRecord(checkpoint, key, chunk)

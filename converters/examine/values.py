@@ -1,4 +1,4 @@
-"""By how much the values of a tensor differ between two checkpoints."""
+"""Measures how a tensor's values differ between two checkpoints."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,30 +13,30 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """How a tensor differs. A NaN equals a NaN, of the same bits where the types are the same; 0 equals -0."""
+    """How a tensor differs. NaNs are equal (if the dtypes are, only with the same bits); 0 equals -0."""
 
     name: str
     elements: int
-    """Number of those that differ, `of` so many."""
+    """Number of differing elements, out of `of`."""
     of: int
     first: tuple[int, ...]
-    """Index of the first of them."""
+    """Index of the first differing element."""
     largest: float
     """Largest absolute difference of two finite values."""
     largest_relative: float
-    """Largest difference of two finite values over the larger magnitude of the two."""
+    """Largest difference of two finite values, relative to the larger magnitude."""
     not_finite: int
     """Number of differing elements that are NaN or infinite on at least one side."""
     is_rounding: bool
-    """Whether the values are equal once both are rounded to the narrower of the two types, a floating one."""
+    """Whether the values are equal after rounding both to the narrower dtype, which must be a floating-point one."""
 
 
 def compare_values(
     name: str, first: tuple[Weights, str], second: tuple[Weights, str], on_bytes: Callable[[int], None]
 ) -> ValueDifference | None:
-    """Compare two tensors of the same shape, a few MB at a time; None where they are equal.
+    """Compare two tensors of the same shape, a few MB at a time; None if they are equal.
 
-    `on_bytes` is called with the bytes, in the first one's type, of each block that has been compared.
+    `on_bytes` is called with the size of each compared block, in the first tensor's dtype.
     """
     (weights_a, name_a), (weights_b, name_b) = first, second
     shape = weights_a.shapes[name_a]
@@ -58,7 +58,7 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 
 
 class _Found:
-    """Differences found in the blocks of a tensor so far."""
+    """The differences found so far in a tensor's blocks."""
 
     def __init__(self) -> None:
         self.elements, self._not_finite = 0, 0
@@ -67,7 +67,7 @@ class _Found:
         self._is_rounding = True
 
     def add(self, a: torch.Tensor, b: torch.Tensor, box: Box) -> None:
-        """Take in a block that is not equal bit for bit."""
+        """Add a block that is not bitwise equal."""
         different = _different(a, b)
         number = int(different.sum())
         if not number:
@@ -110,5 +110,5 @@ def _equal_once_rounded(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.itemsize == b.itemsize:
         return False
     narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
-    # To whole numbers is no rounding: all weights below 1 are the same 0 there.
+    # Converting to integers does not count as rounding: all weights below 1 would become 0.
     return narrow.is_floating_point and not _different(a.to(narrow), b.to(narrow)).any()

@@ -1,4 +1,4 @@
-"""Whether a checkpoint still has the bytes that were written: its checksums."""
+"""Verifies, by checksums, that a checkpoint still has the bytes that were written."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,11 @@ from converters.stream.run import Progress
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of comparing a checkpoint with its checksums."""
+    """The result of verifying a checkpoint."""
 
     by_manifest: bool
-    """Else by the checksums that torch wrote beside each chunk, which cover less: neither names nor shapes."""
+    """Whether it was verified by a manifest; else by torch's checksums of chunks, which do not cover names and shapes.
+    """
     checked: int
     """Number of tensors, chunks and objects."""
     files: int
@@ -28,23 +29,22 @@ class Verification:
     damaged: Sequence[str]
     """Tensors, chunks and objects whose bytes differ from those written, and where."""
     missing: Sequence[str] = ()
-    """Files of the manifest that are not there."""
+    """Files of the manifest that do not exist."""
     unlisted: Sequence[str] = ()
-    """Files that are there and not in the manifest: nothing is known of them."""
+    """Files that are not in the manifest, and so were not verified."""
     without_checksum: int = 0
-    """Number of chunks and objects of which nothing is known but their structure."""
+    """Number of chunks and objects of which only the structure could be verified."""
 
     @property
     def is_intact(self) -> bool:
-        """Whether every byte with a checksum is as it was."""
+        """Whether every byte with a checksum is unchanged."""
         return not (self.damaged or self.missing)
 
 
 def verify(folder: Path, *, workers: int, progress: Progress) -> Verification:
-    """Compare a checkpoint with its manifest, or else a torch_dist checkpoint with the checksums of its chunks.
+    """Verify a checkpoint against its manifest or, for torch_dist without one, against its chunks' checksums.
 
-    Raises UserError where there are no checksums, and where there is no checkpoint or, without a manifest, one that is
-    damaged in its structure.
+    Raises UserError if there are no checksums or no checkpoint, and for structural damage without a manifest.
     """
     if found := manifest_of(folder):
         return _by_manifest(*found, workers=workers, progress=progress)

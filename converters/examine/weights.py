@@ -37,7 +37,7 @@ class Weights(Protocol):
 
 
 class _Buffer(threading.local):
-    """Memory of a thread, used again and again: glibc's heap grows with aligned allocations of many sizes."""
+    """A per-thread buffer that is reused, because glibc's heap grows with aligned allocations of many sizes."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -74,7 +74,7 @@ class HuggingFaceWeights:
 class MegatronWeights:
     """The tensors of the model in a torch_dist checkpoint.
 
-    Raises UserError where they are not those of the architecture, or not complete.
+    Raises UserError if they are not those of the architecture, or are incomplete.
     """
 
     def __init__(self, checkpoint: TorchDistCheckpoint, architecture: Architecture) -> None:
@@ -89,7 +89,7 @@ class MegatronWeights:
         self.dtypes: Mapping[str, torch.dtype] = plan.dtypes
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """The elements of the box, gathered from all chunks that have some."""
+        """The elements of the box, gathered from all chunks that contain some."""
         out = self._buffer.of(box.shape, self.dtypes[name])
         for part in self._parts[name]:
             if piece := part.box.intersect(box):

@@ -1,4 +1,4 @@
-"""A file as memory that is read when it is touched."""
+"""A file mapped to memory, read on access."""
 
 import ctypes
 import mmap
@@ -13,11 +13,11 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedFile:
-    """The bytes of a file, for reading only: whoever writes to them ends the process. Raises OSError.
+    """The bytes of a file, read-only: writing to them crashes the process. Raises OSError.
 
-    Python's `mmap` keeps a descriptor for each file (until 3.13 there is no way around), and a checkpoint has more
-    files than a process may have descriptors. Memory that can be written, if only for this process, would count as
-    taken where the kernel promises no more than there is, and a checkpoint is larger than that.
+    Python's `mmap` keeps a descriptor per file (before 3.13 inevitably), and a checkpoint may have more files than a
+    process may have descriptors. A writable private mapping would count as committed memory if the kernel does not
+    overcommit, and a checkpoint is larger than that.
     """
 
     def __init__(self, path: Path) -> None:
@@ -28,7 +28,7 @@ class MappedFile:
         finally:
             os.close(descriptor)
         if nbytes:
-            # Views keep the memory until they are gone; at the end of the process a thread may still be reading.
+            # Views keep the mapping alive. It is not unmapped at process exit, when a thread may still be reading.
             weakref.finalize(self._memory, _unmap, ctypes.addressof(self._memory), nbytes).atexit = False
         self.view = memoryview(self._memory).cast("B").toreadonly()
 

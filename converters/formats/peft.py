@@ -21,26 +21,25 @@ from converters.layout import Shape
 ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 _PLAIN_INITIALISATIONS = ("gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights, beside true and false, that choose A and B and leave the model's weights as they are."""
+"""Values of init_lora_weights, besides true and false, that initialise A and B without changing the model's weights."""
 _METADATA = frozenset(
     (
         *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
         *("r", "lora_alpha", "lora_dropout", "target_modules", "runtime_config", "megatron_config", "megatron_core"),
-        # Details of an initialisation, which act with another field alone.
+        # Details of an initialisation, which only take effect with another field.
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "layers_pattern"),
     )
 )
-"""Fields of adapter_config.json with any value of which the adapter is A and B of whole matrices; others make it more
-than that, unless they are empty."""
+"""Fields of adapter_config.json that may have any value in plain LoRA. All other fields must be empty."""
 _MERGE = "merge it into its model with PEFT and train on from that"
 _PLAIN: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none"}
-"""Fields that are never empty, and the only values with which it is that."""
+"""Fields that are never empty, with their values in plain LoRA."""
 
 
 class AdapterFolder:
     """A PEFT adapter on disk. Opening it reads the configuration and the header.
 
-    Raises UserError where a file is missing or broken, and for a kind of adapter other than plain LoRA.
+    Raises UserError if a file is missing or broken, and for an adapter other than plain LoRA.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,7 +50,7 @@ class AdapterFolder:
         self._views = map_tensors(path, self._entries, writable=False)
 
     def check(self, architecture: Architecture, lora: Lora | None = None) -> None:
-        """Raise UserError unless this is an adapter of `architecture`, and of this `lora` where one is given."""
+        """Raise UserError unless this is an adapter of `architecture` and, if given, of `lora`."""
         lora = lora or self.lora
         if (self.lora.rank, self.lora.alpha) != (lora.rank, lora.alpha):
             raise UserError(
@@ -80,7 +79,7 @@ class AdapterFolder:
 
 
 def read_adapter_config(folder: Path) -> Lora:
-    """The adapter of which the adapter_config.json in `folder` speaks. Raises UserError as `AdapterFolder`."""
+    """Read the adapter_config.json in `folder`. Raises UserError as `AdapterFolder`."""
     path = folder / ADAPTER_CONFIG
     if not path.exists():
         raise UserError(f"{path} is missing; give the folder of a PEFT adapter, with {ADAPTER_CONFIG} and {_WEIGHTS}")
@@ -95,13 +94,13 @@ def read_adapter_config(folder: Path) -> Lora:
 
 
 def read_dropout(folder: Path) -> float:
-    """The lora_dropout in the adapter_config.json in `folder`: the share of inputs that its training left out."""
+    """The lora_dropout in the adapter_config.json in `folder`."""
     dropout = read_json(folder / ADAPTER_CONFIG).get("lora_dropout")
     return float(dropout) if isinstance(dropout, int | float) else 0.0
 
 
 def _check_plain(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise UserError unless the fields are those of plain LoRA: what PEFT adds to them later is more than that."""
+    """Raise UserError unless the fields are those of plain LoRA; fields that PEFT adds later are refused, too."""
     for name, value in config.items():
         if name == "init_lora_weights":
             _check_initialisation(path, value)
@@ -113,7 +112,7 @@ def _check_plain(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _check_initialisation(path: Path, method: Any) -> None:
-    """Raise UserError for an adapter that PEFT began by taking its first values from the model's weights."""
+    """Raise UserError for an adapter that PEFT initialised from the model's weights, which may have changed these."""
     if isinstance(method, str) and method.lower() not in _PLAIN_INITIALISATIONS:
         raise UserError(
             f"{path} has init_lora_weights={method!r}, and such an adapter may belong to weights other than the"
@@ -144,7 +143,7 @@ def _content(adapter: Architecture, lora: Lora) -> dict[str, Any]:
 
 
 def refuse_adapter_checkpoint(folder: Path) -> None:
-    """Raise UserError for a training checkpoint that holds an adapter and no model."""
+    """Raise UserError for a training checkpoint that contains an adapter but no model."""
     if (folder / ADAPTER_CONFIG).exists():
         raise UserError(
             f"{folder} holds an adapter alone, whose model is elsewhere; the run that wrote it exports both at its end,"
@@ -153,7 +152,7 @@ def refuse_adapter_checkpoint(folder: Path) -> None:
 
 
 def create_adapter(partial: Path, shapes: Mapping[str, Shape], dtype: torch.dtype) -> None:
-    """Make the file of an adapter at full size, all elements 0. See `create_checkpoint`."""
+    """Create an adapter's file at full size, filled with zeros. See `create_checkpoint`."""
     # PEFT reads one file.
     create_checkpoint(partial, shapes, dict.fromkeys(shapes, dtype), shard_size_bytes=sys.maxsize)
 

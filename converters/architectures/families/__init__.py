@@ -1,4 +1,4 @@
-"""The model families, a file each; what they are made of lies beside this folder."""
+"""The model families, one file each; their building blocks are in the parent folder."""
 
 from collections.abc import Callable, Mapping
 

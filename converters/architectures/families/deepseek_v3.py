@@ -13,7 +13,7 @@ from converters.architectures.weight_map import Architecture
 
 MODEL_TYPES = ("deepseek_v3", "kimi_k2")
 _SAID = ("n_group", "topk_group", "routed_scaling_factor")
-"""Fields of the router that transformers, and engines with it, take from DeepSeek-V3 where they are left out."""
+"""Router fields for which transformers, and engines with it, default to DeepSeek-V3's values."""
 
 
 def read(config: HuggingFaceConfig) -> Architecture:
@@ -44,7 +44,7 @@ def read(config: HuggingFaceConfig) -> Architecture:
         hf_copies={**tied_copies(config), **mtp.hf_copies},
         exported_copies=tuple(mtp.hf_copies),
         mtp_layers=config.get("num_nextn_predict_layers", 0),
-        # Moonlight and Kimi-K2 were released with them; they follow from config.json.
+        # Released Moonlight and Kimi-K2 checkpoints contain them, but config.json determines them.
         hf_unused=frozenset(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in layers),
         extensions=sigmoid_routing_extensions(config, moe_layers),
     )

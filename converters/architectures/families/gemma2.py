@@ -42,7 +42,7 @@ def read(config: HuggingFaceConfig) -> Architecture:
         model_type=config["model_type"],
         hf_config=hf_config,
         transformer_config={
-            # The family has a name of its own for the activation and does not read the usual one.
+            # The family has its own field for the activation, and ignores the usual one.
             **rms_norm_decoder(HuggingFaceConfig({**config.fields, "hidden_act": config["hidden_activation"]})),
             **grouped_queries(config, config.head_dim),
             "layernorm_zero_centered_gamma": True,
@@ -70,7 +70,7 @@ def read(config: HuggingFaceConfig) -> Architecture:
 
 
 def _sliding_window(config: HuggingFaceConfig) -> dict[str, Any]:
-    """TransformerConfig fields; Megatron counts the tokens before a token, HuggingFace the token itself too."""
+    """TransformerConfig fields; Megatron's window excludes the token itself, HuggingFace's includes it."""
     count = config["num_hidden_layers"]
     types = config.get("layer_types", ["full_attention" if i % 2 else "sliding_attention" for i in range(count)])
     if len(types) != count:

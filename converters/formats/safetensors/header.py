@@ -54,10 +54,10 @@ class TensorEntry:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file.
+    """Read the header of a safetensors file.
 
-    Raises UserError for a file that is truncated, too long, a pointer of Git LFS, or whose header is broken, names a
-    tensor twice or a type that is unknown here.
+    Raises UserError for a file that is truncated, too long or a Git LFS pointer, or whose header is broken, or has a
+    duplicate tensor or an unknown dtype.
     """
     try:
         size, file = path.stat().st_size, path.open("rb")
@@ -118,9 +118,9 @@ def _entry(path: Path, name: str, fields: Any, data_start: int) -> TensorEntry:
 def place_tensors(
     shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The beginning of a file with these tensors, up to their bytes, and where these go.
+    """Return the beginning of a file with these tensors, up to their bytes, and the tensors' offsets.
 
-    Tensors are ordered by falling element size, then by name, so that each is aligned to its elements.
+    Tensors are ordered by descending element size, then by name, so that each is aligned to its elements.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     entries: dict[str, TensorEntry] = {}
@@ -142,21 +142,21 @@ def place_tensors(
 def map_tensors(path: Path, entries: Mapping[str, TensorEntry], *, writable: bool) -> dict[str, torch.Tensor]:
     """Views of the tensors in the memory-mapped file. Pages are read when touched.
 
-    With `writable` what is written to a view goes to the file, from every process that maps it;
-    otherwise nothing may be.
+    With `writable`, writes to a view go to the file, from every process that maps it; otherwise views must not be
+    written.
     """
     data = _writable(path) if writable else MappedFile(path).tensor(0, path.stat().st_size)
     views = {}
     for name, entry in entries.items():
         tensor_bytes = data[entry.offset : entry.offset + entry.nbytes]
         if entry.offset % entry.dtype.itemsize:
-            # Allowed by the format; torch has no views of misaligned elements.
+            # The format allows misaligned tensors, but torch has no views of them.
             tensor_bytes = tensor_bytes.clone()
         views[name] = tensor_bytes.view(entry.dtype).view(entry.shape)
     return views
 
 
 def _writable(path: Path) -> torch.Tensor:
-    """The bytes of a file, by a mapping that keeps it open: NFS has what was written when the file is closed."""
+    """Map a file and keep it open, because NFS only flushes writes when the file is closed."""
     with path.open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE), dtype=torch.uint8)

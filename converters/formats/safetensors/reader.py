@@ -1,4 +1,4 @@
-"""Reading a HuggingFace folder: config.json and one or several safetensors files."""
+"""Reads a HuggingFace folder: config.json and one or several safetensors files."""
 
 import json
 import os
@@ -22,8 +22,8 @@ INDEX = "model.safetensors.index.json"
 class HuggingFaceCheckpoint:
     """The tensors of a HuggingFace folder. Opening it reads the headers only.
 
-    Raises UserError where config.json, the index or a safetensors file is missing, broken or truncated,
-    where the index and the files disagree, and where a tensor is in two files.
+    Raises UserError if config.json, the index or a safetensors file is missing, broken or truncated, if the index and
+    the files disagree, or if a tensor is in two files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +59,7 @@ class HuggingFaceCheckpoint:
         return list(self._files)
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
-        """Name, size and time of change of every file that is read: other contents nearly always give another."""
+        """Name, size and modification time of every file that is read; changed contents nearly always change it."""
         stats = [(path.name, path.stat()) for path in (self.folder / CONFIG, *self._files)]
         return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
@@ -113,14 +113,14 @@ def _weight_files(folder: Path) -> list[Path]:
         if relative.is_absolute() or ".." in relative.parts:
             raise UserError(f"{index} names {file_name}, which leads out of the folder")
         _refuse_dead_link(folder / relative)
-        if not os.path.isfile(folder / relative):  # which, unlike Path.is_file, takes names of any length
+        if not os.path.isfile(folder / relative):  # unlike Path.is_file, it accepts names of any length
             raise UserError(f"{index} names {file_name}, which is missing; copy it again")
         paths.append(folder / relative)
     return paths
 
 
 def _refuse_dead_link(path: Path) -> None:
-    """Raise UserError for a link to a file that is not there, as in a cache of HuggingFace that was pruned."""
+    """Raise UserError for a dangling link, as in a pruned HuggingFace cache."""
     if os.path.islink(path) and not os.path.exists(path):
         raise UserError(f"{path} is a link to {os.path.realpath(path)}, which is missing; download the model again")
 

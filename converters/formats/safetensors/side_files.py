@@ -1,4 +1,4 @@
-"""Files of a model beside its weights: config.json, tokenizer, chat template, generation config."""
+"""Files of a model other than its weights: config.json, tokenizer, chat template, generation config."""
 
 import json
 import shutil
@@ -29,11 +29,11 @@ _BESIDE_CONFIG = (
     "*.py",
 )
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-"""Fields of a config.json that say the type of the weights: as transformers writes it, and as it did before."""
+"""Fields of a config.json with the weights' dtype: transformers' present name, and the former one."""
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
-    """Copy the tokenizer and whatever else belongs to the model `source`, but for config.json and the weights."""
+    """Copy the tokenizer and all other files of the model `source`, except config.json and the weights."""
     for pattern in _BESIDE_CONFIG:
         for path in source.glob(pattern):
             if path.is_file():
@@ -48,12 +48,12 @@ def write_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def unquantised(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` of the same model in floating types, whatever the weights are in that it came with."""
+    """`config` of the same model without quantisation."""
     return {name: value for name, value in config.items() if name != "quantization_config"}
 
 
 def stated_dtype(config: Mapping[str, Any]) -> str | None:
-    """The type that a config.json says its weights have, None where it says none.
+    """The weights' dtype according to a config.json; None if it does not say.
 
     Example: stated_dtype({"torch_dtype": "bfloat16"}) is "bfloat16"
     """
@@ -67,7 +67,7 @@ def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def main_dtype(folder: Path) -> torch.dtype:
-    """The type that most of the bytes of the folder's weights have."""
+    """The dtype of most bytes of the folder's weights."""
     nbytes: Counter[torch.dtype] = Counter()
     for path in folder.glob("*.safetensors"):
         for entry in read_header(path).values():

@@ -1,4 +1,4 @@
-"""Writing a HuggingFace folder: files of full size first, which several processes then fill at once."""
+"""Writes a HuggingFace folder: creates files at full size, which several processes then fill concurrently."""
 
 import json
 import os
@@ -27,7 +27,10 @@ _PARTIAL = ".partial"
 
 
 def partial_folder(folder: Path) -> Path:
-    """Where the checkpoint `folder` is written until it is complete. Raises UserError where `folder` exists."""
+    """The folder in which the checkpoint `folder` is written until it is complete.
+
+    Raises UserError if `folder` exists.
+    """
     if folder.exists():
         raise UserError(f"{folder} exists; delete it or choose another folder")
     return folder.with_name(folder.name + _PARTIAL)
@@ -39,11 +42,11 @@ def create_checkpoint(
     dtypes: Mapping[str, torch.dtype],
     shard_size_bytes: int,
 ) -> None:
-    """Make the safetensors files of a checkpoint at full size, with their headers and all elements 0.
+    """Create the safetensors files of a checkpoint at full size, with headers and all elements 0.
 
-    Tensors keep their order; a file gets as many as fit into `shard_size_bytes`, and at least one.
-    Remains of an interrupted run in `folder_partial` are deleted first. One process calls this, then all may
-    `open_for_writing`. Raises UserError, leaving nothing behind, where the disk is full.
+    Tensors keep their order; a file gets as many as fit into `shard_size_bytes`, and at least one. Remains of an
+    interrupted run in `folder_partial` are deleted first. One process calls this, then all may `open_for_writing`.
+    Raises UserError, leaving nothing behind, if the disk is full.
     """
     if not folder_partial.name.endswith(_PARTIAL):
         raise ValueError(f"{folder_partial} does not end in {_PARTIAL}")
@@ -81,12 +84,12 @@ def open_for_writing(folder_partial: Path) -> Mapping[str, torch.Tensor]:
 
 
 def finish(folder_partial: Path, folder: Path, *, copy_from: Path, config: Mapping[str, Any] | None = None) -> None:
-    """Complete the checkpoint and give it its name, when every process has written its part.
+    """Complete the checkpoint and rename it, after every process has written its part.
 
     config.json, unless it is given, tokenizer, chat template and generation config come from the model folder
-    `copy_from`; the type that config.json names becomes that of the weights, without any quantisation. Everything is
-    on disk before `folder` appears. Raises UserError, leaving nothing behind, where `folder` exists or `copy_from` has
-    no config.json.
+    `copy_from`; the dtype in config.json becomes that of the weights, without any quantisation. Everything is on disk
+    before `folder` appears. Raises UserError, leaving nothing behind, if `folder` exists or `copy_from` has no
+    config.json.
     """
     with _nothing_half_written(folder_partial):
         partial_folder(folder)
@@ -139,5 +142,5 @@ def _create_file(path: Path, shapes: Mapping[str, Shape], dtypes: Mapping[str, t
     with path.open("wb") as file:
         file.write(start)
         file.flush()
-        # Space is taken now: a disk that fills up later would end a process that writes to a mapped page.
+        # Allocate space now: if the disk filled up later, writing to a mapped page would crash the process.
         os.posix_fallocate(file.fileno(), 0, size)

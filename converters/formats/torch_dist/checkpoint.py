@@ -1,4 +1,4 @@
-"""Reading a checkpoint of Megatron's distributed format."""
+"""Reads a checkpoint in Megatron's distributed format."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -19,14 +19,14 @@ COMMON = "common.pt"
 _COMMON_OBJECT = "common_state/shard_0_1"
 _OF_HUGGINGFACE = "config.json"
 _MOST_DIGITS = 20
-# The last is megarl's: a reference model that is no longer the one that training began with.
+# The last one is megarl's, for a reference model that has changed during training.
 _NOT_WEIGHTS = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "dataloader_", "reference.")
 
 
 def find_checkpoint(folder: Path) -> Path:
     """The folder with `.metadata`: `folder` itself, or the iteration below it that its tracker names.
 
-    Raises UserError where there is neither.
+    Raises UserError if there is neither.
     """
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; give the path of a torch_dist checkpoint or of a folder of several")
@@ -52,7 +52,7 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def is_weight(key: str) -> bool:
-    """Whether a tensor is one of the model's, by its key: no state of an optimizer, and no other model's."""
+    """Whether a key is that of one of the model's weights, not of optimizer state or of another model."""
     return not key.startswith(_NOT_WEIGHTS)
 
 
@@ -62,9 +62,9 @@ def unwrapped(common: Any) -> Any:
 
 
 class TorchDistCheckpoint:
-    """The weights of a checkpoint by key. Opening it reads its table of contents only; no code of it ever runs.
+    """The weights of a checkpoint by key. Opening it reads only its table of contents, and never runs code from it.
 
-    Raises UserError where the folder holds no checkpoint, or a damaged or incomplete one.
+    Raises UserError if the folder has no checkpoint, or a damaged or incomplete one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,7 +87,7 @@ class TorchDistCheckpoint:
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """Content beside the tensors; objects of unknown classes in it are empty records."""
+        """The content other than tensors; objects of unknown classes become empty records."""
         place = self.common_place
         if place is None:
             raise UserError(f"{self.folder} has no {COMMON}; copy the checkpoint again")
@@ -101,7 +101,7 @@ class TorchDistCheckpoint:
         return common
 
     def locate(self, key: str, chunk: Chunk) -> ChunkData:
-        """Where the elements of a chunk are in its file; UserError if they are not what `.metadata` says."""
+        """Locate the elements of a chunk in its file. Raises UserError if they do not match `.metadata`."""
         file, dtype = self._file(chunk.file), self.contents.tensors[key].dtype
         if framed := locate_framed(file, chunk.offset, chunk.length, dtype, chunk.box.shape):
             return framed

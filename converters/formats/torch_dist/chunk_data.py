@@ -38,7 +38,7 @@ class Content(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChunkData:
-    """Elements of `dtype` and `shape`, one after the other from byte `offset` of the file, with their checksum."""
+    """Contiguous elements of `dtype` and `shape` at byte `offset` of the file, with their checksum."""
 
     dtype: torch.dtype
     shape: Shape
@@ -51,9 +51,9 @@ class ChunkData:
 
 
 def locate(file: Content, offset: int, length: int, where: object) -> ChunkData:
-    """The elements of the archive at `offset` to `offset + length` of a mapped file.
+    """Locate the elements of the archive at `offset` to `offset + length` of a mapped file.
 
-    Raises UserError, naming `where`, for what is no plain contiguous tensor as torch.save writes it.
+    Raises UserError, naming `where`, for anything but a plain contiguous tensor written by torch.save.
     """
     try:
         archive = _Archive(file, offset, length)
@@ -75,7 +75,7 @@ def locate(file: Content, offset: int, length: int, where: object) -> ChunkData:
 
 
 def locate_framed(file: Content, offset: int, length: int, dtype: torch.dtype, shape: Shape) -> ChunkData | None:
-    """The same for a tensor of this type and shape if it is framed as `framing.frame` does, byte for byte, else None.
+    """As `locate`, for a tensor framed exactly as `framing.frame` does; None if it is not.
 
     Much faster than reading an archive of unknown origin.
     """
@@ -90,7 +90,7 @@ def locate_framed(file: Content, offset: int, length: int, dtype: torch.dtype, s
 
 
 def pickle_of_archive(file: Content, offset: int, length: int, where: object) -> bytes:
-    """The pickle in what torch.save wrote to `offset` of a file. Raises UserError where there is none."""
+    """The pickle in an archive that torch.save wrote at `offset` of a file. Raises UserError if there is none."""
     try:
         return _Archive(file, offset, length).read(PICKLE)
     except _DAMAGE as error:
@@ -107,7 +107,7 @@ class _Archive:
         self._records = {info.filename.partition("/")[2]: info for info in infos}
 
     def find(self, name: str) -> tuple[int, zipfile.ZipInfo]:
-        """Where in the file the content of a record begins, and its line of the archive's directory."""
+        """The offset in the file of a record's content, and the record's entry in the archive's directory."""
         if (info := self._records.get(name)) is None:
             raise ValueError(f"it has no {name}")
         start = self._offset + info.header_offset
@@ -125,7 +125,7 @@ class _Archive:
         return begin, info
 
     def read(self, name: str) -> bytes:
-        """The content of a record. Its checksum is looked at if there is one: torch writes 0 where it is not to."""
+        """The content of a record. Verifies its checksum, unless it is 0, which torch writes for none."""
         begin, info = self.find(name)
         content = self._file[begin : begin + info.file_size]
         if info.CRC and crc32(content) != info.CRC:
@@ -134,7 +134,7 @@ class _Archive:
 
 
 def _is_list_of_fields(extra: bytes) -> bool:
-    """Whether the extra fields of a header, each with its kind and length first, end where it ends."""
+    """Whether a header's extra fields, each prefixed by kind and length, end exactly at the header's end."""
     position = 0
     while position + _FIELD_HEADER_BYTES <= len(extra):
         position += _FIELD_HEADER_BYTES + int.from_bytes(extra[position + 2 : position + 4], "little")

@@ -1,4 +1,4 @@
-"""State that Megatron-LM's loader wants beside the chunks: format, arguments of the architecture, and FP8 state.
+"""State that Megatron-LM's loader needs besides the chunks: format, arguments of the architecture, and FP8 state.
 
 Megatron-LM compares the arguments in `common.pt` with its own, and takes some from there with `--use-checkpoint-args`.
 """
@@ -41,7 +41,7 @@ def write_common_state(folder: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def extra_state_keys(architecture: Architecture) -> Iterator[str]:
-    """Keys of the FP8 state that Transformer Engine's modules look for, even if it is empty."""
+    """Keys of the FP8 state that Transformer Engine's modules require, even if it is empty."""
     seen = set()
     for cell in cells(architecture, uniform=has_uniform_layers(architecture)):
         module = cell.key.rpartition(".")[0]
@@ -57,7 +57,7 @@ def extra_state_keys(architecture: Architecture) -> Iterator[str]:
 
 
 def empty_extra_state() -> bytes:
-    """No FP8 state. One copy serves all keys."""
+    """The encoding of empty FP8 state; one copy serves all keys."""
     buffer = io.BytesIO()
     torch.save([torch.empty(0, dtype=torch.uint8)], buffer)
     return buffer.getvalue()

@@ -1,7 +1,7 @@
-"""One tensor as `torch.save` frames it: a zip archive that holds the elements, uncompressed, in one piece.
+"""One tensor as framed by `torch.save`: a zip archive with the elements, uncompressed and contiguous.
 
-The CRC-32 of the elements, which every zip archive has and torch does not look at, is the checksum of a chunk.
-Specifications: APPNOTE 6.3.10 of PKWARE for the archive, `torch.serialization` for what is in it.
+The zip archive's CRC-32 of the elements, which torch does not verify, is the checksum of a chunk. Specifications:
+APPNOTE 6.3.10 of PKWARE for the archive, `torch.serialization` for what is in it.
 """
 
 import io
@@ -59,7 +59,7 @@ class _Record:
         return self.size >= _MAX_32
 
     def _fields(self) -> tuple[int, int, bytes]:
-        """Version, 32-bit size, and the 64-bit sizes where those 32 bits are not enough."""
+        """Version, 32-bit size, and 64-bit sizes if 32 bits are not enough."""
         if self.is_large:
             return _VERSION_64, _MAX_32, struct.pack("<2H2Q", _ZIP64, 16, self.size, self.size)
         return _VERSION, self.size, b""
@@ -76,7 +76,7 @@ class _Record:
         return start + self.name + extra
 
     def central_header(self) -> bytes:
-        """Its line of the archive's directory."""
+        """The record's entry in the archive's directory."""
         version, size, extra = self._fields()
         start = _CENTRAL.pack(
             b"PK\1\2", version, version, 0, 0, 0, _DATE, self.crc32, size, size,
@@ -87,7 +87,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class Frame:
-    """Bytes before and after the elements of a tensor; both parts hold the elements' checksum."""
+    """The bytes before and after a tensor's elements; both include the elements' checksum."""
 
     head_bytes: int
     data_bytes: int
@@ -101,7 +101,7 @@ class Frame:
 
 @lru_cache(maxsize=256)
 def frame(dtype: torch.dtype, shape: Shape) -> Frame:
-    """The frame of a contiguous tensor. Raises KeyError for a type that torch has no storage class for."""
+    """The frame of a contiguous tensor. Raises KeyError for a dtype without a torch storage class."""
     small = {PICKLE: _pickled(dtype, shape), "byteorder": b"little", "version": b"3\n"}
     records: list[_Record] = []
     start = b""

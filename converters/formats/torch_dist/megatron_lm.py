@@ -1,7 +1,7 @@
-"""A model for Megatron-LM and Megatron-Bridge: the arguments in `common.pt`, and the flags of a command line.
+"""Describes a model for Megatron-LM and Megatron-Bridge: as arguments in `common.pt`, and as command-line flags.
 
-By megatron-core's fields, by the arguments of Megatron-LM core_v0.16, and by those that Megatron-Bridge 0.3 still
-reads under an older name.
+Uses megatron-core's fields, the arguments of Megatron-LM core_v0.16, and those that Megatron-Bridge 0.3 still reads
+under an older name.
 """
 
 import math
@@ -56,7 +56,7 @@ ASKED_FOR: Mapping[str, Any] = {
     "transformer_impl": "transformer_engine",
     "use_rope_scaling": False,
 }
-"""Arguments that a reader takes without asking whether they are there; None is "not said"."""
+"""Arguments that readers expect to be present; None means "not specified"."""
 
 _VALUE_FLAGS: Mapping[str, str] = {
     "num_layers": "--num-layers",
@@ -116,7 +116,7 @@ _SWITCHES: Mapping[str, tuple[bool, str]] = {
     "bf16": (True, "--bf16"),
     "fp16": (True, "--fp16"),
 }
-"""Argument -> the value that its flag, which has none, stands for."""
+"""Argument -> the value that its flag without a value stands for."""
 _FIXED: Mapping[str, Any] = {
     "gated_linear_unit": True,
     "swiglu": True,
@@ -133,7 +133,7 @@ _FIXED: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """How the vocabulary is padded, and where its tokenizer will be."""
+    """How the vocabulary is padded, and where the tokenizer is."""
 
     padded_size: int
     multiple: int
@@ -144,7 +144,7 @@ class Vocabulary:
 def megatron_lm_arguments(
     architecture: Architecture, parallel: ParallelSizes, vocabulary: Vocabulary, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The arguments of Megatron-LM that say what the model is, and those that a reader takes for granted."""
+    """The arguments of Megatron-LM that define the model, and those that readers expect."""
     return {
         **ASKED_FOR,
         **model_arguments(architecture),
@@ -162,7 +162,7 @@ def megatron_lm_arguments(
 
 
 def model_arguments(architecture: Architecture) -> dict[str, Any]:
-    """The arguments of Megatron-LM that say what the model computes."""
+    """The arguments of Megatron-LM that define what the model computes."""
     fields = {**architecture.transformer_config, **architecture.gpt_model}
     groups = fields.get("num_query_groups")
     return {
@@ -176,7 +176,7 @@ def model_arguments(architecture: Architecture) -> dict[str, Any]:
 
 
 def megatron_lm_flags(arguments: Mapping[str, Any]) -> str:
-    """The flags of the model for a command line of Megatron-LM, a line for each; none of them needs quotes."""
+    """The model's flags for Megatron-LM's command line, one per line; none needs quotes."""
     lines = []
     if arguments["group_query_attention"]:
         lines += ["--group-query-attention", f"--num-query-groups {arguments['num_query_groups']}"]
@@ -188,7 +188,7 @@ def megatron_lm_flags(arguments: Mapping[str, Any]) -> str:
 
 
 def beyond_megatron_lm(architecture: Architecture) -> str | None:
-    """Names a feature of the model that no flag of Megatron-LM expresses, so that it would compute another model.
+    """Name a feature of the model that Megatron-LM's flags cannot express, so that it would compute another model.
 
     None if the flags express the whole model.
     """
@@ -206,12 +206,12 @@ def beyond_megatron_lm(architecture: Architecture) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether reading it back needs no code: not a function, for example."""
+    """Whether reading it back runs no code, unlike a function."""
     return value is None or isinstance(value, bool | int | float | str | list | tuple)
 
 
 def _whole(value: float) -> float:
-    """As an integer where it is one: `--rotary-base` takes no other."""
+    """Convert to an integer if it is one: `--rotary-base` accepts no other."""
     return int(value) if math.isfinite(value) and value == int(value) else value
 
 

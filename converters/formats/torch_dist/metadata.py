@@ -23,7 +23,7 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, stored by itself at `offset` to `offset + length` of a file."""
+    """A box of a tensor, stored separately at `offset` to `offset + length` of a file."""
 
     box: Box
     file: str
@@ -33,7 +33,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor by its key: its shape without the cut, and its chunks."""
+    """A tensor by its key: its unsharded shape, and its chunks."""
 
     shape: Shape
     dtype: torch.dtype
@@ -65,8 +65,8 @@ class Contents:
 def read_metadata(folder: Path) -> Contents:
     """The contents of the checkpoint in `folder`. No code of the file runs.
 
-    Raises UserError where `.metadata` is missing, damaged or contradicts itself, where it names a file outside the
-    folder or one that is missing, and where a file is shorter than its chunks.
+    Raises UserError if `.metadata` is missing, damaged or inconsistent, names a file that is missing or outside of the
+    folder, or if a file is shorter than its chunks.
     """
     path = folder / METADATA
     loaded = load_metadata(folder)
@@ -81,7 +81,10 @@ def read_metadata(folder: Path) -> Contents:
 
 
 def load_metadata(folder: Path) -> dcp.Metadata:
-    """`.metadata` as torch knows it. No code of the file runs; UserError where it is missing or something else."""
+    """Load `.metadata` as torch's class, without running code of the file.
+
+    Raises UserError if it is missing or invalid.
+    """
     path = folder / METADATA
     try:
         content = path.read_bytes()
@@ -94,7 +97,7 @@ def load_metadata(folder: Path) -> dcp.Metadata:
 
 
 def _check_tensor(key: str, tensor: StoredTensor) -> None:
-    """Raise ValueError for chunks that are not within their tensor, and for what is no tensor."""
+    """Raise ValueError for chunks that exceed their tensor, and for anything that is not a tensor."""
     if not isinstance(key, str) or not isinstance(tensor.dtype, torch.dtype) or min(tensor.shape, default=0) < 0:
         raise ValueError(f"{key} has the shape {list(tensor.shape)} and the type {tensor.dtype}")
     for chunk in tensor.chunks:
@@ -126,7 +129,7 @@ def _contents(loaded: dcp.Metadata, path: Path) -> Contents:
 
 
 def _piece(info: Any) -> tuple[str, int, int]:
-    """File, offset and length of a chunk or object. Raises TypeError or ValueError for what cannot be these."""
+    """File, offset and length of a chunk or object. Raises TypeError or ValueError for invalid ones."""
     file, offset, length = info.relative_path, index(info.offset), index(info.length)
     if not isinstance(file, str) or offset < 0 or length <= 0:
         raise ValueError(f"a chunk in {file} begins at {offset} and has {length} bytes")

@@ -1,7 +1,7 @@
-"""Arguments that Megatron-LM saved with a checkpoint, compared with a config.json: what `--use-checkpoint-args` is for.
+"""Compares arguments that Megatron-LM saved with a checkpoint (for `--use-checkpoint-args`) with a config.json.
 
-Most of a model is in the shapes of its tensors; what is not, such as the base of the rotary embedding, would be another
-model without an error.
+Tensor shapes determine most of a model; a difference in the rest, such as the rotary base, would silently give another
+model.
 """
 
 import argparse
@@ -32,9 +32,9 @@ _WITH_LATENT_ATTENTION = (
 
 
 def check_saved_arguments(checkpoint: TorchDistCheckpoint, architecture: Architecture) -> None:
-    """Raise UserError if the checkpoint has arguments of Megatron-LM that say another model than `architecture`.
+    """Raise UserError if the checkpoint has Megatron-LM arguments that contradict `architecture`.
 
-    An argument that it does not have is taken from config.json.
+    Missing arguments are taken from config.json.
     """
     saved = checkpoint.common.get("args") if checkpoint.common_place is not None else None
     if not isinstance(saved, argparse.Namespace):
@@ -47,7 +47,7 @@ def check_saved_arguments(checkpoint: TorchDistCheckpoint, architecture: Archite
 
 
 def different_arguments(architecture: Architecture, saved: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Arguments with which Megatron-LM would make another model: each with the architecture's value, and its own."""
+    """Arguments that would make Megatron-LM build another model, with the architecture's and the saved value."""
     ours, theirs = _as_computed({**ASKED_FOR, **model_arguments(architecture)}), _as_computed(saved)
     for name in _compared(ours):
         if name in ours and name in theirs and not _are_equal(ours[name], theirs[name]):
@@ -55,7 +55,7 @@ def different_arguments(architecture: Architecture, saved: Mapping[str, Any]) ->
 
 
 def _as_computed(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments without what changes nothing: YaRN by a factor of 1, and the place of a softmax beside sigmoids."""
+    """Drop arguments without effect: YaRN with factor 1, and the softmax's position with sigmoid scores."""
     computed = dict(arguments)
     if computed.get("rope_type") == "yarn" and computed.get("rotary_scaling_factor") == 1:
         computed["rope_type"] = "rope"
@@ -78,7 +78,7 @@ def _compared(ours: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _are_equal(ours: Any, theirs: Any) -> bool:
-    """Whether they mean the same; a value in another form, such as the text of a pattern, is not judged."""
+    """Whether two values mean the same; values in another form, such as a pattern's text, count as equal."""
     if isinstance(ours, int | float) and isinstance(theirs, int | float):
         return float(ours) == float(theirs)
     return type(ours) is not type(theirs) or ours == theirs

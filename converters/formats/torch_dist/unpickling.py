@@ -1,7 +1,7 @@
-"""Unpickling that runs no code of the file: known classes only, and inert records in place of all others.
+"""Unpickles without running code of the file: only known classes, with inert records in place of all others.
 
-`pickle` calls whatever a file names. Here a name is looked up in a list; for others the file gets `Inert`, a class
-that keeps nothing and does nothing, so that what other programs stored beside the weights does no harm.
+`pickle` calls anything that a file names. Here only names on a list are resolved; others become `Inert`, a class that
+stores nothing and does nothing, so that objects of other programs do no harm.
 """
 
 import argparse
@@ -44,10 +44,10 @@ _KNOWN: Mapping[tuple[str, str], Any] = {
 
 
 class Inert:
-    """Takes the place of an object of a class that is not on the list."""
+    """Stands for an object of a class that is not on the list."""
 
     def __new__(cls, *arguments: Any, **keywords: Any) -> "Inert":  # noqa: ARG004
-        """An empty record, whatever it is made from."""
+        """Create an empty record, ignoring all arguments."""
         return super().__new__(cls)
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -99,7 +99,7 @@ class SafeUnpickler(pickle.Unpickler):
 
 
 def safe_load(content: bytes, where: object, **options: Any) -> Any:
-    """The object pickled in `content`; UserError, naming `where`, if it is no pickle."""
+    """Unpickle `content`. Raises UserError, naming `where`, if it is not a pickle."""
     try:
         return SafeUnpickler(content, **options).load()
     except Exception as error:
