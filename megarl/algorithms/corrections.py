@@ -109,7 +109,10 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def check_correction(config: CorrectionConfig) -> None:
-    """Raise UserError for an unknown kind, a missing or superfluous bound, and bounds without 0 <= low <= high."""
+    """Raise UserError for an unknown kind, a missing or superfluous bound, and wrong bounds.
+
+    Bounds are right if 0 <= low <= high, and `high` is finite and above 0.
+    """
     correction = lookup(CORRECTIONS, "algorithm.corrections: kind", config.kind)
     where = f"algorithm.corrections: kind={config.kind}"
     if config.high is None:

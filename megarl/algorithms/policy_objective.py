@@ -53,9 +53,8 @@ class _Tokens:
 class PolicyObjective:
     """loss = sum_t weight_t (factor_t policy_loss_t + kl_coefficient kl_t - entropy_coefficient entropy_t).
 
-    `factor` combines the corrections and the off-policy mask; the latter masks the policy loss only. With
-    kl_in=reward the loss has no KL term: `with_advantages` subtracts the KL from the rewards. Parts are kept by name,
-    so that the objective can be pickled.
+    `factor` is the product of the corrections and the off-policy mask. With kl_in=reward the loss has no KL term:
+    `with_advantages` subtracts the KL from the rewards. Parts are kept by name, so that the objective can be pickled.
 
     Raises UserError as `check_algorithm` does.
     """

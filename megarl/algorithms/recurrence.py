@@ -109,7 +109,7 @@ def _sums(given: Callable[[slice], Tensor], tokens: int, cuts: Tensor, decay: fl
 
 
 def _multiplied(given: Callable[[slice], Tensor], tokens: int, matrix: Tensor, cut: Tensor) -> tuple[Tensor, Tensor]:
-    """Multiply the blocks of values by `matrix`: [B, _BLOCK], zero-padded; and the blocks `cut` unmultiplied."""
+    """The blocks of values, zero-padded, times `matrix`: [B, _BLOCK]; and the blocks `cut` as they were before."""
     blocks = -(-tokens // _BLOCK)
     pieces = range(0, max(blocks, 1), _PIECE)
     cut_of = cut.split((cut // _PIECE).bincount(minlength=len(pieces)).tolist())

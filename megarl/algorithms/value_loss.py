@@ -58,7 +58,7 @@ class ValueObjective:
 def explained_variance(error: Tensor, error_square: Tensor, returns: Tensor, returns_square: Tensor) -> Tensor:
     """1 - Var(R - v) / Var(R) from four means: 1 for a perfect critic, 0 for one that predicts a constant.
 
-    Returns that are all the same, to what float32 tells apart, leave nothing to explain: that gives 0.
+    Returns that are all equal within the precision of float32 leave nothing to explain: that gives 0.
     """
     variance = returns_square - returns.square()
     ratio = (error_square - error.square()) / variance

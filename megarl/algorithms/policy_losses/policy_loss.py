@@ -76,7 +76,7 @@ class PolicyLoss:
 
     @property
     def has_ratio_to_sampler(self) -> bool:
-        """Whether `ratio_to=rollout` makes its ratio one to the engine's policy, and so corrects for staleness."""
+        """Whether its ratio is to the engine's policy with `ratio_to=rollout`, and so corrects for staleness."""
         return "old_log_probs" in inputs_of(self.ratio, self.surrogate)
 
     @property

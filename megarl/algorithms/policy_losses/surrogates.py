@@ -162,8 +162,8 @@ def kl_cov_loss(
 def squared_to_advantage(log_ratio: Tensor, advantages: Tensor, *, eta: Positive = 1.0) -> TokenLoss:
     """(log r - eta A)^2 with one ratio per response: SPPO (arXiv:2405.00675, section 4).
 
-    r is the ratio of the whole response to the earlier policy that sampled it; A is its win rate against that policy's
-    responses minus 1/2. The gradient vanishes once log pi(response) has moved by eta A.
+    r is the probability of the whole response over that under the earlier policy that sampled it; A is its win rate
+    against that policy's responses, minus 1/2. The gradient vanishes once log pi(response) has moved by eta A.
     """
     return TokenLoss((log_ratio - eta * advantages).square(), {})
 
