@@ -37,7 +37,7 @@ class Link:
 
     @property
     def has_kept(self) -> bool:
-        """Whether a message has already been read but not yet received."""
+        """Whether a message has been read that `receive` has not returned yet."""
         return bool(self._kept)
 
     def fileno(self) -> int:

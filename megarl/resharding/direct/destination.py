@@ -91,7 +91,7 @@ class Destination:
         return names | self._staging.differing() if self._staging is not None else names
 
     def disconnect(self) -> Sequence[RecvEndpoint]:
-        """Close the links and unmap the peers' memory. This rank's own memory stays mapped by neighbours until `close`.
+        """Close the links and unmap the peers' memory. Neighbours may map this rank's own memory until `close`.
 
         Returns the endpoints that must be closed again later; see `RecvEndpoint.close`.
         """

@@ -152,7 +152,7 @@ def parts(shape: Shape, elements: int) -> Iterator[Box]:
 
 
 def digest(messages: Sequence[Message]) -> str:
-    """A digest that is equal for two ranks only if they derived the same messages."""
+    """A digest that is equal for two ranks if, and only if, they derived the same messages."""
     hashed = hashlib.blake2b(digest_size=16)
     for message in messages:
         hashed.update(repr(message).encode())

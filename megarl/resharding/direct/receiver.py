@@ -69,9 +69,9 @@ class Receiver:
         self._addresses: list[int] = []
         """Addresses of the tensors when the views were built."""
         self._zero_copy: dict[int, dict[int, dict[int, ZeroCopyPiece]]] = {}
-        """Source rank -> message number -> piece number -> the pieces that can skip the buckets."""
+        """Source rank -> message number -> piece number -> the piece, of those that can skip the buckets."""
         self._held: dict[MessageId, int] = {}
-        """The version of each message that this connection has written to the tensors."""
+        """The version of each message that is in the tensors, as this connection has written it or found it there."""
         self._whole: OwnMemory | None = None
         """Memory in which a message that comes as changes is reassembled."""
         self._stream = device.SideStream()
@@ -180,8 +180,8 @@ class Receiver:
     def _take_all(self, version: int, take: Callable[[_Incoming], bool], *, in_place: bool) -> None:
         """Call `take` with each message in arrival order; a message that it rejects is sent again, whole.
 
-        With `in_place`, zero-copy pieces are already in their tensors when `take` is called; without, the whole message
-        is in the bucket.
+        With `in_place`, zero-copy pieces are read straight into their tensors; without, the whole message is in the
+        bucket.
         """
         assert self._endpoint is not None
         if self._addresses != (now := addresses(self._tensors)):

@@ -37,8 +37,8 @@ def sending_order(
 def _place(rank: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
     """The place of each `rank` on a ring of length 1 that `ranks` ranks share evenly.
 
-    Consecutive ranks are placed far apart: they often share a pipeline stage and have equally much to send, so that a
-    part of the ring would finish before the others.
+    Consecutive ranks are placed far apart: they often share a pipeline stage and have equally much to send. Side by
+    side, they would make one part of the ring finish before the others.
     """
     stride = max(1, round(ranks * _GOLDEN))
     while gcd(stride, ranks) > 1:

@@ -28,7 +28,7 @@ class _Blocks:
 class Staging:
     """The staging tensors of a worker that receives `messages`: one for each place that receives values.
 
-    They have the shape of the policy's matrices and the policy's dtype. There are none if no block is split.
+    They have the shape of the worker's codes, and the dtype of the policy. There are none if no block is split.
     """
 
     def __init__(

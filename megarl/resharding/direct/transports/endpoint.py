@@ -163,7 +163,7 @@ class Transport:
     send_endpoint: Callable[..., SendEndpoint]
     recv_endpoint: Callable[[Rendezvous, int, int, Callable[[], None]], RecvEndpoint]
     abort_rendezvous: Callable[[Rendezvous, str], None] = lambda _rendezvous, _reason: None
-    """Makes ranks fail with a reason that wait for each other in the transport itself, not over links."""
+    """Makes ranks that wait for each other in the transport itself, not over links, fail with a reason."""
     needs_store: bool = False
 
 

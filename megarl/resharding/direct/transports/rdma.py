@@ -84,7 +84,7 @@ class RdmaSendEndpoint:
         """Do nothing."""
 
     def close(self) -> None:
-        """End all reads by peers, and free the buckets."""
+        """Deregister the memory, which peers then cannot read any more, and free the buckets."""
         self._agent.close()
         self.buckets = []
         _close(self._own)
@@ -109,7 +109,7 @@ class RdmaRecvEndpoint:
         self._pulls = count()
 
     def connect(self, source: int, offer: RdmaOffer) -> None:
-        """Accept the offer of a source, and begin a trial read of `_TRIAL_BYTES` from one of its buckets."""
+        """Accept the offer of a source, and begin a trial read from one of its buckets."""
         self._offers[source] = offer
         self._names[source] = self._agent.add(offer.memory, self._peer(source))
         first = self._buckets[0][: min(offer.bucket_bytes, _TRIAL_BYTES)], offer.memory.addresses[0]
