@@ -1,7 +1,7 @@
 """Initial scales for Transformer Engine's 8-bit matmuls with delayed scaling.
 
-It scales by the maxima of earlier passes, and updates them only after a pass with a gradient. A run's first passes have
-none: log-probs and values would be computed with scales of 1, for which most weights are subnormal.
+Delayed scaling goes by the maxima of earlier passes, and takes them in only after a pass with a gradient. A run's
+first passes have none: log-probs and values would be computed with scales of 1, for which most weights are subnormal.
 """
 
 from collections.abc import Sequence

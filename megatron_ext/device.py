@@ -73,7 +73,7 @@ def gpus() -> int:
 def bind(rank: int) -> None:
     """Select this process's GPU, and pin the process to the CPUs close to it.
 
-    It is LOCAL_RANK if the launcher set it, else `rank` modulo the GPUs of the host.
+    The GPU is number LOCAL_RANK if the launcher set that, else `rank` modulo the number of GPUs of the host.
     """
     if torch.cuda.is_available():
         index = int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count()

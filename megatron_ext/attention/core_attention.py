@@ -60,9 +60,9 @@ def core_attention(fused: type[nn.Module], config: TransformerConfig) -> type[nn
     """Return `fused`, `fused` with values padded to the width of the keys, or plain torch: the first that works here.
 
     Transformer Engine may use the kernels that the configuration chooses, here and afterwards; here none that keeps
-    scores, unless that is what it chooses.
+    whole score matrices, unless the configuration asks for these.
 
-    Raises UserError if none is.
+    Raises UserError if none of the three works.
     """
     # megatron-core sets the environment only when it builds the model, too late for this trial pass.
     LanguageModule._set_attention_backend(SimpleNamespace(config=config))

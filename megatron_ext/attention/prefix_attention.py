@@ -51,7 +51,7 @@ class SharedSequences(PackedSequences):
     """
 
     bounds: tuple[int, ...] = ()
-    """The values of `cu_seqlens_q` on the host, as reading them there would synchronize with the device."""
+    """The values of `cu_seqlens_q` on the host: reading that tensor would synchronize with the device."""
     levels: tuple[Level, ...] = ()
     positions: Tensor | None = None
     """long[L], the position of each token in its sequence."""

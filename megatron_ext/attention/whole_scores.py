@@ -68,7 +68,7 @@ def _gradients(
     groups = key.shape[2]
     of_output = _rows(gradient, groups)
     of_value = _keys(weights.mT @ of_output, value)
-    # Softmax: a score's gradient is its weight times the weight's gradient minus the row's weighted mean.
+    # Softmax: a score's gradient is its weight times (the weight's gradient - the row's weighted mean of these).
     mean = (of_output * _rows(output, groups)).sum(-1, keepdim=True)
     of_scores = (of_output @ _columns(value).mT).sub_(mean).mul_(weights).mul_(scale)
     of_query = _heads(of_scores @ _columns(key), query, groups)

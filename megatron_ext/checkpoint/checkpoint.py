@@ -101,7 +101,7 @@ class Saving:
             self._model.adapters.write_config(folder)
 
     def is_written(self) -> bool:
-        """Whether this rank has written its part. Raises the error if writing failed, UserError for the disk's."""
+        """Whether this rank has written its part. Raises the error of a failed write, as `disk_error` for the disk."""
         return self._pending is None or self._pending.is_written()
 
     def wait_until_written(self) -> float:
@@ -181,7 +181,7 @@ def _take_weights(chunk: GPTModel, loaded: Mapping[str, Any], *, is_partial: boo
 
 
 def _load_common(stored: TorchDistCheckpoint) -> dict[str, Any]:
-    """The content other than tensors: plain values and collections of them, the only ones that torch may load."""
+    """The content other than tensors; torch may load only plain values and argparse.Namespace from it."""
     place = stored.common_place or StoredObject(COMMON, 0, 0)
     path = stored.folder / place.file
     try:

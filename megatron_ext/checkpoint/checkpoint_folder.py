@@ -26,7 +26,7 @@ _WRITTEN = "written.json"
 
 
 class DiskUnavailableError(Exception):
-    """A checkpoint cannot be written now, but needs no change by the user: the disk may recover."""
+    """A checkpoint cannot be written now, but the user need not change anything: the disk may recover."""
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:

@@ -88,7 +88,7 @@ class PendingSave:
         self._copied.wait()
 
     def is_written(self) -> bool:
-        """Whether this rank's part is on disk. Raises the error if writing failed, UserError for the disk's."""
+        """Whether this rank's part is on disk. Raises the error of a failed write, as `disk_error` for the disk."""
         return self._thread.is_done()
 
     def wait_until_written(self) -> float:
@@ -121,7 +121,7 @@ _CONTENT = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
-"""The format's reader, which megatron-core asks for."""
+"""Metadata of the format, by which megatron-core chooses how to read the checkpoint."""
 
 
 class _Strategy(versions.SaveStrategy):
