@@ -165,7 +165,7 @@ class EngineGroup(Engines):
         self._restarts.load_state_dict(state)
 
     def begin_steps(self) -> None:
-        """Measure the first step from here on: the time of the start, in which engines are idle, is none of it."""
+        """Measure the first step from here on, without the time of the start, in which engines are idle."""
         self._step_began_s = time.monotonic()
         self._queue.take_idle_s()
 

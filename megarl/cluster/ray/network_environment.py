@@ -34,7 +34,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Default:
-    """A variable, and its value for a network; None leaves it unset."""
+    """A variable, and its value for a network; None leaves it alone."""
 
     name: str
     value: Callable[[Network], str | None]

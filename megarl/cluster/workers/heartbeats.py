@@ -1,4 +1,4 @@
-"""Asks processes that are waited for regularly for a heartbeat."""
+"""Asks awaited processes for a heartbeat at regular intervals."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping
