@@ -47,8 +47,8 @@ def check_messages(value: object, where: str) -> list[Message]:
 def check_prompt(value: object, where: str) -> list[Message]:
     """Return `value` as a chat that the assistant is to answer; raises `UserError` as `check_messages`.
 
-    Behind a last message of the assistant templates begin another one, so that a prefix would be no prefix, and a
-    conversation with its answer would be a prompt that has it.
+    After a last message of the assistant, templates begin another one: the beginning of an answer would not be
+    continued, and a conversation with its answer would become a prompt that gives the answer away.
     """
     messages = check_messages(value, where)
     if messages[-1]["role"] == "assistant":

@@ -25,7 +25,7 @@ class Conversation(NamedTuple):
     """A whole chat: `token_ids` [T] and `mask` [T], 1 for the tokens that the assistant has to generate, else 0."""
 
     token_ids: Sequence[int]
-    """From files an array, and the mask bytes: lists would take nine times the memory."""
+    """Conversations from files have an array here and bytes as the mask: lists would take nine times the memory."""
     mask: Sequence[int]
 
 

@@ -81,8 +81,8 @@ class Refit:
     def catch_up(self) -> None:
         """Give the present version to engines that lack it, if the ranks still have it.
 
-        On shared GPUs this would interrupt the other engines, so there it waits for the next refit, unless no other
-        engine is up.
+        On shared GPUs this would interrupt the other engines, so there it waits for the next refit, unless no engine
+        has the present version.
         """
         if self._is_outdated:
             return

@@ -88,7 +88,7 @@ class Job:
         return self.state.step >= self.setup.steps
 
     def begin_steps(self) -> None:
-        """Measure ranks, GPUs and engines from here on: what they did in the start is no step's."""
+        """Measure ranks, GPUs and engines from here on: what they did during the start belongs to no step."""
         self.gpus.end_step()
         self.engines.begin_steps()
         self.throughput.begin_steps()

@@ -27,7 +27,7 @@ class Throughput:
         self._gpus, self._peak_tflops = gpus, peak_tflops
 
     def begin_steps(self) -> None:
-        """Count from here on: what the ranks computed before is no step's."""
+        """Count from here on: what the ranks computed before belongs to no step."""
         self._trainer.take_flops()
 
     def end_step(self, timings: dict[str, float]) -> dict[str, MetricValue]:

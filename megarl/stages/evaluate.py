@@ -18,7 +18,7 @@ from megarl.stages.rollout import requests_for, with_answers
 
 # Keeps the seeds of an evaluation apart from others derived from loop.seed and a number.
 _EVALUATION = 0xE7A1
-# Keeps the KV cache of an evaluation apart from that of training.
+# Keeps the prefix cache of an evaluation apart from that of training.
 _SALT = "evaluation"
 
 
@@ -54,7 +54,7 @@ def evaluate(
     """Answer and score the prompts; returns the accuracy (mean reward) and the rest of `evaluation_metrics`.
 
     No refit happens meanwhile, so all responses come from one version of the weights. Training requests in flight
-    continue at lower priority and share no KV cache with these.
+    continue at lower priority and share no cached prefixes with these.
     """
     sampling = _sampling(len(prompts), settings)
     # Negative ordinals share no conversation with training prompts, and are served before them.
