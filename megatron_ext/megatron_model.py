@@ -324,7 +324,7 @@ class MegatronModel:
         return max(group["lr"] for group in self.optimizer.param_groups)
 
     def keep_reference(self) -> None:
-        """Keep a copy of the present weights as the reference model; with adapters it is the base model, without a copy."""
+        """Keep a copy of the present weights as the reference model; with adapters that is the base model itself."""
         if self.adapters is None:
             if self.options.parallel.use_torch_fsdp2 and not self.chunks:
                 raise RuntimeError("FSDP2 has not cut the weights yet: prepare_training comes before keep_reference")
