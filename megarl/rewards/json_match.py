@@ -217,7 +217,7 @@ def _calls(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _equal(found: Any, expected: Any) -> bool:
-    """Compare JSON values, in which true is not 1 as in Python."""
+    """Compare JSON values: unlike in Python, true does not equal 1."""
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected
     if isinstance(found, Mapping) and isinstance(expected, Mapping):

@@ -139,7 +139,7 @@ class Source:
         return load_reward(self.spec, self.options, self.key, self.options_key)
 
     def truth_check(self) -> Callable[[Any], Any] | None:
-        """Return a function that raises `ValueError` for a bad ground truth; None if any ground truth is accepted."""
+        """Return a function that raises `ValueError` for a bad ground truth; None if it is not known which are bad."""
         if self.builtin is None or self.builtin.truth is None:
             return None
         return partial(_resolve(self.builtin.truth), **{**self.builtin.options, **self.options})

@@ -177,7 +177,10 @@ class InLoop:
             raise RewardFailed(arguments, str(error)) from error
 
     async def _ended(self, call: _Call, time_left: TimeLeft) -> asyncio.Task[Any] | None:
-        """Run a call and return its task; cancels it and returns None if it does not end in time."""
+        """Run a call and return its task; None if it does not end in time.
+
+        Cancels the call then, and if the caller is cancelled.
+        """
         task = None
         self._loop.soon(call.begin)
         timer = asyncio.get_running_loop().call_later(time_left.seconds, call.give_up)

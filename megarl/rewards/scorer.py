@@ -1,4 +1,4 @@
-"""Scoring during the rollout: samples are scored as they arrive, and the last score is ready soon after the last."""
+"""Scoring during the rollout: samples are scored as they arrive, so that few are left to score at its end."""
 
 import asyncio
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -160,7 +160,7 @@ class PendingScores:
 
     def __init__(self, scorer: Scorer) -> None:
         self.is_stopped = False
-        """Whether no further sample is begun, since one has failed in a way that stops the step."""
+        """Whether no further sample is begun: one has failed in a way that ends the run, or all were cancelled."""
         self._scorer = scorer
         self._added: list[Future[dict[Hashable, Outcome | None]]] = []
 

@@ -104,7 +104,8 @@ class WeightedSumFailed(RewardFailed):
 def as_score(result: object) -> Score:
     """Convert the result of a reward function.
 
-    Raises `ValueError` unless it is a finite number, or a mapping with finite "score" and parts.
+    Raises `ValueError` unless it is a finite number, or a mapping with a "score" in which all numbers are finite. Other
+    values of a mapping are ignored.
     """
     try:
         return _read(result)

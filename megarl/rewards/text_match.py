@@ -32,10 +32,10 @@ def gsm8k(
 ) -> float:
     """Return 1.0 if the response's final number is the ground truth, else 0.0.
 
-    As verl's `utils/reward_score/gsm8k.py`: "strict" takes the last number after "####", "flexible" the last number of
-    all, both from the last 300 characters, ignoring commas and dollar signs. Unlike in verl, numbers are compared by
-    value, so "18.", "18.00" and "18" are equal; a minus sign may be Unicode's (U+2212), and may be separated from the
-    number after "####".
+    As verl's `utils/reward_score/gsm8k.py`: "strict" takes the last number after "####", "flexible" the last number
+    anywhere, both from the last 300 characters, ignoring commas and dollar signs. Unlike in verl, numbers are compared
+    by value, so "18.", "18.00" and "18" are equal; a minus sign may be Unicode's (U+2212), and may be separated from
+    the number after "####".
 
     Raises `ValueError` if the ground truth is not a number.
     """
