@@ -48,8 +48,9 @@ def update_flops(
 ) -> PassFlops:
     """FLOPs of a forward and a backward pass.
 
-    Backward, each matmul becomes two: the gradients of its input and of its weight. Frozen weights have none: with an
-    `adapter` the model's, and for `detached` `prediction_layers`, which only run here, the output layer behind them.
+    Backward, each matmul becomes two: the gradients of its input and of its weight. A frozen weight has no gradient:
+    with an `adapter`, all weights of the model are frozen. `prediction_layers` run only here; if they are `detached`,
+    the output layer behind them is frozen.
     """
     model = _active_weights(architecture.without_mtp)
     products = (2 if adapter else 3) * model + 3 * _adapter_weights(architecture, adapter)

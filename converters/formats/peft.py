@@ -30,7 +30,8 @@ _METADATA = frozenset(
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "layers_pattern"),
     )
 )
-"""Fields of adapter_config.json that may have any value in plain LoRA. All other fields must be empty."""
+"""Fields of adapter_config.json that may have any value in plain LoRA. Others must be empty, but for `_PLAIN` and
+init_lora_weights."""
 _MERGE = "merge it into its model with PEFT and train on from that"
 _PLAIN: Mapping[str, Any] = {"peft_type": "LORA", "bias": "none"}
 """Fields that are never empty, with their values in plain LoRA."""

@@ -157,6 +157,6 @@ def map_tensors(path: Path, entries: Mapping[str, TensorEntry], *, writable: boo
 
 
 def _writable(path: Path) -> torch.Tensor:
-    """Map a file and keep it open, because NFS only flushes writes when the file is closed."""
+    """Map a file, which stays open as long as its mapping: NFS flushes what was written when a file is closed."""
     with path.open("r+b") as file:
         return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_WRITE), dtype=torch.uint8)
