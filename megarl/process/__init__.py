@@ -1,1 +1,1 @@
-"""The process that a command is: its signals, its phases, and what ends it from outside."""
+"""The process that runs a command: its signals and phases, and what ends it from outside."""

@@ -6,43 +6,43 @@ from converters.errors import UserError
 
 
 class Resumable(Exception):  # noqa: N818 - says what happened
-    """A failure that may pass: the run can be taken up again from its last checkpoint."""
+    """A failure that may be temporary: the run can be resumed from its last checkpoint."""
 
     may_resume = True
-    """Whether that is to be tried."""
+    """Whether resuming is to be tried."""
     happened: str
-    """The event, without what to do."""
+    """The event, without advice."""
     details: str
-    """Text below the sentence, as it is: the end of a log."""
+    """Text printed verbatim below the sentence, such as the end of a log."""
 
 
 class RunFailed(Resumable):
-    """Something that neither the program nor its input is to blame for: a process that died, a machine without memory.
+    """A failure that is neither the program's fault nor its input's, such as a killed process or a lack of memory.
 
-    A command prints it without a traceback and ends with exit code 1.
+    A command prints it without a traceback and exits with code 1.
     """
 
     sentence: str
-    """Says what happened, and what to do."""
+    """What happened, and what to do."""
 
 
 class MayPass(UserError):  # noqa: N818 - says what is
-    """Bad input where a run is first started; where it has run before, that may pass. See `exit_code_of`."""
+    """Bad input on a run's first start; on later starts, a problem that may be temporary. See `exit_code_of`."""
 
     has_run_before = False
-    """Whether that is known of the run."""
+    """Whether the run is known to have started before."""
 
 
 class MachinesUnfit(MayPass):
-    """Machines that are not as a run needs them."""
+    """Machines that do not meet the run's requirements."""
 
 
 def exit_code_of(error: UserError | RunFailed) -> int:
-    """2 for bad input, and 1 for what may pass.
+    """Return 2 for bad input, and 1 for a problem that may be temporary.
 
-    A run that had fit machines before may have them again, and so may a job of Slurm that was in the queue again, which
-    may also meet the lock of its own lost machine: 2 would end what starts it again. Kubernetes and the scripts for
-    Slurm do so a bounded number of times.
+    Exit code 2 would stop whatever restarts the run. So a `MayPass` gives 1 if the run has started before: it may get
+    fit machines again. It also gives 1 in a requeued Slurm job, which may still find the lock of its own lost machine.
+    Kubernetes and the Slurm scripts limit the number of restarts.
     """
     if isinstance(error, MayPass):
         was_in_the_queue_again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0

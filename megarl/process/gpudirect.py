@@ -1,4 +1,4 @@
-"""Whether network cards reach the memory of this machine's GPUs by themselves: GPUDirect RDMA."""
+"""Checks GPUDirect RDMA: whether network cards can access the memory of this machine's GPUs directly."""
 
 import re
 from pathlib import Path
@@ -13,9 +13,9 @@ _DMABUF = (5, 12)
 
 
 def gpudirect_obstacle(root: Path = Path("/")) -> str:
-    """Why they do not, as the kernel shows it; empty where they do, or where it shows no driver of NVIDIA's.
+    """Return why they cannot, judging by the loaded kernel modules; empty if they can, or without an NVIDIA driver.
 
-    A module lets them, or the driver's open kernel modules, by dmabuf.
+    It takes either a peer-memory module, or the driver's open kernel modules, through dmabuf.
     """
     if any((root / "sys/module" / name).exists() for name in _MODULES):
         return ""

@@ -1,19 +1,19 @@
-"""The time that a job has: whether one more step and a checkpoint fit into what is left of it."""
+"""The time limit of a job: whether one more step and a checkpoint fit into the time left."""
 
 import time
 from collections.abc import Mapping
 from typing import Self
 
 _RESERVE = 1.25
-"""Times the longest step and the longest checkpoint so far: the next ones may take longer."""
+"""Safety factor on the longest step and the longest checkpoint so far, as the next ones may take longer."""
 _END_S = 60.0
-"""To end the processes."""
+"""Seconds reserved for ending the processes."""
 
 
 class JobTime:
-    """Measures the steps of a run, and knows when the job that it is in will be ended: at `end_s`, since 1970.
+    """Measures the steps of a run, and knows that its job ends at `end_s`, in seconds since 1970.
 
-    None is a job without a limit.
+    With `end_s` None the job has no time limit.
     """
 
     def __init__(self, end_s: float | None = None) -> None:
@@ -23,27 +23,29 @@ class JobTime:
 
     @property
     def is_limited(self) -> bool:
-        """Whether the job has an end."""
+        """Whether the job has a time limit."""
         return self._end_s is not None
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self:
-        """The time of a job of Slurm, which tells its programs from 23.02 on; elsewhere there is no limit."""
+        """The time limit of a Slurm job, which Slurm 23.02 and later export; unlimited elsewhere."""
         end = environment.get("SLURM_JOB_END_TIME", "")
         return cls(float(end) if end.isdecimal() else None)
 
     def begin_step(self) -> None:
-        """Note when a step begins; the first one does when this object is made."""
+        """Start timing a step; the first one starts with this object."""
         self._since_s = time.monotonic()
 
     def end_step(self) -> None:
-        """Note how long the step took that ends here."""
+        """Stop timing the step."""
         self._longest_s = max(self._longest_s, time.monotonic() - self._since_s)
 
     def fits_another(self, save_s: float = 0.0, left_s: float = 0.0) -> bool:
-        """Whether there is time for a step as long as the longest so far, and for a checkpoint of `save_s` after it.
+        """Whether the time left suffices for a step as long as the longest so far, and a checkpoint of `save_s` after
+        it.
 
-        The rest of the checkpoint before, `left_s`, is written beside the step, and ends before that one begins.
+        The previous checkpoint, which needs `left_s` more, is written during that step, and must finish before the next
+        one.
         """
         needed_s = _RESERVE * (max(self._longest_s, left_s) + save_s) + _END_S
         return self._end_s is None or time.time() + needed_s < self._end_s

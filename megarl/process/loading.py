@@ -1,4 +1,4 @@
-"""Programs that are imported when they are needed."""
+"""Imports modules when they are first needed."""
 
 from importlib import import_module
 from typing import Any
@@ -7,6 +7,6 @@ from converters.gc_pause import gc_paused
 
 
 def load(module: str, name: str) -> Any:
-    """Import `name` from `module` without looking for garbage, of which an import of thousands of modules has none."""
+    """Import `name` from `module` with garbage collection paused, which only slows an import of many modules."""
     with gc_paused():
         return getattr(import_module(module), name)

@@ -1,4 +1,4 @@
-"""Sentences that a process tells whoever looks after the run, and the end of what others have written."""
+"""Messages to whoever watches the run, and the last lines of other processes' logs."""
 
 import os
 import sys
@@ -9,12 +9,12 @@ _END_BYTES = 64 * 1024
 
 
 def say(sentence: str) -> None:
-    """Tell whoever looks after the run: a line on standard error, with the time of day."""
+    """Print a line for whoever watches the run to standard error, with the time of day."""
     print(f"{time.strftime('%H:%M:%S')} {sentence}", file=sys.stderr, flush=True)
 
 
 def last_lines(path: Path, count: int = 20) -> str:
-    """The end of a log file, for an error message; however long the file has become."""
+    """Return the end of a log file for an error message, without reading the rest of a large file."""
     try:
         if not path.exists():
             return "(no output)"
@@ -22,6 +22,6 @@ def last_lines(path: Path, count: int = 20) -> str:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except PermissionError as error:
-        # Processes of other machines may be another user's, and it is not for that that a run ends.
+        # The log may be another user's, written on another machine: not a reason for the run to end.
         return f"({error.strerror})"
     return "\n".join(lines[-count:]) or "(no output)"

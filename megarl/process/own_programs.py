@@ -1,4 +1,4 @@
-"""Programs and modules of the environment that a process runs in, where nobody has activated it."""
+"""Makes a process find the programs and modules of its own environment, even if that is not activated."""
 
 import os
 import sys
@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from pathlib import Path
 
 SAFE_PATH: Mapping[str, str] = {"PYTHONSAFEPATH": "1"}
-"""Environment of a Python that imports nothing from the current folder, where a `json.py` may lie.
+"""Environment of a Python that imports nothing from the current folder, which may contain a `json.py`.
 
-Also of each that a library starts by `python -m` or `-c`, as for processes of its own. Before 3.11 Python knows it not.
+Processes inherit it, including those that a library starts by `python -m` or `-c`. Python before 3.11 ignores it.
 """
 
 
 def with_programs_of(python: str, environment: Mapping[str, str]) -> str:
-    """The PATH of `environment`, with the folder of an interpreter before all others."""
+    """Return the PATH of `environment` with the interpreter's folder in front."""
     own = str(Path(python).parent)
     others = [each for each in environment.get("PATH", "").split(os.pathsep) if each not in ("", own)]
     return os.pathsep.join([own, *others])
 
 
 def find_own_programs() -> None:
-    """Let this process, and those that it starts, find what is installed beside Python, such as ninja.
+    """Let this process and its children find programs installed beside Python, such as ninja.
 
-    FlashInfer's kernels, which engines compile on GPUs at their first use, ask for it by name.
+    FlashInfer, whose kernels engines compile on GPUs at first use, runs ninja by name.
     """
     os.environ["PATH"] = with_programs_of(sys.executable, os.environ)

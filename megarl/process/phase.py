@@ -1,4 +1,4 @@
-"""Shows the present phase of a run that has no numbers to show yet."""
+"""Shows the current phase of a run that has no metrics to show yet."""
 
 import sys
 import threading
@@ -12,9 +12,9 @@ _DOT_EVERY_S = 2.0
 
 @contextmanager
 def phase(what: str, stream: TextIO | None = None, dot_every_s: float = _DOT_EVERY_S) -> Iterator[None]:
-    """Say `what` is being done, a dot every two seconds, then how long it took: one line on standard error.
+    """Print `what` on standard error, then a dot every two seconds, and in the end the time taken, all on one line.
 
-    After an exception the line just ends, so that what is said next has one of its own.
+    After an exception only the line is ended, so that the next message starts on a new one.
     """
     stream = stream or sys.stderr
     stream.write(f"{what} ")

@@ -12,7 +12,7 @@ _FIRST_PORT = 20_000
 
 
 def free_port(host: str = LOOPBACK, port: int = 0) -> int:
-    """`port`, or with 0 any port, that was free on `host` a moment ago. Raises UserError if `port` is in use."""
+    """Return `port`, or with 0 any port, that was free on `host` just now. Raises UserError if `port` is in use."""
     if port == 0:
         return next((each for each in _quiet_ports() if _refusal(host, each) is None), None) or _any_port(host)
     if refusal := _refusal(host, port):
@@ -24,7 +24,7 @@ def free_port(host: str = LOOPBACK, port: int = 0) -> int:
 
 
 def _quiet_ports() -> list[int]:
-    """Ports outside the kernel's range for connections, in random order: a free one stays free until it is used."""
+    """Ports outside the kernel's ephemeral range, in random order: a free one stays free until it is used."""
     first_of_kernel = int(_KERNEL_PORTS.read_text().split()[0]) if _KERNEL_PORTS.exists() else 0
     quiet = range(_FIRST_PORT, max(_FIRST_PORT, first_of_kernel))
     return secrets.SystemRandom().sample(quiet, len(quiet))
@@ -37,7 +37,7 @@ def _any_port(host: str) -> int:
 
 
 def _refusal(host: str, port: int) -> OSError | None:
-    """Why nothing can listen on a port; None where something can."""
+    """The error of binding a port; None if it is free."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

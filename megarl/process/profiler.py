@@ -1,4 +1,4 @@
-"""Recording of what a process does, by torch's profiler, as events of a timeline."""
+"""Records a process with torch's profiler, as timeline events."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 from megatron_ext import device
 
 TimelineEvent = dict[str, Any]
-"""An event as Chrome's trace format has it: microseconds since 1970, in `ts`, and their number, in `dur`."""
+"""An event in Chrome's trace format: `ts` in microseconds since 1970, and `dur`, the duration in microseconds."""
 
 SHORTEST_OPERATION_US = 50.0
-"""Operations of torch that are shorter are left out, and with them most of the file."""
+"""Shorter torch operations are left out, which removes most of the file."""
 CUT = "more than fits in the timeline"
-"""An event from the last that was kept of a process to its end."""
+"""Name of the event from a process's last kept event to its end."""
 _ALWAYS_KEPT = {"user_annotation", "gpu_user_annotation", "kernel", "gpu_memcpy", "gpu_memset"}
 _ELEMENT_BYTES = {
     **dict.fromkeys(("double", "long int", "Double", "Long"), 8),
@@ -29,13 +29,13 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("c10::BFloat16", "c10::Half", "short int", "BFloat16", "Half"), 2),
     **dict.fromkeys(("unsigned char", "signed char", "bool", "Byte", "Char", "Bool"), 1),
 }
-"""Types as operations name them, and as NCCL's messages do."""
+"""Dtypes by the names that operations and NCCL's messages use."""
 
 
 def named(name: str) -> AbstractContextManager[None]:
-    """Give the work inside a name in a recording, where it is done for each message of a refit.
+    """Name the work inside for a recording; cheap enough for each message of a refit.
 
-    Outside of a recording `record_function` takes 6 us even so, and 100 where its code has left the caches.
+    Outside a recording `record_function` costs 6 us even so, and 100 us when its code is no longer in the caches.
     """
     return _RecordFunctionFast(name)
 
@@ -47,7 +47,7 @@ class Profiler:
     """
 
     def __init__(self) -> None:
-        # Kineto says on standard error that it starts and stops.
+        # Kineto announces start and stop on standard error.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         gpu = [ProfilerActivity.CUDA] if device.gpus() else []
         self._profile = profile(
@@ -57,11 +57,11 @@ class Profiler:
         )
 
     def start(self) -> None:
-        """Begin to record."""
+        """Start recording."""
         self._profile.start()
 
     def stop(self, most_events: int, since_us: float) -> bytes:
-        """End the recording: its events, see `encoded`. An engine's step has millions: few are in memory."""
+        """Stop, and return the events as `encoded` does; streamed, as an engine's step may have millions."""
         self._profile.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
@@ -72,9 +72,9 @@ class Profiler:
 
 
 def encoded(events: Iterable[TimelineEvent], most_events: int, since_us: float) -> bytes:
-    """The earliest of the events as JSON, each on a line, from `since_us` on; `CUT` is in place of what is left out.
+    """Encode the earliest events from `since_us` on as JSON, one per line, with `CUT` in place of the events left out.
 
-    Events that had begun before begin there: viewers drop those before 0.
+    Events that began before `since_us` are cut to begin there, as viewers drop negative times.
     """
     kept, last_us = list[tuple[float, bytes]](), 0.0
     is_cut = False
@@ -95,7 +95,7 @@ def encoded(events: Iterable[TimelineEvent], most_events: int, since_us: float) 
 
 
 def by_worker(found: Sequence[bytes | None]) -> dict[str, bytes]:
-    """The events of an engine's workers, in their order, by a name; without workers that recorded nothing."""
+    """The events of an engine's workers in order, by worker name, without workers that recorded nothing."""
     return {f"worker {number}": events for number, events in enumerate(found) if events is not None}
 
 
@@ -103,13 +103,13 @@ _HEAD_END = '"traceEvents": ['
 _BASE = re.compile(r'"baseTimeNanoseconds": (\d+)')
 _BETWEEN = (" ", "\n", ",")
 _NEXT = "\n  {"
-"""Begins an object in the list of events, and none inside of one."""
+"""Starts an object of the list of events; nothing inside an object looks like it."""
 _CHUNK = 2**20
-"""Characters."""
+"""In characters."""
 
 
 def _events(trace: TextIO) -> Iterator[TimelineEvent]:
-    """The events to be kept of a file of the profiler, which may be larger than the memory."""
+    """Yield the events to keep from a profiler file, which may be larger than the memory."""
     head = ""
     while (end := head.find(_HEAD_END)) < 0:
         part = trace.read(_CHUNK)
@@ -127,9 +127,9 @@ def _events(trace: TextIO) -> Iterator[TimelineEvent]:
 
 
 def _objects(text: str, more: TextIO) -> Iterator[dict[str, Any]]:
-    """The objects of a list of which `text` is the beginning, up to its end.
+    """Yield the objects of a list whose text begins with `text` and continues in `more`.
 
-    One that torch (2.13) writes wrongly, as it does a name with a quote, is left out.
+    Malformed objects are left out: torch 2.13 writes some, for names with a quote.
     """
     decode, at = json.JSONDecoder().raw_decode, 0
     while True:
@@ -140,7 +140,7 @@ def _objects(text: str, more: TextIO) -> Iterator[dict[str, Any]]:
         try:
             found, at = decode(text, at)
         except json.JSONDecodeError:
-            # An object that is wrong, or of which the text has only the beginning.
+            # The object is malformed, or its text is incomplete so far.
             if (following := text.find(_NEXT, at + 1)) >= 0:
                 at = following
                 continue
@@ -152,7 +152,7 @@ def _objects(text: str, more: TextIO) -> Iterator[dict[str, Any]]:
 
 
 def _category(event: TimelineEvent) -> str | None:
-    # Torch records what `named` names as an operator, and none of these has a space in its name.
+    # Torch records work inside `named` as an operator, but only names from `named` contain a space.
     is_named = event.get("cat") == "cpu_op" and " " in event["name"]
     return "user_annotation" if is_named else event.get("cat")
 
@@ -165,7 +165,7 @@ def _is_kept(event: TimelineEvent) -> bool:
 
 
 def _bytes(name: str, args: Mapping[str, Any]) -> int:
-    """Bytes that a collective or a message of one is given; 0 of all else."""
+    """Bytes of a collective or point-to-point message; 0 for other events."""
     if not name.startswith(("gloo:", "nccl:")):
         return 0
     if "In msg nelems" in args:

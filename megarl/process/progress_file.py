@@ -1,15 +1,15 @@
-"""A file that is touched with every complete checkpoint: by it a batch script sees that a run that died got further."""
+"""A file touched at every complete checkpoint, which tells a batch script that a run that died had made progress."""
 
 import os
 import sys
 from pathlib import Path
 
 PROGRESS_FILE = "MEGARL_PROGRESS_FILE"
-"""Variable with its path, which `slurm/cluster.sh` sets."""
+"""Environment variable with its path, set by `slurm/cluster.sh`."""
 
 
 def note_progress() -> None:
-    """Touch the file, if the environment names one; where that fails, the run goes on and says so."""
+    """Touch the file if the environment names one; on failure the run prints a message and goes on."""
     path = os.environ.get(PROGRESS_FILE)
     if not path:
         return

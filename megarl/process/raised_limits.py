@@ -1,17 +1,17 @@
-"""Limits of a process, raised as far as they go without the rights of an administrator."""
+"""Raises the limits of a process as far as possible without root."""
 
 import math
 import resource
 
 _ENOUGH_FILES = 2**16
-"""More help nobody, and some programs go through all numbers of files that they might have open."""
+"""More is never needed, and some programs loop over all possible file descriptors."""
 
 
 def raise_limits() -> None:
-    """Raise the limits of open files and of locked memory; processes that are started inherit them.
+    """Raise the limits of open files and of locked memory, also for child processes.
 
-    The soft limit of files is 1024 on most machines, for programs that use `select`. In a job of Slurm the soft limit
-    of locked memory is that of the shell from which it was submitted, and less than network cards need.
+    The soft limit of open files is 1024 on most machines, for programs that use `select`. A Slurm job inherits the soft
+    limit of locked memory from the submitting shell, which is below what network cards need.
     """
     _raise(resource.RLIMIT_NOFILE, _ENOUGH_FILES)
     _raise(resource.RLIMIT_MEMLOCK, math.inf)

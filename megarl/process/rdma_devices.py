@@ -1,4 +1,4 @@
-"""Devices of InfiniBand, RoCE and EFA that this process can use, and their ports."""
+"""InfiniBand, RoCE and EFA devices that this process can use, and their ports."""
 
 import ctypes
 import os
@@ -8,16 +8,16 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """A port that is up and can be used, such as RdmaPort("mlx5_0:1", 400)."""
+    """A port that is up and usable, such as RdmaPort("mlx5_0:1", 400)."""
 
     name: str
     gbit_per_s: float
 
 
 def rdma_devices(root: Path = Path("/")) -> set[str]:
-    """Their names, such as mlx5_0.
+    """The devices' names, such as mlx5_0.
 
-    A container that was given none still sees the host's in /sys: a device counts where its file can be opened.
+    A container without any still sees the host's in /sys, so a device counts only if its file can be opened.
     """
     found = set()
     for verbs in (root / "sys/class/infiniband_verbs").glob("uverbs*"):
@@ -30,9 +30,9 @@ def rdma_devices(root: Path = Path("/")) -> set[str]:
 
 
 def active_ports(root: Path = Path("/")) -> tuple[RdmaPort, ...]:
-    """Ports that are up, of `rdma_devices`, as the kernel shows them: state "4: ACTIVE", rate "400 Gb/sec (4X NDR)".
+    """The ports of `rdma_devices` that are up; the kernel shows state "4: ACTIVE" and rate "400 Gb/sec (4X NDR)".
 
-    NCCL and UCX pass over all others.
+    NCCL and UCX skip all others.
     """
     devices, found = rdma_devices(root), []
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
@@ -43,7 +43,7 @@ def active_ports(root: Path = Path("/")) -> tuple[RdmaPort, ...]:
 
 
 def has_verbs() -> bool:
-    """Whether the library is here by which programs use them. NCCL goes over sockets without, and says nothing."""
+    """Whether libibverbs, which programs need for them, is installed. Without it NCCL silently uses sockets."""
     try:
         ctypes.CDLL("libibverbs.so.1")
     except OSError:

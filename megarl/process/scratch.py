@@ -1,4 +1,4 @@
-"""Temporary folders, of a run or of a server: open to their owner alone, and gone with them, or with a later one."""
+"""Temporary folders of a run or server: accessible to their owner only, removed with it or by a later one."""
 
 import fcntl
 import os
@@ -16,25 +16,25 @@ from megarl.process.file_system import is_shared
 from megarl.process.signals import held
 
 _LONGEST_SOCKET = 107
-"""Bytes of the path of a Unix socket."""
+"""Maximum length in bytes of a Unix socket's path."""
 _PREFIX = "megarl-"
 _MARKER = "held"
 _SEGMENTS = "megarl-segments"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""Names this machine, and its containers, until it is started again."""
+"""Identifies this boot of the machine, containers included."""
 _SHARED_MEMORY = Path("/dev/shm")
 _SHORT = (Path("/tmp"), _SHARED_MEMORY)
-"""Folders with room for sockets whose paths are too long below TMPDIR."""
+"""Folders for sockets whose paths are too long below TMPDIR."""
 
 
 @contextmanager
 def scratch_folder(socket: str = "") -> Iterator[Path]:
-    """A new folder with mode 0700, removed with the context; also removes folders left by this user's killed runs.
+    """Create a folder with mode 0700, removed with the context; also remove folders left by this user's killed runs.
 
-    It lies below TMPDIR; where the path of a Unix socket that will be in it, `socket`, is too long there, below /tmp.
+    It is below TMPDIR, or below /tmp if the path of a Unix socket named `socket` in it would be too long.
 
-    A marker in it, locked as long as the process lives, says that it is ours and whether it is still in use. The kernel
-    keeps the lock, so that a run of another container that shares /tmp counts as alive, too.
+    A marker file in it says that the folder is ours. It is locked as long as the process lives, so the lock says
+    whether the folder is in use. The kernel keeps the lock, which works across containers that share /tmp.
     """
     _remove_stale()
     folder = Path(tempfile.mkdtemp(prefix=_prefix(), dir=_parent(socket)))
@@ -42,7 +42,7 @@ def scratch_folder(socket: str = "") -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # A forked process drops what it has of this one, and the folder is none of its own.
+        # A forked process leaves this context, too, but does not own the folder.
         if os.getpid() == owner:
             with held():
                 _remove(folder)
@@ -50,17 +50,17 @@ def scratch_folder(socket: str = "") -> Iterator[Path]:
 
 
 def scratch_folder_of_process() -> Path:
-    """A `scratch_folder` that is there until this process exits."""
+    """A `scratch_folder` that lasts until this process exits."""
     left = ExitStack()
-    # Processes of multiprocessing run no atexit functions, and forked ones do not run their parent's finalizers.
+    # Processes of multiprocessing skip atexit functions, and forked ones do not run their parent's finalizers.
     Finalize(None, left.close, exitpriority=0)
     return left.enter_context(scratch_folder())
 
 
 def note_segment(folder: Path, name: str) -> None:
-    """Have the segment of shared memory `name` go with a scratch folder, whoever makes it, and however that one ends.
+    """Have the shared-memory segment `name` removed with a scratch folder, however the process that creates it ends.
 
-    It may be noted again, and before it is made.
+    A segment may be noted repeatedly, and before it exists.
     """
     (folder / _SEGMENTS).mkdir(exist_ok=True)
     (folder / _SEGMENTS / name).touch()
@@ -85,14 +85,14 @@ def _parent(socket: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    # The files of a server lie in the folder of its run.
+    # The folders of a run's servers are inside the run's folder.
     for note in folder.rglob(f"{_SEGMENTS}/*"):
         (_SHARED_MEMORY / note.name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _hold(folder: Path) -> int:
-    """Lock the marker before it gets its name: an unlocked marker means that its process is dead."""
+    """Lock the marker before renaming it into place: an unlocked marker means that its process is dead."""
     unnamed = folder / f"{_MARKER}.new"
     lock = os.open(unnamed, os.O_RDWR | os.O_CREAT, 0o600)
     with suppress(OSError):
@@ -100,7 +100,7 @@ def _hold(folder: Path) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError as error:
-        # Without locks, as on some mounts of Lustre, nobody takes the marker for a dead process's.
+        # Without file locks, as on some Lustre mounts, nobody takes the marker for a dead process's.
         if error.errno not in NOT_SUPPORTED:
             raise
     unnamed.rename(folder / _MARKER)
@@ -131,7 +131,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _is_of_this_machine(folder: Path) -> bool:
-    """Whether a folder was made here since the machine was started."""
+    """Whether a folder was created on this machine since its last boot."""
     try:
         return (folder / _MARKER).read_bytes() == _BOOT.read_bytes()
     except OSError:
@@ -139,7 +139,7 @@ def _is_of_this_machine(folder: Path) -> bool:
 
 
 def _take(marker: Path) -> int | None:
-    """A descriptor that holds the lock of `marker`; None where there is no marker or another process holds it."""
+    """A descriptor that holds the lock of `marker`; None if there is no marker or another process holds the lock."""
     try:
         lock = os.open(marker, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

@@ -1,8 +1,8 @@
-"""How a command ends when it is told to: SIGINT, SIGTERM and SIGHUP unwind it in one way, each with its exit code.
+"""How a command ends on SIGINT, SIGTERM and SIGHUP: each unwinds it in the same way, with its own exit code.
 
-SIGINT is Ctrl-C, SIGTERM what Slurm, Kubernetes, systemd and `kill` send, SIGHUP what a terminal sends that goes away.
-SIGINT is listened to also where it was ignored at the start, as in the background of a script; SIGHUP is not, since
-that is what nohup asks for.
+SIGINT comes from Ctrl-C, SIGTERM from Slurm, Kubernetes, systemd and `kill`, SIGHUP from a terminal that is closed.
+SIGINT is handled even if it was ignored at the start, as in a script's background jobs. An ignored SIGHUP stays
+ignored, since nohup asks for that.
 """
 
 import os
@@ -20,17 +20,17 @@ from megarl.process.job_time import JobTime
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REQUEUEING = (signal.SIGTERM, signal.SIGHUP)
-"""Sent by what takes the machine away, and not by somebody who has changed their mind."""
+"""Signals sent when the machine is taken away, as opposed to a user's Ctrl-C."""
 _PATIENCE_S = 10.0
 
 Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interruption:
-    """Ends the program by a KeyboardInterrupt when one of its signals comes.
+    """Ends the program with a KeyboardInterrupt at its first signal.
 
-    Signals that come while it ends say nothing new and must not stop it from tidying up. A signal after 10 s interrupts
-    again: the user sees that shutdown hangs.
+    Signals during the shutdown are ignored, so that they do not interrupt the cleanup. After 10 s a signal interrupts
+    again, as shutdown seems to hang.
     """
 
     def __init__(self) -> None:
@@ -47,18 +47,18 @@ class Interruption:
 
     @property
     def has_come(self) -> bool:
-        """Whether the program was told to end."""
+        """Whether a signal has come."""
         return self._number is not None
 
     @property
     def exit_code(self) -> int:
-        """The code by which a shell knows the signal: 130, 143 or 129."""
+        """The shell's exit code for the signal: 130, 143 or 129."""
         return 128 + (self._number or signal.SIGINT)
 
 
 @contextmanager
 def interruption() -> Iterator[Interruption]:
-    """Let the signals that end a program raise KeyboardInterrupt inside; in the main thread alone, as Python has it."""
+    """Let signals that end a program raise KeyboardInterrupt inside; in the main thread only, as Python requires."""
     handler = Interruption()
     with _handled(_wanted(ENDING), handler):
         yield handler
@@ -66,7 +66,7 @@ def interruption() -> Iterator[Interruption]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Let a signal that comes inside take effect at the end: what is inside is done whole."""
+    """Delay signals that come inside to the end of the context, so that its work completes."""
     came: list[int] = []
     try:
         with _handled(_wanted(ENDING), lambda number, _: came.append(number)):
@@ -77,7 +77,7 @@ def held() -> Iterator[None]:
 
 
 class StopRequest:
-    """Whether the run was told to end at the next step boundary, or has no time for another step."""
+    """Whether the run was asked to end at the next step boundary, or has no time for another step."""
 
     def __init__(self, job_time: JobTime) -> None:
         self._number: int | None = None
@@ -87,26 +87,26 @@ class StopRequest:
         return self._number is not None
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Keep it, and say so."""
+        """Record the signal, and print that the run will end."""
         self._number = number
         name = signal.Signals(number).name
         said = f"megarl: {name}: this step is finished and saved, then the run ends; the same again ends it now\n"
-        # Not print: the signal may have come in the middle of one.
+        # Not print, which the signal may have interrupted.
         os.write(sys.stderr.fileno(), said.encode())
 
     @property
     def is_limited(self) -> bool:
-        """Whether the job has an end, which the run foresees."""
+        """Whether the job has a time limit."""
         return self._job_time.is_limited
 
     def end_step(self) -> None:
-        """Note that a step is done."""
+        """Record the end of a step."""
         self._job_time.end_step()
 
     def stops_before_next_step(self, save_s: float = 0.0, left_s: float = 0.0) -> bool:
-        """Whether the run ends before the next step, which otherwise begins now.
+        """Whether the run must end before the next step, whose time is counted from this call.
 
-        A checkpoint takes `save_s`; of one that is being written `left_s` is left.
+        A checkpoint takes `save_s`; one that is being written needs `left_s` more.
         """
         if self._number is None and not self._job_time.fits_another(save_s, left_s):
             self._number = signal.SIGTERM
@@ -116,17 +116,17 @@ class StopRequest:
         return bool(self)
 
     def raise_if_requested(self) -> None:
-        """End as the signal says, if there was one or the time is over."""
+        """Raise the signal, if one has come or the job's time is up."""
         if self._number is not None:
             signal.raise_signal(self._number)
 
 
 @contextmanager
 def asked_to_stop(*, waits: bool) -> Iterator[StopRequest]:
-    """If it `waits`, delay SIGTERM and SIGHUP to the end of the block, which looks at the request and ends soon.
+    """If it `waits`, delay SIGTERM and SIGHUP to the end of the block, which checks the request and ends soon.
 
-    The second one takes effect at once. A failure ends what was asked to end. The end of a job's time is foreseen, and
-    ends it as SIGTERM does.
+    A second signal takes effect at once. A run that fails after a signal is not resumed. The end of a job's time limit
+    acts as a SIGTERM.
     """
     if not waits or threading.current_thread() is not threading.main_thread():
         yield StopRequest(JobTime())
@@ -149,7 +149,7 @@ def asked_to_stop(*, waits: bool) -> Iterator[StopRequest]:
 
 
 def _wanted(numbers: Sequence[signal.Signals]) -> list[signal.Signals]:
-    """All signals, but without SIGHUP if nohup has it ignored."""
+    """All of `numbers`, without a SIGHUP that nohup has set to be ignored."""
     return [n for n in numbers if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
 
 

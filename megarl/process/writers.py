@@ -1,4 +1,4 @@
-"""Processes by the file that they write to: all that one starts inherit its output, whoever their parent is."""
+"""Finds processes by their output file: all descendants of a process inherit it, even when reparented."""
 
 import os
 import signal
@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Self
 
 _LEAVE_S = 5.0
-"""Time in which processes that end by themselves may put away what they hold."""
+"""Seconds for processes that end by themselves to clean up."""
 _END_S = 60.0
 _POLL_S = 0.05
 _ENDED = ("Z", "X")
-"""States of a thread that has given back all that it held, as /proc has them."""
+"""Thread states in /proc of a thread that has released everything it held."""
 _STATE, _BEGAN = 0, 19
-"""Places in /proc/PID/stat, behind the name."""
+"""Indices in /proc/PID/stat, after the name."""
 
 
 def end_other_writers(log: Path) -> None:
-    """Return when no other process of this machine has `log` as its output; those that stay are killed.
+    """Wait until no other process of this machine has `log` as its output, and kill those that do not end.
 
-    One that was seen to have it is waited for until it is gone: as it ends, it loses its files before a driver has
-    freed what belongs to them, such as the memory of a GPU. Raises TimeoutError for one that the kernel does not let
-    end, as may be where it waits for a device.
+    A process once seen with `log` is waited for until it is gone: an ending process closes its files before drivers
+    free its resources, such as GPU memory. Raises TimeoutError if the kernel does not let one end, as may be when it
+    waits for a device.
     """
     began = time.monotonic()
     others = set[_Process]()
@@ -41,7 +41,7 @@ def end_other_writers(log: Path) -> None:
 
 
 def other_writers(log: Path) -> Iterator[int]:
-    """The other processes of this machine that have `log` as their output, by their ids."""
+    """The ids of the other processes of this machine that have `log` as their output."""
     if not log.exists():
         return
     file, name = _File.of(log), log.resolve().name
@@ -52,7 +52,7 @@ def other_writers(log: Path) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class _File:
-    """A file, whatever its path is: that is another in another container, or the same for another file there."""
+    """A file by identity, as another container may have another path for it, or another file at its path."""
 
     device: int
     inode: int
@@ -65,7 +65,7 @@ class _File:
 
 @dataclass(frozen=True)
 class _Process:
-    """A process, with the time at which it began: others get its id when it is gone."""
+    """A process identified by id and start time, as ids are reused."""
 
     pid: int
     began: str
@@ -76,7 +76,7 @@ class _Process:
 
     @property
     def is_there(self) -> bool:
-        """Whether it still holds anything."""
+        """Whether it still holds resources."""
         process = Path(f"/proc/{self.pid}")
         states = {_stat(thread, _STATE) for thread in _threads(process)} - {"", *_ENDED}
         return bool(states) and _stat(process, _BEGAN) == self.began
@@ -89,15 +89,15 @@ def _still(processes: set[_Process]) -> Iterator[_Process]:
 def _outputs(process: Path, name: str) -> set[_File]:
     outputs = _files(process, name)
     if not outputs and _stat(process, _STATE) in _ENDED:
-        # Its first thread has ended, and has no files any more; another may be stuck in a call of a driver.
+        # The main thread has ended and has no files any more, but another thread may be stuck in a driver call.
         outputs = set().union(*(_files(thread, name) for thread in _threads(process)))
     return outputs
 
 
 def _files(thread: Path, name: str) -> set[_File]:
-    """Files of this name that are the outputs of a thread; none of one that is another user's, or is ending.
+    """Files of this name that are a thread's outputs; none for another user's thread, or an ending one.
 
-    Files of other names are not looked at: they may be where nothing answers, as a server of NFS that is gone.
+    Files of other names are not examined: they may be on a file system that hangs, such as NFS without its server.
     """
     found = set()
     for output in (thread / "fd" / "1", thread / "fd" / "2"):
@@ -114,8 +114,8 @@ def _threads(process: Path) -> list[Path]:
 
 
 def _stat(thread: Path, place: int) -> str:
-    """One of the fields of a thread, or of the first one of a process; empty where it is gone, or is not shown."""
+    """One field of a thread, or of a process's main thread; empty if it is gone or not visible."""
     with suppress(OSError):
-        # The name may have blanks and brackets of its own, and half a character at its end.
+        # The name may contain blanks and brackets, and end in half a character.
         return (thread / "stat").read_bytes().rpartition(b")")[2].split()[place].decode()
     return ""
