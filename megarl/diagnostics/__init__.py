@@ -1,4 +1,4 @@
-"""Training dynamics: metrics of trajectories and batches, and warnings from these."""
+"""Training dynamics: metrics of trajectories and batches, and warnings derived from them."""
 
 from megarl.diagnostics.advantages import AdvantageStretches, advantage_metrics
 from megarl.diagnostics.alerts import Alerts

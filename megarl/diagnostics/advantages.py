@@ -1,4 +1,4 @@
-"""Statistics of the advantages of a step, from those of stretches of tokens: there are 100 million tokens and more."""
+"""Statistics of a step's advantages, from summaries of stretches of tokens, as a step may have 100 million tokens."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AdvantageStretches:
-    """The advantages of K stretches of trained tokens in numbers, each stretch of one response; all arrays are [K]."""
+    """Summaries of the advantages of K stretches of trained tokens, each within one response; all arrays are [K]."""
 
     responses: npt.NDArray[np.int64]
-    """The number of the response that each is of."""
+    """Index of the response of each stretch."""
     tokens: Array
     means: Array
     squares: Array
-    """Sums of the squared differences to the mean."""
+    """Sums of squared differences from the mean."""
     largest: Array
     smallest: Array
     positive: Array
@@ -28,14 +28,14 @@ class AdvantageStretches:
 
     @classmethod
     def of_equal(cls, advantages: Array, tokens: Array, responses: npt.NDArray[np.int64]) -> "AdvantageStretches":
-        """Stretches of `tokens` [K] that have the same of `advantages` [K]."""
+        """Stretches of `tokens` [K] tokens, whose tokens all have the advantage in `advantages` [K]."""
         nothing = np.zeros(len(advantages))
         positive, zero = tokens * (advantages > 0), tokens * (advantages == 0)
         return cls(responses, tokens, advantages, nothing, advantages, advantages, positive, zero)
 
     @classmethod
     def of_different(cls, stretches: Iterable[tuple[int, npt.NDArray[np.float32]]]) -> "AdvantageStretches":
-        """Stretches of one token or more, each with an advantage for every token, and the response that it is of."""
+        """Stretches given as (response, advantage of every token), each of at least one token."""
         rows = [(response, *_summary(advantages.astype(np.float64))) for response, advantages in stretches]
         responses, *columns = np.array(rows, dtype=np.float64).reshape(-1, 8).T
         return cls(responses.astype(np.int64), *columns)
@@ -61,9 +61,9 @@ def _summary(advantages: Array) -> tuple[float, ...]:
 
 
 def advantage_metrics(stretches: AdvantageStretches) -> dict[str, float]:
-    """Statistics of the advantages of the trained tokens of a step; empty if no token is trained.
+    """Statistics of the advantages of a step's trained tokens; empty if no token is trained.
 
-    The share of tokens whose advantage is exactly 0 teaches nothing: their groups have no difference in reward.
+    Tokens whose advantage is exactly 0 teach nothing: the rewards of their groups do not differ.
     """
     tokens, means = stretches.tokens, stretches.means
     if not tokens.size:

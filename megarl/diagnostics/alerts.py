@@ -1,4 +1,4 @@
-"""Warnings from the metrics of a run: what goes wrong slowly, said once when it begins."""
+"""Warnings from a run's metrics about slow failures, each given once when it begins."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +13,7 @@ from megarl.tracking.jsonl import FILE_NAME, each_step
 
 
 class Thresholds(Protocol):
-    """When to warn; None never does. The keys are those of the configuration's group `tracking`."""
+    """When to warn; None means never. The names are those of the configuration group `tracking`."""
 
     warn_after_steps: int
     warn_entropy_fraction: float | None
@@ -27,13 +27,13 @@ class Thresholds(Protocol):
 
 
 def always(_config: MegarlConfig) -> bool:
-    """Returns True: the advice helps in every run."""
+    """Return True: the advice applies to every run."""
     return True
 
 
 @dataclass(frozen=True)
 class Advice:
-    """Something to do, in the runs in which it can change anything."""
+    """Advice, and a check of which runs it applies to."""
 
     text: str
     acts: Callable[[MegarlConfig], bool] = always
@@ -41,7 +41,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Alert:
-    """A metric that is bad above the threshold of a key; if `falls`, below that share of the run's first value."""
+    """A metric that is bad above the threshold of a key or, if `falls`, below that share of the run's first value."""
 
     name: str
     metric: str
@@ -50,16 +50,16 @@ class Alert:
     advice: tuple[Advice, ...]
     falls: bool = False
     speaks: Callable[[MegarlConfig], bool] = always
-    """Runs in which the metric says this."""
+    """Whether the alert applies to a run."""
 
     def limit(self, thresholds: Thresholds, first: float) -> float | None:
-        """Where bad values begin, in a run whose first value was `first`."""
+        """The value at which bad values begin, in a run whose first value was `first`."""
         threshold: float | None = getattr(thresholds, self.key)
         return threshold * first if self.falls and threshold is not None else threshold
 
 
 def _has_ratios(config: MegarlConfig) -> bool:
-    """Whether ratios can differ from 1, so that bounds and penalties of them act."""
+    """Whether ratios can differ from 1, so that clipping and penalties have an effect."""
     return config.algorithm.updates_per_step > 1 or config.algorithm.ratio_to == "rollout"
 
 
@@ -72,7 +72,7 @@ def _takes_any_reward(config: MegarlConfig) -> bool:
 
 
 def _compares_rewards(config: MegarlConfig) -> bool:
-    """Whether groups can differ in reward, and are to: one response is alike, and distillation learns from none."""
+    """Whether rewards are compared within groups: not with a single response, nor by distillation."""
     return config.loop.samples_per_prompt > 1 and ADVANTAGES[config.algorithm.advantage].reads_rewards
 
 
@@ -145,7 +145,7 @@ ALERTS: tuple[Alert, ...] = (
             Advice("check the numerics of the engine (dtype, quantisation, kernels)"),
             Advice("check the refits with refit.verify=logprobs", lambda config: config.refit.verify != "logprobs"),
         ),
-        # Older weights sampled with other log-probabilities.
+        # Off-policy responses were sampled by older weights, whose log-probs differ anyway.
         speaks=lambda config: config.schedule.max_staleness == 0,
     ),
     Alert(
@@ -208,19 +208,19 @@ ALERTS: tuple[Alert, ...] = (
 
 @dataclass
 class AlertState:
-    """How an alert has gone so far: its first value, and rows of bad and of good values."""
+    """State of an alert: the metric's first value, and the lengths of the current streaks of bad and good values."""
 
     first: float | None = None
     bad: int = 0
     good: int = 0
     since: int = 0
-    """Step at which the present row of bad values began."""
+    """Step at which the current streak of bad values began."""
     warned: bool = False
 
 
 @dataclass(frozen=True)
 class AlertReport:
-    """Findings of a step: a 0 or 1 for each alert, and a sentence for each that has just begun."""
+    """Findings of a step: 0 or 1 for each alert, and a sentence for each that has just begun."""
 
     metrics: dict[str, float]
     warnings: list[str]
@@ -228,22 +228,23 @@ class AlertReport:
 
 @dataclass
 class Alerts:
-    """Sees the metrics of each step, in order, and warns once when an alert begins.
+    """Watches the metrics of each step, in order, and warns once when an alert begins.
 
-    It begins when its metric has been bad for `warn_after_steps` steps that logged it, one after the other, and ends
-    when it has been good for as many. A value that is missing or not a number is neither.
+    An alert begins when its metric was bad in `warn_after_steps` consecutive steps that logged it, and ends when it was
+    good in as many. A missing or NaN value counts as neither.
     """
 
     thresholds: Thresholds
     config: MegarlConfig = field(default_factory=MegarlConfig)
-    """The run's, which says what can be advised."""
+    """The run's configuration, which determines the applicable alerts and advice."""
     _states: dict[str, AlertState] = field(default_factory=lambda: {alert.name: AlertState() for alert in ALERTS})
 
     @classmethod
     def of_run(cls, config: MegarlConfig, output_dir: Path, step: int) -> "Alerts":
-        """The alerts of a run that has done `step` steps: its metrics.jsonl tells what it has seen.
+        """Create the alerts of a run that has done `step` steps, replaying its metrics.jsonl.
 
-        Without that file (tracking.loggers without jsonl) it has seen nothing, and warns again of what goes on.
+        Without that file (tracking.loggers without jsonl) the state starts empty, and ongoing alerts are warned about
+        again.
         """
         alerts = cls(config.tracking, config)
         if step and (output_dir / FILE_NAME).exists():
@@ -251,13 +252,13 @@ class Alerts:
         return alerts
 
     def replay(self, history: Iterable[Mapping[str, Any]]) -> None:
-        """See lines of metrics.jsonl again, of which the warnings are out already."""
+        """Restore the state from lines of metrics.jsonl, whose warnings were given before."""
         for line in history:
             known = {name: value for name, value in line.items() if isinstance(value, float | int)}
             self.observe(line["step"], known)
 
     def observe(self, step: int, metrics: Mapping[str, MetricValue]) -> AlertReport:
-        """Take the metrics of `step`: "warning/<alert>" of every alert whose metric is among them, and texts."""
+        """Return "warning/<alert>" for every alert whose metric is in `metrics`, and sentences for those that begin."""
         known, seen = numbers(metrics), AlertReport({}, [])
         for alert in ALERTS:
             value = known.get(alert.metric, math.nan)

@@ -1,4 +1,4 @@
-"""Extracts the answer of a response, for a vote among several."""
+"""Extracts the answer of a response, for majority votes."""
 
 import re
 
@@ -12,15 +12,15 @@ _ALIKE = (
     (re.compile(r"(?<=[0-9])(?:,|\{,\}|\\,|\\!,?(?:\\!)?)(?=[0-9]{3}(?![0-9]))"), ""),
     (re.compile(r"[\s$]+"), ""),
 )
-"""Spellings, each with the one that stands for it: fractions, separators of thousands, and white space."""
+"""Spellings and their normal form: fractions, thousands separators, and white space."""
 
 
 def answer_of(text: str) -> str:
-    """The answer that a response gives: equal texts are one vote.
+    """Return the normalized answer of a response; equal texts are one vote.
 
     Kinds of answers are tried in this order, and the last answer of the first kind found counts: \\boxed{...},
-    <answer>...</answer>, the rest of a line after "####", or else the whole text. Case and white space count for
-    nothing, nor do dollar signs, a point at the end, separators of thousands and the size of a fraction.
+    <answer>...</answer>, the rest of a line after "####", or else the whole text. Case, white space, dollar signs, a
+    final period, thousands separators and the size of a fraction are ignored.
     """
     found = next((answer for find in (last_boxed, _tagged, _marked) if (answer := find(text)) is not None), text)
     for spelling, stands_for in _ALIKE:

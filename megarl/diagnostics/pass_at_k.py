@@ -1,4 +1,4 @@
-"""How good several answers to a prompt are: pass@k, mean@k, majority@k and best@k, from n samples of each."""
+"""Quality of several responses per prompt: pass@k, mean@k, majority@k and best@k, from n samples each."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -13,16 +13,16 @@ from megarl.diagnostics.step import RIGHT_ABOVE
 
 @dataclass(frozen=True)
 class Answers:
-    """The scored responses to one prompt, in the order in which they were sampled; at least one."""
+    """The scored responses to one prompt in sampling order; at least one."""
 
     data_source: str
     texts: Sequence[str]
-    """Answer of each response: equal texts are votes for the same answer of a majority."""
+    """The extracted answer of each response; equal texts are votes for the same answer."""
     rewards: Sequence[float]
 
 
 def pass_at(answers: Answers, k: int) -> float:
-    """The chance that at least one of k responses is right.
+    """The probability that at least one of k responses is right.
 
     Unbiased, from n >= k samples of which c have a reward above RIGHT_ABOVE: 1 - C(n - c, k) / C(n, k)
     (arXiv:2107.03374, eq. 1).
@@ -34,8 +34,8 @@ def pass_at(answers: Answers, k: int) -> float:
 def best_at(answers: Answers, k: int) -> float:
     """The expected reward of the best of k responses (best-of-n with a perfect judge).
 
-    Unbiased, from n >= k samples with the rewards r_1 <= ... <= r_n: sum_i r_i C(i - 1, k - 1) / C(n, k), because
-    C(i - 1, k - 1) of the choices of k have r_i as their largest.
+    Unbiased, from n >= k samples with the rewards r_1 <= ... <= r_n: sum_i r_i C(i - 1, k - 1) / C(n, k), because r_i
+    is the largest reward in C(i - 1, k - 1) of the subsets of size k.
     """
     rewards = sorted(answers.rewards)
     choices = comb(len(rewards), k)
@@ -43,10 +43,10 @@ def best_at(answers: Answers, k: int) -> float:
 
 
 def majority_at(answers: Answers, k: int) -> float:
-    """The expected reward of what most of k responses answer.
+    """The expected reward of the most frequent answer among k responses.
 
-    Unbiased: the mean over the n // k blocks of k samples that follow each other. An answer's reward is the mean of its
-    responses; if several have equally many votes, each may win.
+    Unbiased: the mean over the n // k blocks of k consecutive samples. An answer's reward is the mean over its
+    responses; tied answers count by their mean.
     """
     blocks = range(0, len(answers.rewards) - k + 1, k)
     return float(np.mean([_winner(answers.texts[i : i + k], answers.rewards[i : i + k]) for i in blocks]))
@@ -68,15 +68,14 @@ ESTIMATES: Mapping[str, Callable[[Answers, int], float]] = {
     "majority": majority_at,
     "best": best_at,
 }
-"""Estimators, for every k."""
+"""Name -> estimator for a given k."""
 
 
 def validation_metrics(answers: Sequence[Answers], samples: int) -> dict[str, float]:
-    """The mean over the prompts of each estimate, as "<estimate>_at_<k>", for the k of `powers_of_two`.
+    """The mean over prompts of each estimate, as "<estimate>_at_<k>", for each k of `powers_of_two`.
 
-    The mean reward is the same for every k, so it is there once, as "mean_at_<samples>" and "accuracy". A prompt with
-    fewer than k scored responses is left out of the estimates for k, and these are left out where no prompt has so
-    many.
+    The mean reward does not depend on k, so it appears once, as "mean_at_<samples>" and "accuracy". Prompts with fewer
+    than k scored responses are left out of the estimates for k, which are omitted if no prompt has enough.
     """
     accuracy = _accuracy(answers)
     means = {f"mean_at_{samples}": accuracy}
@@ -90,26 +89,26 @@ def validation_metrics(answers: Sequence[Answers], samples: int) -> dict[str, fl
 
 
 def _accuracy(answers: Sequence[Answers]) -> float:
-    """The mean over the prompts of the mean reward of their responses."""
+    """The mean over prompts of the mean reward of their responses."""
     return fmean(fmean(each.rewards) for each in answers)
 
 
 def by_source(answers: Sequence[Answers], samples: int) -> dict[str, float]:
-    """`validation_metrics` as `for_each_source` gives them."""
+    """`validation_metrics` overall and per source, as in `for_each_source`."""
     return for_each_source(answers, lambda found: validation_metrics(found, samples))
 
 
 def accuracy_by_source(answers: Sequence[Answers]) -> dict[str, float]:
-    """The accuracy alone of `validation_metrics`, as `for_each_source` gives it."""
+    """Only the accuracy of `validation_metrics`, overall and per source, as in `for_each_source`."""
     return for_each_source(answers, lambda found: {"accuracy": _accuracy(found)})
 
 
 def for_each_source(
     answers: Sequence[Answers], measure: Callable[[Sequence[Answers]], dict[str, float]]
 ) -> dict[str, float]:
-    """Metrics of all answers, and of each data source as "source/<data_source>/..." if there are several.
+    """Metrics of all answers and, if there are several data sources, of each as "source/<data_source>/...".
 
-    There is at least one answer.
+    `answers` must not be empty.
     """
     sources: dict[str, list[Answers]] = defaultdict(list)
     for each in answers:

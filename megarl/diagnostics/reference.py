@@ -1,4 +1,4 @@
-"""Write docs/metrics.md from the table: `python -m megarl.diagnostics.reference docs/metrics.md`."""
+"""Writes docs/metrics.md from the table of metrics: `python -m megarl.diagnostics.reference docs/metrics.md`."""
 
 import sys
 from pathlib import Path
@@ -37,7 +37,7 @@ off. A resumed run reads in `metrics.jsonl` what it has warned of already. Only 
 
 
 def reference() -> str:
-    """The whole page, in Markdown."""
+    """Return the whole page in Markdown."""
     rows = [f"| `{metric.name}` | {metric.unit} | {_cell(metric.meaning)} |" for metric in METRICS]
     return "\n".join([_HEADER, *_TABLE, *rows, _WARNINGS, *map(_warning_row, ALERTS)]) + "\n"
 

@@ -1,4 +1,4 @@
-"""Metrics of a step: its responses, groups and rewards, and the load of the model's experts."""
+"""Metrics of a step: its responses, groups and rewards, and the load of MoE experts."""
 
 import math
 from collections import Counter, defaultdict
@@ -16,9 +16,9 @@ _QUANTILES = {"median": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 def response_metrics(trajectories: Sequence[Trajectory], version: int, max_tokens: int) -> dict[str, MetricValue]:
-    """Lengths in tokens, the share truncated at `max_tokens`, and the age of the oldest token of each response.
+    """Response lengths in tokens, the fraction truncated at `max_tokens`, and the age of each response's oldest token.
 
-    `version` is that of the newest weights. There is at least one trajectory.
+    `version` is the newest weight version. `trajectories` must not be empty.
     """
     lengths = np.array([trajectory.sampled_tokens for trajectory in trajectories])
     oldest, newest = np.array([_oldest_and_newest(trajectory, version) for trajectory in trajectories]).T
@@ -39,9 +39,9 @@ def response_metrics(trajectories: Sequence[Trajectory], version: int, max_token
 
 
 def prefix_cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Shares of the tokens before a turn that the engine's prefix cache had: of first turns, and of later ones.
+    """Fractions of prompt tokens found in the engine's prefix cache: in first turns, and in later ones.
 
-    Turns of which the engine does not say are left out; a share of none is no metric.
+    Turns for which the engine reports nothing are left out; without any, the metric is omitted.
     """
     cached, all_tokens = Counter[str](), Counter[str]()
     for trajectory in trajectories:
@@ -57,27 +57,27 @@ def prefix_cache_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]
 
 
 def _oldest_and_newest(trajectory: Trajectory, of_none: int) -> tuple[int, int]:
-    """The versions of its oldest and its newest token; `of_none` where none was sampled."""
+    """The versions of the oldest and the newest token; `of_none` if no token was sampled."""
     values = [distinct(turn.versions) for turn in trajectory.turns]
     known = [version for each in values if len(each) for version in (int(each.min()), int(each.max()))]
     return min(known, default=of_none), max(known, default=of_none)
 
 
 def length_edges(max_tokens: int) -> list[float]:
-    """Edges of equal bins for the lengths 0 to `max_tokens`: the same at every step, and between two whole numbers."""
+    """Edges of equal bins for lengths 0 to `max_tokens`: the same at every step, and between integers."""
     width = math.ceil((max_tokens + 1) / _BINS)
     bins = math.ceil((max_tokens + 1) / width)
     return [place * width - 0.5 for place in range(bins + 1)]
 
 
 RIGHT_ABOVE = 0.5
-"""A response counts as right if its reward is above this: half of what a verifier gives for a right answer."""
+"""A response counts as right if its reward is above this: half of a verifier's reward for a right answer."""
 
 
 def group_metrics(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Shares of the groups: without a difference in reward, all right, all wrong.
+    """Fractions of the groups: with equal rewards, all right, all wrong.
 
-    `rewards` are those of each group; there is at least one. Right and wrong are those of `RIGHT_ABOVE`.
+    `rewards` are those of each group, of which there is at least one. `RIGHT_ABOVE` defines right and wrong.
     """
     lowest, highest = np.array([min(each) for each in rewards]), np.array([max(each) for each in rewards])
     return {
@@ -88,9 +88,9 @@ def group_metrics(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
 
 
 def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
-    """Statistics of all rewards, per data source, and of their named parts; there is at least one reward.
+    """Statistics of all rewards, per data source, and of their named parts; at least one reward is needed.
 
-    Failures are counted over all that was to be scored, greedy baselines included.
+    Failures are counted over everything that was to be scored, greedy baselines included.
     """
     scored = [(group.prompt.data_source, each) for group in sampled for each in group.only_scored().trajectories]
     members = [each for group in sampled for each in group.members]
@@ -103,7 +103,7 @@ def reward_metrics(sampled: Sequence[PromptGroup]) -> dict[str, float]:
         sources[source].append(trajectory.reward)
         names[source].update(trajectory.scored.parts)
     for source, trajectory in scored:
-        # A timed-out response has no parts: count 0 for each, or the means cover only responses scored in time.
+        # A timed-out response has no parts: count 0 for each, else the means would cover only responses scored in time.
         own = dict.fromkeys(names[source], 0.0) if trajectory.failure == "timed_out" else {}
         for name, value in (own | trajectory.scored.parts).items():
             parts[name].append(value)
@@ -127,10 +127,10 @@ def _is_undecided(trajectory: Trajectory) -> bool:
 
 
 def expert_metrics(load: Tensor) -> dict[str, MetricValue]:
-    """Metrics of `load` int64[layers, experts], the tokens of each expert; layers without any token have no experts.
+    """Metrics of `load` int64[layers, experts], the tokens per expert; layers without tokens are not MoE layers.
 
-    The imbalance of a layer is the load of its busiest expert over the mean: 1 is even, and with experts over ranks the
-    others wait that much longer. In the histogram of a layer each expert is a bin.
+    The imbalance of a layer is the load of its busiest expert over the mean: 1 is even. With expert parallelism the
+    other ranks wait that much longer. In a layer's histogram each expert is a bin.
     """
     layers = load.sum(1).nonzero().flatten()
     if not len(layers):
@@ -147,7 +147,7 @@ def expert_metrics(load: Tensor) -> dict[str, MetricValue]:
 
 
 def replay_metrics(replayed: Tensor) -> dict[str, float]:
-    """Metrics of the replay of expert choices, from four counts in `replayed` int64[4].
+    """Metrics of router replay, from four counts in `replayed` int64[4].
 
     They are: replayed choices, choices that differ from the router's own, tokens with replayed choices, and tokens with
     at least one difference.
