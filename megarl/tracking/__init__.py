@@ -1,4 +1,4 @@
-"""Where metrics go. The report at the end of a run is in `megarl.tracking.report`."""
+"""Loggers of metrics, and the final report of a run."""
 
 from megarl.tracking.histogram import Histogram, MetricValue
 from megarl.tracking.jsonl import read_history

@@ -1,4 +1,4 @@
-"""Seconds per stage."""
+"""Measures seconds per stage."""
 
 import time
 from collections import defaultdict
@@ -9,7 +9,7 @@ from torch.profiler import record_function
 
 
 class Clock:
-    """Adds up the wall time of named stages, step by step, without a gap between the steps."""
+    """Adds up the wall time of named stages per step; steps follow each other without gaps."""
 
     def __init__(self) -> None:
         self._present = ""
@@ -28,17 +28,17 @@ class Clock:
             self._seconds[name] += time.perf_counter() - started
 
     def status_line(self, longer_than_s: float) -> str:
-        """The stage that a step is in which takes longer than that, with its time; empty for a shorter one."""
+        """The current stage and its time, if the step has taken longer than `longer_than_s`; else empty."""
         seconds = time.perf_counter() - self._started
         if seconds < longer_than_s:
             return ""
         return f"{self._present or 'between two stages'}, {seconds / 60:.0f} min since the step began"
 
     def end_step(self, tokens: int) -> dict[str, float]:
-        """Metrics of the step that ends here: seconds of every stage, of the step and of what was in no stage.
+        """End the step, and return its metrics: seconds of every stage, of the step, and outside all stages.
 
-        Work between two steps, logging and checkpoints, belongs to the later one. `tokens` are those of the
-        step, for its tokens per second.
+        Work between two steps, such as logging and checkpoints, belongs to the later one. `tokens` is the step's number
+        of tokens, for its tokens per second.
         """
         total = time.perf_counter() - self._started
         seconds = {**self._seconds, "step": total, "overhead": total - sum(self._seconds.values())}

@@ -1,4 +1,4 @@
-"""Progress on the console: one live line on a terminal, a plain line now and then elsewhere."""
+"""Progress on the console: one live line on a terminal, otherwise a plain line at intervals."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -20,21 +20,21 @@ _SHOWN: tuple[tuple[str, str, int], ...] = (
     ("preference/eval_accuracy", "held out {:.3f}", 1),
     ("throughput/tokens_per_s", "{:,.0f} tokens/s", 1),
     ("engines/kv_used", "KV cache {:.0%} used", 1),
-    # The turns of a step on shared GPUs.
+    # Reported when engines and trainers take turns on shared GPUs.
     ("memory/engines", "in turns: engines {:.2f} GiB", 2**30),
     ("memory/trainers", "trainers {:.2f} GiB", 2**30),
     ("memory/refit", "refit {:.2f} GiB", 2**30),
 )
-"""Metric, its text, and the unit of the text in that of the metric."""
+"""Metric, its text, and the displayed unit in units of the metric."""
 _PLAIN_LINE_EVERY_S = 5.0
 
 Now = Callable[[], float]
 
 
 class ProgressText:
-    """Text of a progress line: the last known value of each shown metric, and the seconds left.
+    """Text of a progress line: the latest value of each shown metric, and the seconds left.
 
-    The time left follows from the mean time of this run's own steps, so it is unknown until its second log.
+    The time left follows from the mean step time of this process, so it is unknown until the second log.
     """
 
     def __init__(self, run: Run, clock: Now) -> None:
@@ -74,17 +74,17 @@ class LiveConsole:
         self._task = self._progress.add_task("", total=run.last_step, text="", completed=run.first_step - 1)
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        """Redraw the line, which is there from the first log on: until then the phases of the start are shown."""
+        """Redraw the line, which appears with the first log: until then the startup phases are shown."""
         self._progress.start()
         self._progress.update(self._task, completed=step, text=self._text.update(step, metrics))
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
-        """Leave the last state of the line on the terminal."""
+        """Leave the line's last state on the terminal."""
         self._progress.stop()
 
 
 class PlainConsole:
-    """A line of text at the first and the last step, and in between at most every five seconds."""
+    """A line of text at the first and last step, and in between at most one every five seconds."""
 
     def __init__(self, run: Run, console: Console, clock: Now = time.monotonic) -> None:
         self._text = ProgressText(run, clock)
@@ -100,7 +100,7 @@ class PlainConsole:
             self._next_line_s = self._clock() + _PLAIN_LINE_EVERY_S
 
     def close(self, *, failed: bool = False) -> None:
-        """Do nothing: every line is already out."""
+        """Do nothing: every line has been printed."""
 
 
 def make_console_logger(run: Run) -> Logger:

@@ -1,4 +1,4 @@
-"""The curves of a run as one picture."""
+"""Draws the curves of a run as one picture."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _SMOOTHING = 0.8
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a panel: a metric, a label for its end where a panel has several, and how it is drawn."""
+    """One line of a panel: a metric, a label at its end if the panel has several lines, and its style."""
 
     metric: str
     color: str
@@ -36,7 +36,7 @@ class Panel:
     title: str
     curves: tuple[Curve, ...]
     share: bool = False
-    """Values lie between 0 and 1."""
+    """Whether values are between 0 and 1."""
     logarithmic: bool = False
 
 
@@ -58,7 +58,7 @@ PANELS = (
 def draw_curves(history: History) -> Figure:
     """Return a figure with one plot per panel, two in a row, over the "step" of the `history`.
 
-    A step without a metric, or with None for it, is left out of that metric's line.
+    Steps where a metric is missing or None are left out of its line.
     """
     rows = (len(PANELS) + 1) // 2
     layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.15, wspace=0.04, hspace=0.06)
@@ -85,7 +85,7 @@ def _draw(axes: Axes, panel: Panel, history: History) -> None:
         return
     if panel.share:
         axes.set_ylim(0, 1)
-    # A logarithmic axis has no place for 0, which two equal computations do give.
+    # A logarithmic axis cannot show 0, the difference of two identical computations.
     if panel.logarithmic and any(np.any(np.asarray(line.get_ydata(), dtype=float) > 0) for line in axes.lines):
         axes.set_yscale("log", nonpositive="mask")
         axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""A metric that is a distribution: how many values lie in each bin."""
+"""A metric that is a distribution: counts of values per bin."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True)
 class Histogram:
-    """`counts[i]` values lie in [edges[i], edges[i + 1]); the last bin holds its upper end, too.
+    """`counts[i]` values are in [edges[i], edges[i + 1]); the last bin includes its upper edge.
 
-    Raises ValueError unless the edges rise, are finite, and are one more than the counts.
+    Raises ValueError unless the edges are finite and increasing, and one more than the counts.
     """
 
     edges: tuple[float, ...]
@@ -26,24 +26,24 @@ class Histogram:
 
     @classmethod
     def of_numbered(cls, counts: Sequence[int]) -> "Histogram":
-        """The histogram of things that are numbered from 0 on, each a bin around its number."""
+        """The histogram of things numbered from 0, with one bin around each number."""
         return cls(tuple(number - 0.5 for number in range(len(counts) + 1)), tuple(counts))
 
     @classmethod
     def of(cls, values: ArrayLike, edges: Sequence[float]) -> "Histogram":
-        """The histogram of `values`; those beyond the outer edges are counted in the outer bins."""
+        """The histogram of `values`; values outside the outer edges are counted in the outer bins."""
         clipped = np.clip(np.asarray(values, dtype=float), edges[0], edges[-1])
         counts, _ = np.histogram(clipped, np.asarray(edges, dtype=float))
         return cls(tuple(float(edge) for edge in edges), tuple(int(count) for count in counts))
 
     @property
     def is_numbered(self) -> bool:
-        """Whether its bins are those of `of_numbered`."""
+        """Whether its bins are as in `of_numbered`."""
         return all(edge == number - 0.5 for number, edge in enumerate(self.edges))
 
     @property
     def total(self) -> int:
-        """How many values there are."""
+        """The number of values."""
         return sum(self.counts)
 
     @property
@@ -52,16 +52,16 @@ class Histogram:
         return tuple((low + high) / 2 for low, high in pairwise(self.edges))
 
     def with_at_most(self, bins: int) -> "Histogram":
-        """The same values in at most so many bins, each of equally many neighbours; the last has the rest."""
+        """The same values in at most `bins` bins, by joining equally many neighbours; the last bin has the rest."""
         each = -(-len(self.counts) // bins)
         starts = range(0, len(self.counts), each)
         counts = tuple(sum(self.counts[start : start + each]) for start in starts)
         return Histogram((*(self.edges[start] for start in starts), self.edges[-1]), counts)
 
     def quantile(self, share: float) -> float:
-        """The value below which `share` of the values lie, read as if a bin's values were spread evenly over it.
+        """The value below which `share` of the values lie, assuming values are spread evenly over their bin.
 
-        NaN of no values.
+        NaN for an empty histogram.
         """
         if not self.total:
             return float("nan")
@@ -73,9 +73,9 @@ class Histogram:
 
 
 MetricValue = float | Histogram
-"""Value that a logger gets under a name."""
+"""Value of a metric."""
 
 
 def numbers(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-    """The metrics that are numbers."""
+    """The metrics that are numbers, without histograms."""
     return {name: value for name, value in metrics.items() if not isinstance(value, Histogram)}

@@ -17,9 +17,9 @@ FILE_NAME = "metrics.jsonl"
 class JsonLinesLogger:
     """Appends {"step": ..., name: value, ...} to metrics.jsonl and flushes it.
 
-    A resumed run first cuts off the lines from its first step on and a line a kill left incomplete, so that the file
-    ends up as that of a run without interruption. A value that is not finite is written as null, a histogram as
-    {"edges": [...], "counts": [...]}, and one of numbered things, such as experts, as {"counts": [...]}.
+    A resumed run first removes the lines from its first step on, and a line left incomplete by a kill, so that the file
+    ends up like an uninterrupted run's. Values that are not finite are written as null, a histogram as {"edges": [...],
+    "counts": [...]}, and one of numbered things, such as experts, as {"counts": [...]}.
     """
 
     def __init__(self, run: Run) -> None:
@@ -35,22 +35,22 @@ class JsonLinesLogger:
         self._file.flush()
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002
-        """Sync the file to the disk and close it."""
+        """Sync the file to disk and close it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
 
 def read_history(output_dir: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of `output_dir`/metrics.jsonl. Raises `UserError` naming a line that is no JSON object.
+    """Return the complete lines of `output_dir`/metrics.jsonl. Raises `UserError` for a line that is not a JSON object.
 
-    The last line is left out while it is being written, and where a kill left it incomplete.
+    An incomplete last line, being written or left by a kill, is skipped.
     """
     return list(each_step(output_dir))
 
 
 def each_step(output_dir: Path) -> Iterator[dict[str, Any]]:
-    """The lines of `read_history`, one by one: all of a long run may be gigabytes."""
+    """Yield the lines of `read_history` one by one: a long run may have gigabytes."""
     path = output_dir / FILE_NAME
     return (_parse(path, number, line) for number, line in _whole_lines(path))
 
@@ -64,7 +64,7 @@ def _as_json(value: MetricValue) -> Mapping[str, Sequence[float]] | float | None
 
 
 def _length_before(path: Path, first_step: int) -> int:
-    """Return the length in bytes of the whole lines before the first one of `first_step` or later."""
+    """Return the length in bytes of the complete lines before the first one of `first_step` or later."""
     length = 0
     for number, line in _whole_lines(path):
         if _parse(path, number, line)["step"] >= first_step:
@@ -74,7 +74,7 @@ def _length_before(path: Path, first_step: int) -> int:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the number and the bytes of each line that has an end."""
+    """Yield the number and the bytes of each complete line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):

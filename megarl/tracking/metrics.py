@@ -1,13 +1,13 @@
-"""The names of the metrics: the table that docs/ is made from.
+"""The metrics: the table from which docs/metrics.md is generated.
 
-A logger takes any name. A name with <angle brackets> stands for one metric per stage, phase, part or data source.
+A logger accepts any name. A name with <angle brackets> stands for one metric per stage, phase, part or data source.
 """
 
 from typing import NamedTuple
 
 
 class Metric(NamedTuple):
-    """One metric, logged once per step unless it says otherwise."""
+    """One metric, logged once per step unless stated otherwise."""
 
     name: str
     unit: str

@@ -1,4 +1,4 @@
-"""Prints at intervals what a long step is doing, so that a log shows work from a hang."""
+"""Periodically prints what a long step is doing, so that a log distinguishes progress from a hang."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_lines(status_line: Callable[[], str], every_s: float) -> Iterator[None]:
-    """Print what `status_line` returns, unless it is empty, every so many seconds while what is inside goes on.
+    """Print the result of `status_line` every `every_s` seconds, unless it is empty, until the context ends.
 
-    It is called in a thread of its own.
+    `status_line` is called in a separate thread.
     """
     ended = threading.Event()
 

@@ -13,15 +13,15 @@ from megarl.tracking.tracker import Logger, Run, Tracker
 
 @dataclass(frozen=True)
 class LoggerKind:
-    """A logger: how it is made, and what the rest of megarl has to know of it."""
+    """A logger: how it is made, and what the rest of megarl needs to know about it."""
 
     make: Callable[[Run], Logger]
     folders: tuple[str, ...] = ()
-    """Folders that it writes in `output_dir`."""
+    """Folders that it creates in `output_dir`."""
     files: tuple[str, ...] = ()
-    """Files that it writes there."""
+    """Files that it creates there."""
     package: str | None = None
-    """A package that it needs and megarl does not."""
+    """A package that it needs and megarl does not require."""
 
 
 LOGGERS: Mapping[str, LoggerKind] = {
@@ -38,11 +38,11 @@ LOGGERS: Mapping[str, LoggerKind] = {
         partial(open_service, "mlflow", MlflowLogger), files=(MlflowLogger.ID_FILE,), package="mlflow-skinny"
     ),
 }
-"""The loggers that `tracking.loggers` may name."""
+"""The valid names of `tracking.loggers`."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
-    """Raise UserError for a logger of `LOGGERS` whose package is not installed."""
+    """Raise UserError if the package of one of these loggers is not installed."""
     for name in names:
         if LOGGERS[name].package:
             check_installed(name)
@@ -51,7 +51,7 @@ def check_loggers(names: Sequence[str]) -> None:
 def open_tracker(names: Sequence[str], run: Run) -> Tracker:
     """Make the loggers `names` of `LOGGERS` for `run`.
 
-    Raises `UserError` for an unknown name, and what a logger raises that cannot start, after closing the others.
+    Raises `UserError` for an unknown name. An error while a logger starts is raised after closing the others.
     """
     for name in names:
         if name not in LOGGERS:

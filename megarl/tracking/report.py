@@ -1,4 +1,4 @@
-"""Report of a run for its reader: a picture of the curves, summary.json, and a table on the console."""
+"""Report of a run for the user: a picture of the curves, summary.json, and a table on the console."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -15,17 +15,17 @@ from megarl.tracking.versions import versions
 
 @dataclass(frozen=True)
 class ReportPaths:
-    """The files of a report."""
+    """Paths of a report's files."""
 
     curves: Path
     summary: Path
 
 
 def write_report(output_dir: Path, history: History, summary: Mapping[str, Any]) -> ReportPaths:
-    """Write curves.png of `history` (as `read_history` gives it) and summary.json to `output_dir`.
+    """Write curves.png of `history` (as returned by `read_history`) and summary.json to `output_dir`.
 
-    summary.json holds `summary` and, under "versions", the version of every part. Each file appears whole or not at
-    all.
+    summary.json contains `summary` and, under "versions", the version of every component. Each file is written
+    atomically.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     paths = ReportPaths(curves=output_dir / "curves.png", summary=output_dir / "summary.json")
@@ -36,7 +36,7 @@ def write_report(output_dir: Path, history: History, summary: Mapping[str, Any])
 
 
 def report_table(title: str, results: Mapping[str, Any], paths: Mapping[str, Path]) -> Table:
-    """Return the table that ends a run: the `results` by name, then where each thing was written."""
+    """Return the table that ends a run: the `results` by name, then the paths of what was written."""
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, box=None, pad_edge=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")

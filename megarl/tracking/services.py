@@ -1,4 +1,4 @@
-"""Loggers to what others run or read: TensorBoard, Weights & Biases, MLflow. Each is imported when it is asked for."""
+"""Loggers to TensorBoard, Weights & Biases and MLflow; their packages are imported only when used."""
 
 import importlib
 import re
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _WANDB_OFFLINE = ("offline", "dryrun", "disabled")
-"""Modes of wandb in which no server is asked."""
+"""wandb modes that contact no server."""
 _WANDB_BINS = 512
-"""As many bins as wandb takes in a histogram; it raises ValueError for more."""
+"""wandb's maximum number of bins in a histogram; it raises ValueError for more."""
 _MLFLOW_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 _MOST_WAITING = 100
-"""Steps that may wait for a service."""
+"""Maximum number of steps queued for a service."""
 _START_WAIT_S = 300.0
-"""Longer than WANDB_INIT_TIMEOUT is set; MLflow asks a server that accepts and does not answer for 20 minutes."""
+"""Longer than usual WANDB_INIT_TIMEOUTs; MLflow waits 20 minutes for a server that accepts but never answers."""
 _CLOSE_WAIT_S = 60.0
 _ADVICE = {"wandb": "set WANDB_MODE=offline", "mlflow": "see to MLFLOW_TRACKING_URI"}
-"""For a service that a run does not reach."""
+"""Advice if a run cannot reach the service."""
 _MLFLOW_FORBIDS = re.compile(r"[^\w.\- /]")
 _SECRET = re.compile(
     r"(?:^|[_-])(?:token|secret|password|passwd|credentials?|(?:api|access|secret|private|auth)[_-]?key)$",
     re.IGNORECASE,
 )
-"""Names of variables and options that are read by whoever may read the run, unless they are hidden."""
+"""Names of variables and options to hide, as everyone with access to the logged run could read them."""
 
 
 class TensorBoardLogger:
@@ -55,7 +55,8 @@ class TensorBoardLogger:
         self._make_writer = partial(
             SummaryWriter, str(run.place(self.FOLDER)), purge_step=run.first_step if run.resumed else None
         )
-        # A start that fails before its first metric is to leave no event file, which the next would have to keep.
+        # Created at the first metric: a start that fails earlier must not leave an event file, which the next would
+        # keep.
         self._writer: SummaryWriter | None = None
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
@@ -89,15 +90,15 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """A Weights & Biases run; a resumed run goes on with the run that `output_dir`/wandb_run_id names.
+    """A Weights & Biases run; a resumed run continues the run named in `output_dir`/wandb_run_id.
 
-    It has the configuration of the run, but for values that are secret by their names.
+    It includes the configuration, except values whose names suggest secrets.
 
-    Offline each start is a run of its own, in one group: when two are synced under one id, the later one replaces the
-    earlier one, and a service cannot go on with a run that it has not seen.
+    Offline, each start is a separate run of one group: if two with the same id are synced, the later one replaces the
+    earlier one, and the service cannot resume a run that it has not seen.
 
-    "step" is a metric of its own and the axis of all others, because wandb ignores a step number that falls, as it
-    does after a resume. Raises `UserError` if wandb is not installed.
+    "step" is a separate metric and the axis of all others, because wandb ignores decreasing step numbers, which occur
+    after a resume. Raises `UserError` if wandb is not installed.
     """
 
     ID_FILE = "wandb_run_id"
@@ -122,7 +123,7 @@ class WandbLogger:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        """Log all metrics at once, histograms as wandb's own: where it takes fewer bins, neighbours are joined."""
+        """Log all metrics at once, histograms as wandb's own; neighbouring bins are joined if there are too many."""
         values = {name: self._of_wandb(value) for name, value in metrics.items()}
         self._run.log({**values, "step": step})
 
@@ -133,16 +134,16 @@ class WandbLogger:
         return self._wandb.Histogram(np_histogram=(list(shown.counts), list(shown.edges)))
 
     def close(self, *, failed: bool = False) -> None:
-        """Finish the run; its state is "failed" where the exit code is not 0."""
+        """Finish the run; its state is "failed" if the exit code is not 0."""
         self._run.finish(exit_code=int(failed))
 
 
 class MlflowLogger:
-    """An MLflow run in the experiment `project`, at the server that MLflow's own settings name.
+    """An MLflow run in the experiment `project`, on the server that MLflow's own settings name.
 
-    A resumed run goes on with the run that `output_dir`/mlflow_run_id names. MLflow knows no histograms: it is given
-    their quantiles, as <name>/p10, p50 and p90; and what it forbids in a name becomes "_". Raises `UserError` if mlflow
-    is not installed.
+    A resumed run continues the run named in `output_dir`/mlflow_run_id. MLflow has no histograms, so their quantiles
+    are logged as <name>/p10, p50 and p90. Characters that MLflow forbids in names become "_". Raises `UserError` if
+    mlflow is not installed.
     """
 
     ID_FILE = "mlflow_run_id"
@@ -164,10 +165,10 @@ class MlflowLogger:
 
 
 class ServiceLogger:
-    """A logger to a service that may be away: what it does not take is said and lost there, and no run ends for it.
+    """A logger to a service that may fail: failures are printed and the metrics lost there, but the run goes on.
 
-    It is made and used in a thread of its own, so that no step waits for the service. Raises what `make` raises, and
-    TimeoutError where that takes longer than `_START_WAIT_S`.
+    The logger is created and used in its own thread, so that steps do not wait for the service. Raises what `make`
+    raises, and TimeoutError if that takes longer than `_START_WAIT_S`.
     """
 
     def __init__(self, name: str, make: Callable[[], Logger]) -> None:
@@ -175,7 +176,7 @@ class ServiceLogger:
         self._waiting: Queue[tuple[int, Mapping[str, MetricValue]] | None] = Queue(_MOST_WAITING)
         self._has_lost = self._has_failed = False
         made: Future[None] = Future()
-        # A daemon: a service that never answers holds up no end of a program.
+        # A daemon, so that a service that never answers does not keep the program from exiting.
         self._thread = Thread(target=self._serve, args=(make, made), name=name, daemon=True)
         self._thread.start()
         if not wait([made], _START_WAIT_S).done:
@@ -192,7 +193,7 @@ class ServiceLogger:
             self._has_lost = True
 
     def close(self, *, failed: bool = False) -> None:
-        """Let it write out what is pending and end, for as long as `_CLOSE_WAIT_S`."""
+        """Let it write pending metrics and close, waiting at most `_CLOSE_WAIT_S`."""
         self._has_failed = failed
         end = time.monotonic() + _CLOSE_WAIT_S
         with suppress(Full):
@@ -224,9 +225,9 @@ class ServiceLogger:
 
 
 def open_service(name: str, make: Callable[[Run], Logger], run: Run) -> Logger:
-    """The logger of a service in a `ServiceLogger`; none where a resumed run finds it away, which is said.
+    """Open a service's logger as a `ServiceLogger`; a resumed run that cannot reach it warns, and goes on without.
 
-    A run's first start raises MayPass, so that settings that are wrong are seen.
+    On a run's first start it raises MayPass instead, so that wrong settings are noticed.
     """
     try:
         return ServiceLogger(name, partial(make, run))
@@ -250,7 +251,7 @@ def _told(error: Exception) -> str:
 
 
 def _without_secrets(config: Any) -> Any:
-    """The same, but for texts whose names are those of secrets, as that of HF_TOKEN in `cluster.environment` is."""
+    """The same, with values hidden whose names suggest secrets, such as HF_TOKEN in `cluster.environment`."""
     if isinstance(config, Mapping):
         return {
             name: "hidden"
@@ -273,14 +274,14 @@ def _of_mlflow(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
 
 
 def install_command(name: str, stack: str) -> str:
-    """The command that installs the package of a logger beside the versions of a stack, "cpu" or "cuda"."""
+    """The command that installs a logger's package alongside the versions of a stack, "cpu" or "cuda"."""
     stated = (text.partition(";") for text in requires("megarl") or [])
     wanted = next(package.strip() for package, _, marker in stated if marker.strip() == f'extra == "{name}"')
     return f"pip install --constraint constraints/{stack}.txt '{wanted}'"
 
 
 def check_installed(name: str) -> None:
-    """Raise UserError if the package of this name, whose logger has its name, is not installed."""
+    """Raise UserError if the package of this name, which is also the logger's name, is not installed."""
     if find_spec(name) is None:
         how = install_command(name, "cpu" if version("torch").endswith("+cpu") else "cuda")
         raise UserError(

@@ -1,4 +1,4 @@
-"""One place to log to, whatever loggers are behind it."""
+"""One object that logs to all loggers."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,18 +13,18 @@ from megarl.tracking.histogram import Histogram, MetricValue
 
 
 class Logger(Protocol):
-    """Keeps or shows the metrics of a run."""
+    """Stores or displays the metrics of a run."""
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        """Take the metrics of one step, numbers and histograms. Steps don't fall."""
+        """Log the metrics of one step, numbers and histograms. Steps never decrease."""
 
     def close(self, *, failed: bool = False) -> None:
-        """Write out what is pending and end; `failed`: the run did not end well."""
+        """Write what is pending and close; `failed`: the run did not end well."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as loggers know it: it will log the steps `first_step` to `last_step`.
+    """A run as seen by loggers: it will log the steps `first_step` to `last_step`.
 
     `resumed`: it continues an earlier run in the same `output_dir`, whose metrics from `first_step` on are void.
     """
@@ -38,9 +38,9 @@ class Run:
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def place(self, name: str) -> Path:
-        """`output_dir`/`name`, for a logger to write; what a run left there that this one does not continue is kept.
+        """Return `output_dir`/`name` for a logger to write; a file of a run that this one does not continue is kept.
 
-        It gets the name with the next free number, metrics.1.jsonl for metrics.jsonl.
+        It is renamed with the next free number: metrics.jsonl becomes metrics.1.jsonl.
         """
         path = self.output_dir / name
         if self.resumed or not path.exists() or (path.is_file() and not path.stat().st_size):
@@ -53,19 +53,19 @@ class Run:
 
 
 class Tracker:
-    """Hands every step's metrics to all `loggers`; a context manager that closes them, and tells them of an error."""
+    """Passes every step's metrics to all `loggers`; as a context manager it closes them, and tells them of an error."""
 
     def __init__(self, loggers: Sequence[Logger]) -> None:
         self._loggers = list(loggers)
 
     def log(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        """Log the metrics of `step`, by the names of `megarl.tracking.metrics`."""
+        """Log the metrics of `step`, named as in `megarl.tracking.metrics`."""
         values = {n: value if isinstance(value, Histogram) else float(value) for n, value in metrics.items()}
         for logger in self._loggers:
             logger.log(step, values)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close all loggers, the later ones too when an earlier one fails."""
+        """Close all loggers, even if one fails to close."""
         with ExitStack() as stack:
             for logger in reversed(self._loggers):
                 stack.callback(logger.close, failed=failed)

@@ -1,4 +1,4 @@
-"""Which version of every part a run used."""
+"""The versions of all components that a run used."""
 
 import platform
 from importlib import metadata
@@ -6,11 +6,11 @@ from importlib import metadata
 from packaging.requirements import Requirement
 
 _UNNAMED = ("megarl", "flash-attn")
-"""Parts that are no requirement of megarl."""
+"""Components that are not requirements of megarl."""
 
 
 def versions() -> dict[str, str]:
-    """Return {part: version} of Python, the system and every installed part, without importing any."""
+    """Return {component: version} of Python, the system and every installed component, without importing any."""
     found = {"python": platform.python_version(), "system": platform.platform()}
     for part in (*_UNNAMED, *_required()):
         try:
@@ -21,7 +21,7 @@ def versions() -> dict[str, str]:
 
 
 def _required() -> list[str]:
-    """All that megarl requires, the engines among its extras too, but for the tools of its developers."""
+    """Everything that megarl requires, including the engines among its extras, except developer tools."""
     requirements = map(Requirement, metadata.requires("megarl") or [])
     return [
         each.name
