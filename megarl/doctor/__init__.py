@@ -1,1 +1,1 @@
-"""The machine megarl runs on: what is there, and what follows from it."""
+"""Checks the machine that megarl runs on: its equipment, and what would not work."""

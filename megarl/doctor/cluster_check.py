@@ -1,4 +1,4 @@
-"""A look at all nodes of a Ray cluster at once, and at the ways between them."""
+"""Checks all nodes of a Ray cluster at once, and the network between them."""
 
 import secrets
 import sys
@@ -24,7 +24,7 @@ from megarl.schema import ClusterConfig
 
 @dataclass(frozen=True)
 class ClusterReport:
-    """Nodes, the ways between them, and what is wrong."""
+    """Nodes, the links between them, and the faults found."""
 
     nodes: list[Node]
     links: list[Link]
@@ -32,7 +32,7 @@ class ClusterReport:
 
     @property
     def refusals(self) -> list[Fault]:
-        """The faults that are no warnings."""
+        """The faults with which no run may start."""
         return [fault for fault in self.faults if fault.refuses]
 
     @property
@@ -42,7 +42,7 @@ class ClusterReport:
 
 
 class NodeSilent(RunFailed):
-    """A node did not answer where all others need its answer."""
+    """A node did not answer, and the check cannot go on without its answer."""
 
     details = ""
 
@@ -52,9 +52,9 @@ class NodeSilent(RunFailed):
 
 
 def check_cluster(folders: Sequence[str], inputs: Sequence[str] = ()) -> ClusterReport:
-    """Measure the cluster that this process is connected to; a node that is lost on the way is a fault as any other.
+    """Measure the cluster that this process is connected to; a node lost during the check is a fault like any other.
 
-    All its nodes are to see what is written into the folders, and the inputs, which may be read-only.
+    All nodes must see files written to the `folders`, and the `inputs`, which may be read-only.
     """
     alive = machines(ray.nodes())
     free = [node["NodeManagerAddress"] for node in alive if _is_free(node)]
@@ -82,10 +82,10 @@ def check_cluster(folders: Sequence[str], inputs: Sequence[str] = ()) -> Cluster
 
 
 def require_sound_nodes(config: ClusterConfig, folders: Sequence[Path], inputs: Sequence[Path] = ()) -> None:
-    """Raise UserError with what is wrong with the nodes of the cluster that the configuration names, or unseen there.
+    """Raise UserError if nodes of the configured cluster are unfit, or do not see the `folders` or `inputs`.
 
-    Nothing is looked at on one machine, or without `check_nodes`. It leaves the cluster: what a try of a run has, Ray
-    gives back as that leaves it, and not inside of another connection.
+    Without a cluster, without `check_nodes`, or on a single machine nothing is checked. It disconnects from Ray at the
+    end: Ray frees what an attempt of a run holds when that disconnects, but not within another connection.
     """
     if config.address is None or not config.check_nodes:
         return
@@ -105,13 +105,13 @@ def require_sound_nodes(config: ClusterConfig, folders: Sequence[Path], inputs: 
 
 
 def _is_free(node: Mapping[str, Any]) -> bool:
-    """Whether nobody has a part of the node."""
+    """Whether all CPUs and GPUs of the node are unused."""
     free = available_resources_per_node().get(node["NodeID"], {})
     return all(free.get(kind, 0) == node["Resources"].get(kind, 0) for kind in ("CPU", "GPU"))
 
 
 def _offsets(probes: Probes) -> dict[str, float]:
-    """Address -> how far the clock there is ahead of this one."""
+    """Address -> seconds by which the clock there is ahead of this one."""
     offsets = {}
     for address, probe in list(probes.actors.items()):
         before = time.time()
@@ -121,7 +121,7 @@ def _offsets(probes: Probes) -> dict[str, float]:
 
 
 def _unseen_folders(probes: Probes, folders: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Address -> the folders in which a node does not find what the first writes."""
+    """Address -> the folders in which a node does not find the file written by the first node."""
     name = f".megarl-{secrets.token_hex(8)}"
     unseen: dict[str, tuple[str, ...]] = dict.fromkeys(probes.actors, ())
     for folder in folders:
@@ -130,7 +130,7 @@ def _unseen_folders(probes: Probes, folders: Sequence[str]) -> dict[str, tuple[s
             break
         writer = probes.actors[first]
         written = probes.answers({first: writer.write.remote(folder, name)}, f"write into {folder}")
-        # A file system may let it wait for ever, and the others, too.
+        # The file system may hang, on the other nodes, too.
         if not written:
             raise NodeSilent(probes.faults[-1])
         if written[first]:
@@ -147,7 +147,7 @@ def _unseen_folders(probes: Probes, folders: Sequence[str]) -> dict[str, tuple[s
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """All pairs of so many nodes, in rounds in which each has one other at most: so they do not disturb each other.
+    """Yield all pairs of `count` nodes, in rounds of disjoint pairs, so that measurements do not disturb each other.
 
     Example: three nodes meet in [(0, 1)], [(2, 0)] and [(1, 2)], in some order.
     """
@@ -170,7 +170,7 @@ def _measure_links(probes: Probes) -> list[Link]:
 
 
 def _measure(probes: Probes, ways: Sequence[tuple[str, str]]) -> list[Link]:
-    """Measure ways from an address to another at once; the ones of nodes that do not answer are left out."""
+    """Measure links between pairs of addresses concurrently; those of nodes that do not answer are left out."""
     ways = [way for way in ways if probes.actors.keys() >= set(way)]
     opening = {receiver: probes.actors[receiver].listen.remote() for _, receiver in ways}
     places = probes.answers(opening, "listen at its address")

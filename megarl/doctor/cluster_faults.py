@@ -1,4 +1,4 @@
-"""Faults of a cluster: which node is slow, broken or other than the rest, as a pure function of what was measured."""
+"""Finds faults of a cluster from measurements: nodes that are slow, broken or different from the rest."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,28 +12,28 @@ from megarl.doctor.slow_links import late, rates_of, slow, slow_alone, slow_node
 from megarl.process.gpudirect import GPUDIRECT
 
 SLOW_CPU = 0.5
-"""Slower than this part of what the others reach is a fault of a CPU, which never has one thing alone to do."""
+"""A CPU below this fraction of the others' speed is a fault; the bound is low, as a CPU always runs other work, too."""
 CLOCK_S = 1.0
-"""Clocks that are further apart confuse file times and the reading of logs."""
+"""Clocks further apart make file times and logs confusing."""
 OPEN_FILES = 8192
-"""With fewer, connections between hundreds of ranks may fail: each is an open file, and so is each of Ray's workers."""
+"""With fewer, connections among hundreds of ranks may fail: each is an open file, and so is each Ray worker."""
 LEAVE_OUT = "leave the node out (sbatch --exclude)"
-"""The remedy for a node that nobody can use."""
+"""The remedy for an unusable node."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A thing that is wrong, at a node or on the way between two."""
+    """A fault of a node, or of the link between two."""
 
     node: str
     what: str
     remedy: str
     refuses: bool = True
-    """Whether no run is to start with it; else it is a warning."""
+    """Whether it keeps a run from starting; otherwise it is a warning."""
 
 
 def find_faults(nodes: Sequence[Node], links: Sequence[Link]) -> list[Fault]:
-    """All faults, the worst first: wrong results, then causes that end runs, then causes that slow them down."""
+    """All faults, the worst first: wrong results, then what ends runs, then what slows them down."""
     return [fault for check in _CHECKS for fault in check(nodes, links)] if nodes else []
 
 
@@ -114,7 +114,7 @@ def _no_compiler(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Faul
 
 
 def _no_nvcc(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
-    """Nodes that lack it are named where others have it, and one of them for all where none has."""
+    """Nodes without nvcc are named if other nodes have it; if none has it, the first one stands for all."""
     with_gpus = [node for node in nodes if node.has_gpus]
     without = [node for node in with_gpus if not node.compilers.has_nvcc]
     differ = len(without) < len(with_gpus)
@@ -177,7 +177,7 @@ def _little_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fa
 
 
 def _slow_links(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:
-    """A node whose ways are slow is named for all of them; one way alone is a warning, named by both its ends."""
+    """A node whose links are slow is named once for all of them; a single slow link is a warning naming both ends."""
     rates = rates_of(links)
     nodes = slow_nodes(rates)
     for name, ways, rate, usual in nodes:

@@ -1,4 +1,4 @@
-"""A report on a cluster as tables."""
+"""Prints a report on a cluster as tables."""
 
 from statistics import median
 
@@ -12,7 +12,7 @@ from megarl.doctor.report import whole_lines
 
 
 def print_cluster(report: ClusterReport) -> None:
-    """Print a line for each node, then the faults and the warnings, then whether the cluster is sound."""
+    """Print one line per node, then faults and warnings, then whether the cluster is sound."""
     console = whole_lines()
     table = Table(
         *(

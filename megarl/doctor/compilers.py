@@ -1,4 +1,4 @@
-"""Compilers that a node needs when kernels are first used there: Triton's, and that of CUDA."""
+"""Compilers that a node needs when kernels are compiled at first use: Triton's C compiler, and nvcc."""
 
 import os
 import shutil
@@ -10,22 +10,22 @@ from pathlib import Path
 C_COMPILER = (
     "install a C compiler and Python's headers there, in the image if it is one (gcc and python3-dev on Debian)"
 )
-"""The remedy where Triton compiles nothing."""
+"""The remedy if Triton cannot compile."""
 NVCC = "install the CUDA toolkit there, in CUDA_HOME or /usr/local/cuda"
 """The remedy for a node without nvcc."""
 
 
 @dataclass(frozen=True)
 class Compilers:
-    """Compilers that a process finds."""
+    """Compilers that this process finds."""
 
     lacking: tuple[str, ...] = ()
-    """Needs of Triton that are not there: it compiles a launcher in each new cache, as every job of Slurm has."""
+    """What Triton needs and is missing: it compiles a launcher in each new cache, such as that of a Slurm job."""
     has_nvcc: bool = True
 
 
 def compilers_here() -> Compilers:
-    """Look where Triton (3.9) and vLLM (0.32) look."""
+    """Search where Triton (3.9) and vLLM (0.32) search."""
     return Compilers(tuple(_lacking()), _nvcc() is not None)
 
 
@@ -33,7 +33,7 @@ def _lacking() -> Iterator[str]:
     named = os.environ.get("CC")
     if not any(map(shutil.which, ["gcc", "clang"] if named is None else [named])):
         yield "C compiler (gcc or clang)" if named is None else f"C compiler {named} (CC)"
-    # Debian has headers there alone.
+    # Debian has the headers only there.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
     if not header.exists():

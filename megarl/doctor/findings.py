@@ -1,4 +1,4 @@
-"""Findings from an inventory: what would not work here, why, and what to do."""
+"""Findings from an inventory: what would not work on this machine, why, and what to do."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from megarl.tracking.services import install_command
 
 GIB = 1024**3
 MEMORY_BYTES = 8 * GIB
-"""Memory that the quickstart may need."""
+"""Upper estimate of the quickstart's memory."""
 DISK_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that would not work."""
+    """Something that would not work."""
 
     blocks: bool
-    """Whether the main job cannot run at all."""
+    """Whether it prevents training altogether."""
     what: str
     why: str
     remedy: str
 
 
 def find(inventory: Inventory) -> list[Finding]:
-    """All findings, those that block the main job first."""
+    """All findings, those that block training first."""
     findings = [finding for check in _CHECKS for finding in check(inventory)]
     return sorted(findings, key=lambda finding: not finding.blocks)
 

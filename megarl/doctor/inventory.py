@@ -1,4 +1,4 @@
-"""Inventory of a machine: packages, processors, GPUs, memory, disk. Facts only; nothing heavy is imported."""
+"""Inventory of a machine: packages, processors, GPUs, memory, disk. Only facts; no heavy package is imported."""
 
 import os
 import platform
@@ -22,7 +22,7 @@ from megarl.rollout import ENGINES
 from megarl.tracking import LOGGERS
 
 NIXL = ("nixl-cu12", "nixl-cu13")
-"""Packages of which one is needed by rdma."""
+"""Packages of which rdma needs one."""
 PACKAGES = (
     "torch",
     "megatron-core",
@@ -47,41 +47,41 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU as the driver shows it."""
+    """One NVIDIA GPU as reported by the driver."""
 
     name: str
     memory_bytes: int | None
-    """None where the driver does not say: it is the machine's own, or the GPU is lost."""
+    """None if the driver reports none: the GPU uses the machine's memory, or it is lost."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """Equipment of a machine. Sizes in bytes; a package that is not installed has None."""
+    """Equipment of a machine. Sizes are in bytes; a package that is not installed maps to None."""
 
     python: str
     system: str
     packages: dict[str, str | None]
     unmet_requirements: list[str]
-    """Requirements of megarl that what is installed does not meet."""
+    """Requirements of megarl that the installed packages do not meet."""
     cpu_cores: int
     memory_bytes: int
     memory_available_bytes: int
     shared_memory_bytes: int
-    """Free in /dev/shm; 0 where there is none."""
+    """Free space in /dev/shm; 0 if there is none."""
     disk_free_bytes: int
-    """In the current folder."""
+    """Free space in the current folder."""
     gpus: list[Gpu]
     loopback: bool
     """Whether a socket can listen on 127.0.0.1."""
     rdma_devices: list[str]
     limits: Limits
     has_verbs: bool = True
-    """Whether the library is there by which NCCL uses `rdma_devices`."""
+    """Whether libibverbs is installed, through which NCCL uses `rdma_devices`."""
     gpudirect_obstacle: str = ""
-    """Why `rdma_devices` do not reach the memory of GPUs, as far as the kernel shows it."""
+    """Why `rdma_devices` cannot access GPU memory directly, as far as the kernel shows it."""
     compilers: Compilers = field(default_factory=Compilers)
     own_packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Name of an engine that has an environment of its own -> the packages there that it needs, and NIXL."""
+    """Name of an engine with its own environment -> the packages installed there that it needs, and NIXL."""
 
     @property
     def torch_has_cuda(self) -> bool:
@@ -91,23 +91,23 @@ class Inventory:
 
     @property
     def device(self) -> str:
-        """Where Megatron would run."""
+        """The device that Megatron would run on."""
         return "cuda" if self.gpus and self.torch_has_cuda else "cpu"
 
     @property
     def stack(self) -> str:
-        """The device that what is installed is for: on a login node cuda, without a GPU."""
+        """The device that the installed packages are for: cuda also on a login node without GPUs."""
         return "cuda" if self.torch_has_cuda else "cpu"
 
     @property
     def engines(self) -> dict[str, str]:
-        """Name of an engine -> its distribution; of those that could sample on such a device."""
+        """Name of an engine -> its distribution, for engines that can sample on such a device."""
         wanted = {name: kind.packages.get(self.stack, "") for name, kind in ENGINES.items()}
         return {name: package for name, package in wanted.items() if self.packages.get(package)}
 
 
 def take_inventory() -> Inventory:
-    """Look at this machine, at the environment this Python runs in, and at those of engines that have their own."""
+    """Examine this machine, the environment of this Python, and the environments of engines that have their own."""
     memory = psutil.virtual_memory()
     own = _own_packages()
     return Inventory(
@@ -132,7 +132,7 @@ def take_inventory() -> Inventory:
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a distribution; None where it is not installed."""
+    """Version of a distribution; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -177,7 +177,7 @@ def _gpus() -> list[Gpu]:
 
 
 def _bytes_of(mebibytes: str) -> int | None:
-    """Bytes of a number that nvidia-smi prints; instead of one it may have `[N/A]`, or what is wrong."""
+    """Bytes from a number that nvidia-smi prints; instead of one it may print `[N/A]`, or an error."""
     return int(mebibytes) * 1024**2 if mebibytes.isdecimal() else None
 
 

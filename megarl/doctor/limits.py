@@ -1,11 +1,11 @@
-"""Limits that the kernel keeps of a process: how much memory it may lock, and how many files it may open."""
+"""Limits that the kernel sets for a process: lockable memory and open files."""
 
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 _IPC_LOCK = 1 << 14
-"""The capability to lock memory beyond the limit, as a pod is given it."""
+"""The capability to exceed the limit of locked memory, which can be given to a pod."""
 _ALL_USERS = ["0", "0", "4294967295"]
 _PROCESS = Path("/proc/self")
 UNLIMITED_LOCKS = (
@@ -14,20 +14,20 @@ UNLIMITED_LOCKS = (
 )
 """The remedy for a limit of locked memory."""
 VERBS = "install rdma-core: libibverbs1 and ibverbs-providers on Debian and Ubuntu, in the container where there is one"
-"""The remedy for InfiniBand without its library."""
+"""The remedy for InfiniBand without libibverbs."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a process; None where there is none."""
+    """Limits of a process; None means unlimited."""
 
     locked_memory_bytes: int | None = None
-    """Also None for a process that the limit does not bind."""
+    """Also None for a process that is exempt from the limit."""
     open_files: int | None = None
 
     @property
     def locked_memory(self) -> str:
-        """In words."""
+        """The limit in words."""
         if self.locked_memory_bytes is None:
             return "no limit"
         return f"{self.locked_memory_bytes / 1024**2:.3g} MiB"
@@ -45,7 +45,7 @@ def _soft(kind: int) -> int | None:
 
 
 def _may_lock(process: Path) -> bool:
-    """Whether the process has the capability, which counts where its users are those of the host."""
+    """Whether the process has the capability, which counts only outside a user namespace."""
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if ":" in line)
     is_of_host = (process / "uid_map").read_text().split() == _ALL_USERS
     return is_of_host and bool(int(status["CapEff"], 16) & _IPC_LOCK)

@@ -1,4 +1,4 @@
-"""Measurements that one node makes for the check of a cluster: versions, matrix products, connections, folders."""
+"""Measures one node for the cluster check: versions, matrix products, connections, folders."""
 
 import os
 import platform
@@ -24,21 +24,21 @@ _CPU_SIZE, _GPU_SIZE = 1024, 8192
 """Rows and columns of the matrices."""
 _PRODUCTS = 20
 _LARGEST = 8
-"""Elements are whole and at most this: every sum is exact in float32, so that a result is right or wrong."""
+"""Elements are integers up to this size: every sum is exact in float32, so any difference is an error."""
 _ROUNDING = 2.0**-7
-"""Error of bfloat16, in parts of a sum and in the sum."""
+"""Relative error of bfloat16, per term and of the sum."""
 _PING_BYTES = 8
 _PINGS = 20
 _TRANSFER_BYTES = 32 * 1024**2
 _TRANSFER_S = 1.0
-"""No longer than that: a slow node has hundreds of ways, each of which is measured several times."""
+"""At most this long: a slow node has hundreds of links, each measured several times."""
 _CHUNK_BYTES = 1024**2
 _TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Compute:
-    """How a GPU, or the CPU, multiplies."""
+    """Result of matrix products on a GPU or the CPU."""
 
     device: str
     """Such as cuda:3, or cpu."""
@@ -47,68 +47,68 @@ class Compute:
     tflops: float
     is_right: bool
     failure: str = ""
-    """Why it computes nothing."""
+    """Why it cannot compute."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """A node as it is."""
+    """Description and measurements of a node."""
 
     name: str
     address: str
     versions: dict[str, str | None]
     compute: list[Compute]
-    """Empty where others have a part of the node."""
+    """Empty if the node is partly in use."""
     ports: tuple[RdmaPort, ...]
-    """InfiniBand or RoCE that is up."""
+    """InfiniBand or RoCE ports that are up."""
     clock_offset_s: float = 0.0
-    """How far the clock is ahead of that of the node that asks, give or take half the time of a call."""
+    """Seconds by which its clock is ahead of the checking node's, accurate to half the duration of a call."""
     unseen_folders: tuple[str, ...] = ()
     """Folders in which it does not find what another node wrote."""
     unseen_inputs: tuple[str, ...] = ()
-    """Files and folders that a run reads and it does not have."""
+    """Files and folders that a run reads, but that are missing on this node."""
     limits: Limits = field(default_factory=Limits)
-    """Limits of a process that Ray starts there."""
+    """Limits of a process started there by Ray."""
     has_verbs: bool = True
-    """Whether the library is there by which NCCL uses `ports`."""
+    """Whether libibverbs is installed, through which NCCL uses `ports`."""
     gpudirect_obstacle: str = ""
-    """Why `ports` do not reach the memory of GPUs, as far as the kernel shows it."""
+    """Why `ports` cannot access GPU memory directly, as far as the kernel shows it."""
     compilers: Compilers = field(default_factory=Compilers)
 
     @property
     def has_gpus(self) -> bool:
-        """Whether one was measured."""
+        """Whether a GPU was measured."""
         return any(each.device != "cpu" for each in self.compute)
 
 
 @dataclass(frozen=True)
 class Link:
-    """The way from one node to another, over a socket at the addresses and ports that refits use."""
+    """The link from one node to another, measured over a socket at the addresses and ports that refits use."""
 
     sender: str
     receiver: str
     gbyte_per_s: float
     latency_s: float
-    """Time of a message there and back."""
+    """Round-trip time of a message."""
     failure: str = ""
-    """Why there was no connection."""
+    """Why no connection could be made."""
 
 
 class NodeProbe:
-    """An actor on a node."""
+    """An actor that measures its node."""
 
     def __init__(self, address: str) -> None:
-        # As every process of a run does.
+        # As in every process of a run.
         raise_limits()
         self._address = address
         self._listener: socket.socket | None = None
 
     def name(self) -> str:
-        """The node's name, as Slurm has it or the node itself."""
+        """The node's name in Slurm, or its host name."""
         return os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
     def look(self, *, is_free: bool) -> Node:
-        """Describe the node; one that others use computes nothing."""
+        """Describe the node; matrix products are only measured if it `is_free`."""
         network = look_at(self._address)
         versions = {name: installed_version(name) for name in PACKAGES} | {"Python": platform.python_version()}
         return Node(
@@ -124,11 +124,11 @@ class NodeProbe:
         )
 
     def clock(self) -> float:
-        """Seconds of its clock."""
+        """Time of its clock, in seconds since 1970."""
         return time.time()
 
     def write(self, folder: str, name: str) -> str:
-        """Write a file into a folder; why that failed, or nothing."""
+        """Write a file into a folder; return the error, or an empty text."""
         try:
             Path(folder, name).write_text(name)
         except OSError as error:
@@ -136,7 +136,7 @@ class NodeProbe:
         return ""
 
     def sees(self, folder: str, name: str) -> bool:
-        """Whether the file is there, soon: a network file system may take seconds to show it."""
+        """Whether the file appears within 10 s: a network file system may take seconds to show it."""
         deadline = time.monotonic() + 10
         path = Path(folder, name)
         while not path.exists():
@@ -146,7 +146,7 @@ class NodeProbe:
         return path.read_text() == name
 
     def unseen(self, paths: list[str]) -> tuple[str, ...]:
-        """The files and folders that are not there."""
+        """The files and folders that do not exist."""
         return tuple(path for path in paths if not Path(path).exists())
 
     def remove(self, folder: str, name: str) -> None:
@@ -154,13 +154,13 @@ class NodeProbe:
         Path(folder, name).unlink(missing_ok=True)
 
     def listen(self) -> tuple[str, int]:
-        """Take one connection at this address, with `receive`."""
+        """Start listening at this address for one connection, which `receive` serves."""
         self._listener = socket.create_server((self._address, 0))
         self._listener.settimeout(_TIMEOUT_S)
         return self._listener.getsockname()
 
     def receive(self) -> None:
-        """Answer what `send` sends."""
+        """Accept the connection and answer what `send` sends."""
         assert self._listener is not None
         with self._listener, self._listener.accept()[0] as connection:
             connection.settimeout(_TIMEOUT_S)
@@ -172,7 +172,7 @@ class NodeProbe:
             connection.sendall(bytes(_PING_BYTES))
 
     def send(self, address: tuple[str, int], names: tuple[str, str]) -> Link:
-        """Measure the way to a node that listens."""
+        """Measure the link to a node that listens."""
         try:
             with socket.create_connection(address, timeout=_TIMEOUT_S) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -219,7 +219,7 @@ def _multiply() -> list[Compute]:
 
 
 def _multiply_on(device: "torch.device") -> Compute:
-    """Measure a device; for a broken or full device, `failure` holds torch's message."""
+    """Measure a device; if it is broken or full, `failure` holds torch's message."""
     try:
         return _measure_products(device)
     except RuntimeError as error:
@@ -227,7 +227,7 @@ def _multiply_on(device: "torch.device") -> Compute:
 
 
 def first_line(error: BaseException) -> str:
-    """Begin of what an error says; its type, where it says nothing."""
+    """First line of an error's message, or its type if the message is empty."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
@@ -258,7 +258,7 @@ def _measure_products(device: "torch.device") -> Compute:
         if not is_cpu:
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - began)
-    # The sums of the rows of the product, computed here in another order.
+    # The row sums of the product, computed here in another order.
     expected = left.double() @ right.double().sum(1)
     exact = (left.to(device, torch.float32) @ right.to(device, torch.float32)).double().sum(1).cpu()
     rounded = product.double().sum(1).cpu()

@@ -1,4 +1,4 @@
-"""The probes of a cluster's nodes, asked together: one that fails is a fault of its node, and is asked no more."""
+"""Queries the probes on a cluster's nodes together: one that fails is a fault of its node, and not queried again."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ ANSWER_S = 300.0
 
 
 class Probes:
-    """Probes on nodes of Ray, with all GPUs of a node where its address is among the `free`. They end with it."""
+    """Probes on Ray nodes, which get all GPUs of their node if its address is in `free`. They end with this object."""
 
     def __init__(self, nodes: Sequence[Mapping[str, Any]], free: Sequence[str]) -> None:
         self.faults: list[Fault] = []
@@ -25,7 +25,7 @@ class Probes:
             node["NodeManagerAddress"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
             for node in nodes
         }
-        """Address -> name, of which no two are the same."""
+        """Address -> unique name."""
         self.actors = {node["NodeManagerAddress"]: _probe(node, free) for node in nodes}
         """Address -> the probe that answers there."""
 
@@ -60,14 +60,14 @@ class Probes:
         return found
 
     def _drop(self, address: str, what: str, remedy: str) -> None:
-        # It may be asked twice at the same time.
+        # It may be queried twice at the same time.
         if (actor := self.actors.pop(address, None)) is not None:
             self.faults.append(Fault(self.names[address], what, remedy))
             ray.kill(actor)
 
 
 def _probe(node: Mapping[str, Any], free: Sequence[str]) -> Any:
-    # Others that have a part of a node make it slow for a reason.
+    # Only on free nodes, as others' work would slow the measurement down.
     gpus = node["Resources"].get("GPU", 0) if node["NodeManagerAddress"] in free else 0
     actor = ray.remote(num_cpus=0, num_gpus=gpus, max_concurrency=2)(NodeProbe)
     place = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)

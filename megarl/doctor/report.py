@@ -1,4 +1,4 @@
-"""An inventory and its findings as tables."""
+"""Prints an inventory and its findings as tables."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ _WIDTH_IN_A_FILE = 10_000
 
 
 def whole_lines() -> Console:
-    """A console whose tables are as wide as a terminal, and in a file as wide as what is in them."""
+    """A console whose tables are as wide as the terminal, or in a file as wide as their contents."""
     console = Console(soft_wrap=True)
     return console if console.is_terminal else Console(soft_wrap=True, width=_WIDTH_IN_A_FILE)
 
 
 def print_report(inventory: Inventory, findings: Sequence[Finding]) -> None:
-    """Print what is there, then what would not work, then whether the main job can run."""
+    """Print the equipment, then what would not work, then whether training can run."""
     console = whole_lines()
     facts = Table(title="This machine", title_justify="left", show_header=False)
     for name, value in _rows(inventory):

@@ -1,4 +1,4 @@
-"""Ways between nodes that are slow or late beside the others, and whether they stay so when they are measured again."""
+"""Links between nodes that are slow or late compared with others, and are so in repeated measurements."""
 
 from bisect import bisect_left
 from collections import Counter, defaultdict
@@ -14,33 +14,33 @@ K = TypeVar("K", bound=Hashable)
 Way = tuple[str, str]
 """Names of the sending and the receiving node."""
 SLOW = 0.7
-"""A link below this fraction of the other links' speed is suspicious."""
+"""A link below this fraction of the other links' speed is slow."""
 LATE = 5.0
-"""So many times the usual latency is late, where it is above `LATE_S`."""
+"""A latency of this many times the usual one is late, if it is also above `LATE_S`."""
 LATE_S = 0.002
 TIMES = 5
-"""How often a way is measured, at most, before its node is named: other traffic makes one of thousands slow."""
+"""Maximum number of measurements of a link before its node is named, as other traffic slows one of thousands."""
 
 
 class SlowNode(NamedTuple):
-    """A node that sends, or receives, slowly on most of its ways, and on two at least."""
+    """A node that sends, or receives, slowly on most of its links, and on at least two."""
 
     name: str
     ways: frozenset[Way]
-    """The slow ones."""
+    """Its slow links."""
     rate: float
-    """Their median."""
+    """The median rate of the slow links."""
     usual: float
-    """The median between other nodes."""
+    """The median rate between other nodes."""
 
 
 def slow_nodes(rates: Mapping[Way, float]) -> list[SlowNode]:
-    """The nodes that are slow beside the others."""
+    """The nodes that are slow compared with the others."""
     from_and_to = defaultdict[str, tuple[list[Way], list[Way]]](lambda: ([], []))
     for way in rates:
         for end in (0, 1):
             from_and_to[way[end]][end].append(way)
-    # Sorted once: of thousands of ways, a node has but few, which are passed over.
+    # Sorted once: a node has few of thousands of links, so its own are skipped.
     in_order = sorted(rates, key=lambda way: rates[way])
     ordered, places = [rates[way] for way in in_order], {way: place for place, way in enumerate(in_order)}
     nodes = []
@@ -57,12 +57,12 @@ def slow_nodes(rates: Mapping[Way, float]) -> list[SlowNode]:
 
 
 def rates_of(links: Sequence[Link]) -> dict[Way, float]:
-    """GB/s of the ways that there are."""
+    """GB/s of the links that work."""
     return {(link.sender, link.receiver): link.gbyte_per_s for link in links if not link.failure}
 
 
 def slow(rates: Mapping[K, float]) -> Iterator[tuple[K, float, float]]:
-    """Who is slow beside the others: the key, its rate, and the median of the others."""
+    """Yield what is slow compared with the others: the key, its rate, and the median of the others."""
     ordered = sorted(rates.values())
     for key, rate in rates.items():
         usual = _median_without(ordered, [bisect_left(ordered, rate)])
@@ -77,20 +77,20 @@ def late(links: Sequence[Link]) -> list[Link]:
 
 
 def usual_latency_s(links: Sequence[Link]) -> float:
-    """The median of the links that there are; 0 of none."""
+    """The median latency of the links that work; 0 without any."""
     return median([link.latency_s for link in links if not link.failure] or [0.0])
 
 
 def slow_alone(rates: Mapping[Way, float], nodes: Sequence[SlowNode]) -> Iterator[tuple[Way, float, float]]:
-    """Slow ways of which no end is one of the slow nodes, as `slow`."""
+    """Slow links whose ends are not slow nodes, as from `slow`."""
     of_nodes = {way for node in nodes for way in node.ways}
     return slow({way: rate for way, rate in rates.items() if way not in of_nodes})
 
 
 def measured_again(links: Sequence[Link], measure: Callable[[Sequence[Way]], Sequence[Link]]) -> list[Link]:
-    """The links; one that is slow or late is measured until it is not, `TIMES` times at most, and is the best of these.
+    """Return the links, each slow or late one measured repeatedly until it no longer is, at most `TIMES` times.
 
-    No two ways that it lets `measure` at once have an end in common.
+    A link gets the best of its measurements. Links in one call of `measure` share no node.
     """
     found = {(link.sender, link.receiver): link for link in links}
     times = Counter[Way](found.keys())
@@ -112,7 +112,7 @@ def _doubtful(links: Sequence[Link]) -> list[Way]:
 
 
 def _apart(ways: Sequence[Way]) -> Iterator[list[Way]]:
-    """The ways in groups in which each node is an end of one."""
+    """Yield groups of links in which each node occurs once."""
     left = list(ways)
     while left:
         group, others, ends = list[Way](), list[Way](), set[str]()
@@ -133,7 +133,7 @@ def _best(one: Link, other: Link) -> Link:
 
 
 def _median_without(ordered: Sequence[float], places: Sequence[int]) -> float | None:
-    """The median of sorted values without those at these places, in order; None where no others are there."""
+    """The median of sorted values without those at `places` (ascending); None if no others remain."""
     count = len(ordered) - len(places)
     if not count:
         return None
