@@ -1,4 +1,4 @@
-"""A job at its real size without its cluster: every distinct rank is built of the real modules, with no memory behind.
+"""A job at its real size without its cluster: every distinct rank is built from the real modules, without memory.
 
-Nothing here computes a size by a formula where the code that allocates it can be asked instead.
+Sizes are measured from the code that allocates, rather than computed by formulas, wherever possible.
 """

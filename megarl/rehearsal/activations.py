@@ -1,6 +1,6 @@
-"""Activations of a rank: one micro-batch goes forward and backward through its part of the model, without values.
+"""Activations of a rank: one micro-batch runs forward and backward through its part of the model, on fake tensors.
 
-The modules are those for a CPU: unfused, so that a GPU with Transformer Engine keeps a little less.
+The modules are those for a CPU: unfused, so a GPU with Transformer Engine keeps slightly less.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,9 @@ from megatron_ext.routing.router_replay import set_replayed_experts
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """Sequences of a micro-batch of a data-parallel rank: as many of full length as there is room for, and the rest.
+    """Sequences of a data-parallel rank's micro-batch: as many of full length as fit, and one for the remaining tokens.
 
-    Example: MicroBatchSize(tokens=16384, longest=9216) are sequences of 9,216 and 7,168 tokens.
+    Example: MicroBatchSize(tokens=16384, longest=9216) has sequences of 9,216 and 7,168 tokens.
     """
 
     tokens: int
@@ -35,31 +35,31 @@ class MicroBatchSize:
     """Tokens of the longest sequence."""
 
     def lengths(self) -> list[int]:
-        """Lengths of the sequences."""
+        """Lengths of the sequences in tokens."""
         whole, rest = divmod(self.tokens, self.longest)
         return [self.longest] * whole + [rest] * bool(rest)
 
 
 @dataclass(frozen=True)
 class ActivationBytes:
-    """Memory of one micro-batch on a rank, beside the state."""
+    """Memory of one micro-batch on a rank, in addition to the state."""
 
     kept: int
-    """After its forward pass, for its backward pass; without what the next one finds or replaces."""
+    """Bytes kept between its forward and its backward pass, without what the next micro-batch reuses or replaces."""
     peak: int
-    """The most that was alive at a time, in both passes."""
+    """The most bytes alive at a time, in both passes."""
 
     def of_stage(self, parallel: ParallelSizes, stage: int) -> int:
-        """The most on a rank of a pipeline stage, with as many micro-batches in flight as Megatron's schedule has."""
+        """The most on a rank of a pipeline stage, with the number of micro-batches in flight in Megatron's schedule."""
         return round(self.kept * (micro_batches_in_flight(parallel, stage) - 1)) + self.peak
 
 
 def rehearse_micro_batch(
     model: MegatronModel, size: MicroBatchSize, alive: Alive, *, backward: bool
 ) -> ActivationBytes:
-    """Run one micro-batch through the chunks of this rank, without its neighbours; in a `fake_rank`.
+    """Run one micro-batch through the chunks of this rank, without its neighbours; call it in a `fake_rank`.
 
-    A model that is only asked keeps nothing. All that is `alive` since passes before counts.
+    Without `backward` only the forward pass runs, and nothing is kept. Memory `alive` from earlier passes counts, too.
     """
     lengths = size.lengths()
     batch = RaggedBatch(
@@ -81,7 +81,7 @@ def rehearse_micro_batch(
 
 @dataclass(frozen=True)
 class _Passes:
-    """Passes of one micro-batch through the chunks of a rank; the first pass builds tables that all share."""
+    """Passes of one micro-batch through the chunks of a rank, after a first pass that builds shared tables."""
 
     model: MegatronModel
     micro_batch: MicroBatch
@@ -89,9 +89,10 @@ class _Passes:
     alive: Alive
 
     def in_flight(self) -> ActivationBytes:
-        """Two micro-batches, the second of which tells what each keeps.
+        """Run two micro-batches, of which the second shows what each keeps.
 
-        Megatron's modules and circles of recomputed layers hold some of the last one even after its backward pass.
+        Megatron's modules, and reference cycles of recomputed layers, hold parts of the last one even after its
+        backward pass.
         """
         outputs = self.forward()
         first = self.alive.nbytes
@@ -101,10 +102,10 @@ class _Passes:
         return ActivationBytes(kept, self.alive.peak - kept)
 
     def in_turn(self) -> ActivationBytes:
-        """A micro-batch after another: FSDP2 gives the output layer's weights back as the first one has read them."""
+        """Run two micro-batches one after the other: FSDP2 frees the output layer's weights after the first's use."""
         self._go_back(self.forward())
         for chunk in self.chunks:
-            # They count as state.
+            # Gradients count as state.
             chunk.zero_grad()
         before = self.alive.peak = self.alive.nbytes
         outputs = self.forward()
@@ -125,7 +126,7 @@ class _Passes:
 
 
 def _forward(chunk: torch.nn.Module, micro_batch: MicroBatch, model: MegatronModel) -> Tensor:
-    """Output of a chunk, or on the last a number that every prediction is part of."""
+    """Output of a chunk, or for the last chunk a scalar that depends on every prediction."""
     own, bare = micro_batch.own, unwrap_model(chunk)
     set_replayed_experts(chunk, own)
     expect_routed_tokens(chunk, micro_batch)
@@ -139,7 +140,7 @@ def _forward(chunk: torch.nn.Module, micro_batch: MicroBatch, model: MegatronMod
 
 
 def _received(own: Part, model: MegatronModel) -> Tensor:
-    """Hidden states that the stage before sends."""
+    """Hidden states received from the stage before."""
     tokens = own.tokens.shape[1] // model.options.parallel.tensor_model_parallel_size
     config: Any = model.bare_chunks[0].config
     return torch.empty(tokens, 1, config.hidden_size, dtype=config.params_dtype, requires_grad=True)

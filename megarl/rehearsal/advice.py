@@ -1,4 +1,4 @@
-"""Settings that make a process fit on its GPU."""
+"""Advises on settings that make a process fit on its GPU."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from megarl.rehearsal.need import Need
 
 
 def advise(need: Need, roles: Collection[str], megatron: Mapping[str, Any]) -> str:
-    """Settings that shrink the largest part of `need` and are allowed beside `megatron`.
+    """Return settings that shrink the largest part of `need`, among those compatible with `megatron`.
 
     Example: "lower the share of the GPU that rollout.engine_args gives an engine, or refit.bucket_bytes"
     """
@@ -36,13 +36,13 @@ _KNOBS = {
         " megatron.expert_model_parallel_size"
     ),
 }
-"""Part of a need, or phase -> what makes it smaller."""
+"""Part of a need, or phase -> settings that shrink it."""
 
 _ROWS_KNOBS = {
     **_KNOBS,
     **dict.fromkeys(("optimizer", "weights"), "raise cluster.trainer_ranks or megatron.tensor_model_parallel_size"),
 }
-"""The same where FSDP2 cuts the weights, which has no pipeline stages and no optimizer on the host."""
+"""The same for FSDP2, which has no pipeline stages and no optimizer on the host."""
 
 _ENGINE_KNOBS = {
     "longest response": f"raise {_SHARE} or the ranks that an engine is cut over, or set rollout.weights=fp8_block",

@@ -1,4 +1,4 @@
-"""Memory of tensors without values: what is alive, and the most that ever was."""
+"""Memory of fake tensors: the bytes currently alive, and their peak."""
 
 import weakref
 from itertools import count
@@ -14,26 +14,26 @@ from megarl.rehearsal.operands import tensors_of
 
 
 class Alive(TorchDispatchMode):
-    """Inside, counts the memory of tensors that are made; it is given back when the last view of it is gone.
+    """Within the context, counts the memory of new tensors, which is released with the last view of it.
 
-    FSDP2 keeps tensors and takes their memory away: a storage counts with the size that it has.
+    FSDP2 keeps tensors but frees their storage, so a storage counts with its current size.
     """
 
     def __init__(self, counted: type[Tensor] = FakeTensor) -> None:
-        """`counted` are the tensors that have memory: in a `fake_rank` other ones are constants."""
+        """`counted` is the type of tensors that have memory: in a `fake_rank` other ones are constants."""
         super().__init__()
         self._counted = counted
         self.nbytes = 0
-        """Memory of what was made inside and is still there."""
+        """Bytes of what was created within the context and is still alive."""
         self.peak = 0
-        """The most that `nbytes` was."""
+        """Maximum of `nbytes`."""
         self.storages: dict[int, int] = {}
-        """Number of a storage that is there -> its bytes. Numbers go up, and none is used again."""
+        """Id of an alive storage -> its bytes. Ids increase and are never reused."""
         self._number_of: dict[int, int] = {}
         self._numbers = count()
 
     def __enter__(self) -> Any:
-        # No operator: modes are not told of it.
+        # Not an operator, so dispatch modes do not see it.
         resize, alive = torch.UntypedStorage.resize_, self
 
         def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:

@@ -1,4 +1,4 @@
-"""The distinct ranks of a trainer's world: ranks with equal parts of the model are built once."""
+"""The distinct ranks of a trainer's world: of ranks with equal shapes only one is built."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -11,32 +11,32 @@ from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 class DistinctRank:
     """Ranks whose tensors have the same names and shapes, so that building one of them is enough.
 
-    Example: DistinctRank(ranks=(2, 3, 4, 5), stages=(1, 2)) of four pipeline stages of two ranks.
+    Example: DistinctRank(ranks=(2, 3, 4, 5), stages=(1, 2)), of four pipeline stages with two ranks each.
     """
 
     ranks: tuple[int, ...]
-    """All of them, in order."""
+    """All of these ranks, in order."""
     stages: tuple[int, ...]
     """Their pipeline stages."""
 
     @property
     def rank(self) -> int:
-        """The one that is built: the lowest."""
+        """The rank that is built: the lowest."""
         return self.ranks[0]
 
     @property
     def first_stage(self) -> int:
-        """The stage that has most micro-batches in flight."""
+        """The stage with the most micro-batches in flight."""
         return self.stages[0]
 
 
 def distinct_ranks(layout: Layout, parallel: ParallelSizes) -> list[DistinctRank]:
-    """The distinct ranks of `layout`, in the order of their lowest ranks.
+    """The distinct ranks of `layout`, ordered by their lowest ranks.
 
-    Ranks of the same tensor, expert-tensor and pipeline coordinates have equal shapes, since experts are numbered from
-    0 on each rank; others are compared by the shapes that the layout gives them. The lowest rank of each kind is also
-    the first of its data-parallel group, whose part of the optimizer state is the largest: padding is at the end. With
-    FSDP2 it has the most rows.
+    Ranks with the same tensor, expert-tensor and pipeline coordinates have equal shapes, since each rank numbers its
+    experts from 0; others are compared by their shapes in the layout. The lowest rank of each kind is also the first of
+    its data-parallel group. It has the largest part of the optimizer state, as padding is at the end; with FSDP2 it has
+    the most rows.
     """
     by_place: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for rank in range(parallel.world_size):

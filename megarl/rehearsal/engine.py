@@ -1,6 +1,6 @@
-"""The engines of a job: every worker of one is built of the engine's own modules, and its loader says where what lies.
+"""The engines of a job: each worker of one is built from the engine's own modules, whose loader shows its layout.
 
-Where that is not possible, an engine is counted in closed form.
+If that is not possible, an engine's memory is computed in closed form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,47 +29,47 @@ from megarl.schema import MegarlConfig, RolloutConfig
 
 @dataclass(frozen=True)
 class RehearsedEngine:
-    """An engine, and bytes of the worker that needs most."""
+    """An engine, with the bytes of the worker that needs the most."""
 
     workers: int
     weights: int
     activations: int
-    """Hidden states of a prefill, in closed form."""
+    """Hidden states of a prefill, computed in closed form."""
     longest: int
-    """Keys and values of the longest sequence that the engine takes."""
+    """KV cache of the longest sequence that the engine accepts."""
     longest_tokens: int
     data_parallel: int
-    """How many of its workers have sequences of their own."""
+    """Number of its workers with sequences of their own."""
     share: float
-    """Share of a GPU that a worker takes."""
+    """Fraction of a GPU that a worker takes."""
     traces: Sequence[LoadTrace]
-    """Where each worker keeps the weights; none where that could not be recorded."""
+    """Where each worker keeps the weights; empty if that could not be recorded."""
     why_not_direct: str = ""
-    """Why weights cannot be planned to go straight into the engine, if they cannot."""
+    """Why weights cannot be planned to go directly into the engine; empty if they can."""
     computes_beside: bool = False
     """See `EngineKind.computes_beside`."""
 
     def room(self, gpu: Gpu) -> int:
-        """Bytes of a worker's share for weights, keys and values."""
+        """Bytes of a worker's share for weights and KV cache."""
         return round(gpu.room * self.share) if self.computes_beside else gpu.room_of(self.share) - self.activations
 
     def taken(self, gpu: Gpu) -> int:
-        """Bytes of a worker with its whole share."""
+        """Bytes taken by a worker with its whole share."""
         return self.room(gpu) + self.activations
 
     def tokens(self, cache_bytes: int) -> int:
-        """How many tokens an engine keeps whose workers have so much for keys and values."""
+        """How many tokens fit into an engine whose workers have `cache_bytes` of KV cache each."""
         return max(0, cache_bytes * self.longest_tokens // self.longest) * self.data_parallel
 
 
 def quantisation(rollout: RolloutConfig, dtype: torch.dtype) -> Quantisation | None:
-    """The number format in which engines get the weights of a policy of this type."""
+    """The number format of the weights that engines get from a policy with this dtype."""
     chosen = number_format(rollout.weights)
     return None if chosen is None else Quantisation(chosen, dtype)
 
 
 def check_engine(config: MegarlConfig, hf_config: Mapping[str, Any]) -> None:
-    """Raise UserError for an engine that `rehearse_engine` would refuse before it builds anything."""
+    """Raise UserError if `rehearse_engine` would refuse the engine, without building it."""
     in_number_format(config.rollout, hf_config)
     rollout = engine_configuration(config)
     kind = engine_kind(rollout.engine)
@@ -80,9 +80,9 @@ def check_engine(config: MegarlConfig, hf_config: Mapping[str, Any]) -> None:
 def rehearse_engine(
     config: MegarlConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, gpu_bytes: int
 ) -> RehearsedEngine:
-    """Rehearse an engine of a policy that is trained in `dtype`, or count it in closed form where that is not possible.
+    """Rehearse an engine for a policy trained in `dtype`, or compute its memory in closed form if that is not possible.
 
-    Raises UserError where the engine's arguments, or its cut of the model, are refused by the engine itself.
+    Raises UserError if the engine itself refuses its arguments, or its sharding of the model.
     """
     rollout = engine_configuration(config)
     kind = engine_kind(rollout.engine)
@@ -125,7 +125,7 @@ def _function(kind: EngineKind) -> tuple[str, str]:
 
 
 def _why_not_built(kind: EngineKind, rollout: RolloutConfig) -> str:
-    """Why an engine cannot be built here, if it cannot."""
+    """Why an engine cannot be built here; empty if it can."""
     if kind.rehearsal is None:
         return f"no worker of {kind.title} can be built without memory"
     if kind.drafts(rollout.engine_args):

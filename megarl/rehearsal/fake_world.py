@@ -1,6 +1,6 @@
-"""One rank of a world that is not there: process groups without peers, tensors without values.
+"""One rank of a simulated world: process groups without peers, fake tensors.
 
-Import this before anything of Megatron.
+Import this before anything from Megatron.
 """
 
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ from megarl.rehearsal.known_values import KnownValues  # noqa: E402
 from megatron_ext import parallel as groups  # noqa: E402
 
 _GLOO = "_GLOO"
-"""Ends the names of Megatron's groups for the host, each beside one for the device."""
+"""Suffix of the names of Megatron's host groups, each of which has a device group of the same ranks."""
 
 
 @contextmanager
 def fake_rank(parallel: ParallelSizes, rank: int) -> Iterator[None]:
-    """Inside, this process is `rank` of a world of `parallel.world_size`, and tensors have shapes but no memory.
+    """Within the context, this process is `rank` of a world of `parallel.world_size`, with fake tensors.
 
-    A collective returns at once: every other rank has what this one has. Values are there as `KnownValues` says.
+    A collective returns at once, as if every other rank had the same data as this one. `KnownValues` keeps some values.
     """
     dist.init_process_group("fake", rank=rank, world_size=parallel.world_size, store=FakeStore())
     try:
@@ -38,7 +38,7 @@ def fake_rank(parallel: ParallelSizes, rank: int) -> Iterator[None]:
         _use_device_groups_on_host()
         with ExitStack() as stack:
             stack.enter_context(patch.object(dist, "all_gather_object", _all_gather_object))
-            # Every tensor is where it belongs, and torch cannot exchange parameters without memory.
+            # Every tensor is on its device already, and torch cannot replace parameters without memory.
             stack.enter_context(patch.object(nn.Module, "to", _stay))
             stack.enter_context(FakeTensorMode())
             stack.enter_context(KnownValues())
@@ -48,7 +48,7 @@ def fake_rank(parallel: ParallelSizes, rank: int) -> Iterator[None]:
 
 
 def _use_device_groups_on_host() -> None:
-    # Groups of gloo need peers.
+    # Gloo groups need peers.
     for name in [each for each in vars(parallel_state) if each.endswith(_GLOO)]:
         setattr(parallel_state, name, getattr(parallel_state, name.removesuffix(_GLOO)))
 

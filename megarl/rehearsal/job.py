@@ -1,4 +1,4 @@
-"""A job: the models that ranks train, the engines, the refit, and what every phase needs of a GPU."""
+"""A job: the models that ranks train, the engines, the refit, and what each phase needs of a GPU."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RehearsedJob:
-    """All that was found out about a job."""
+    """Everything found out about a job."""
 
     needs: Sequence[Need]
     engine: RehearsedEngine
     refit: RehearsedRefit
     cache_bytes: int
-    """Room of a worker for keys and values."""
+    """KV cache of a worker."""
 
     @property
     def worst(self) -> Need:
-        """The need that leaves the least free."""
+        """The need that leaves the least memory free."""
         return tightest(self.needs)
 
     @property
     def fits(self) -> bool:
-        """Whether every GPU has room in every phase."""
+        """Whether every phase fits on its GPU."""
         return self.worst.free >= 0
 
 
@@ -65,12 +65,12 @@ def rehearse_job(
 ) -> RehearsedJob:
     """Rehearse every distinct rank of the models, an engine, and the refit between them.
 
-    Raises UserError as `rehearse_rank`, `rehearse_engine` and `rehearse_refit`.
+    Raises UserError as `rehearse_rank`, `rehearse_engine` and `rehearse_refit` do.
     """
-    # An engine that is refused is so at once, and not after the ranks.
+    # Refuse an unusable engine before spending time on the ranks.
     check_engine(config, hf_config)
     policy, size = models[0], micro_batch_size(config)
-    # Beside each other: both wait for a process of theirs.
+    # Concurrently, as both wait for subprocesses.
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(rehearse_engine, config, hf_config, policy.options.params_dtype, gpu.memory)
         found = {rank_model.name: rehearse_model(rank_model, size) for rank_model in models}
@@ -92,11 +92,11 @@ def job_needs(
     refit: RehearsedRefit,
     gpu: Gpu,
 ) -> list[Need]:
-    """The needs in each phase, with what else is on the same GPUs."""
+    """The needs of each phase, including what else is on the same GPUs."""
     sharing = config.cluster.sharing()
     takes_turns = take_turns(config)
     policy, ranks = models[0], found[POLICY]
-    # A rank and engines that share a GPU for good.
+    # A rank and engines that share a GPU permanently.
     engines = round(1 / config.cluster.gpu_share) - 1
     whole = engines * (engine.taken(gpu) + refit.of_worker)
     of_policy = _by_part(ranks, beside_ranks(refit, takes_turns=takes_turns, whole_engine=whole))
@@ -117,7 +117,7 @@ def job_needs(
 def _others(
     name: str, together: Mapping[str, RankPairs], size_of: "Callable[[StateBytes], int]"
 ) -> dict[str, dict[int, int]]:
-    """Bytes of the other models on every GPU, by the rank there; none for a model that is not `together` with them."""
+    """Bytes of the other models on every GPU, by its rank; empty for a model that is not `together` with them."""
     return {
         other: {rank: size_of(each.state) for distinct, each in ranks for rank in distinct.ranks}
         for other, ranks in together.items()
@@ -126,7 +126,7 @@ def _others(
 
 
 def _by_part(ranks: RankPairs, beside: Mapping[int, Mapping[str, int]]) -> dict[str, dict[int, int]]:
-    """Things beside the ranks that were built, as those beside every rank: part -> rank -> bytes."""
+    """Turn `beside`, what is on the GPUs of the ranks that were built, to part -> rank -> bytes, for all ranks."""
     parts = dict.fromkeys(part for each in beside.values() for part in each)
     return {
         part: {rank: beside[distinct.rank].get(part, 0) for distinct, _ in ranks for rank in distinct.ranks}
@@ -135,7 +135,7 @@ def _by_part(ranks: RankPairs, beside: Mapping[int, Mapping[str, int]]) -> dict[
 
 
 def rank_models(config: MegarlConfig, hf_config: Mapping[str, Any]) -> "list[RankModel]":
-    """The policy, whose config.json is given, and the models beside it, which are the policy's where they have none."""
+    """The policy, with the given config.json, and the other models, which default to the policy's."""
     from megarl.rehearsal.trainer_rank import RankModel
 
     reference = PolicyObjective(config.algorithm).needs_reference
@@ -156,16 +156,16 @@ def rank_models(config: MegarlConfig, hf_config: Mapping[str, Any]) -> "list[Ran
 
 
 def micro_batch_size(config: MegarlConfig) -> "MicroBatchSize":
-    """The largest micro-batch: it is full, and a sequence of it is as long as prompt and response can be."""
+    """The largest micro-batch: full, with a sequence of maximum prompt and response length."""
     from megarl.rehearsal.activations import MicroBatchSize
 
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    # A sequence is in one micro-batch, whatever its length.
+    # A sequence is not split over micro-batches, whatever its length.
     return MicroBatchSize(max(config.loop.max_tokens_per_micro_batch, longest), longest)
 
 
 def rehearse_model(rank_model: "RankModel", size: "MicroBatchSize") -> RankPairs:
-    """Rehearse every distinct rank of a model. Raises UserError as `rehearse_rank`."""
+    """Rehearse every distinct rank of a model. Raises UserError as `rehearse_rank` does."""
     parallel = rank_model.options.parallel
     layout = megatron_layout(rank_model.architecture(), parallel, module_names="local")
     distinct = distinct_ranks(layout, parallel)

@@ -1,7 +1,7 @@
-"""Whole numbers keep their values where all other tensors have none, and tokens go to all experts alike.
+"""Keeps the values of integer tensors on fake tensors, and routes tokens evenly to all experts.
 
-A model computes sizes from whole numbers: the bounds of sequences, how many tokens go to which expert. Without their
-values nothing could be said of what depends on them.
+A model computes sizes from integers: the bounds of sequences, the number of tokens per expert. Without their values the
+sizes that depend on them would be unknown.
 """
 
 import weakref
@@ -19,7 +19,7 @@ from megarl.rehearsal.operands import tensors_of, written_by
 _aten = torch.ops.aten
 _c10d = torch.ops.c10d
 _LARGEST = 2**22
-"""Elements at most of a tensor whose values are kept: a table of tokens and experts is smaller."""
+"""Maximum number of elements of a tensor whose values are kept: a table of tokens and experts is smaller."""
 _CONSTANTS: Mapping[Any, float] = {
     _aten.zeros_like.default: 0,
     _aten.new_zeros.default: 0,
@@ -32,13 +32,13 @@ _WITHOUT_VALUES = (
 )
 
 _LIFTED = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
-"""Make a constant of a program a tensor like all others."""
+"""Operators that turn a program's constant into an ordinary tensor."""
 
 
 class KnownValues(TorchDispatchMode):
-    """Inside, tensors that are computed from nothing but constants have values; enter it within a FakeTensorMode.
+    """Within the context, tensors computed only from constants have values; enter it within a FakeTensorMode.
 
-    The experts of a token are chosen in turns, and what a collective brings from another rank is what this one has.
+    Tokens choose experts in round-robin order, and a collective returns this rank's data in place of other ranks'.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class KnownValues(TorchDispatchMode):
             return self._constant(func(*args, **kwargs), _CONSTANTS[func])
         tensors = list(tensors_of((args, kwargs)))
         if tensors and func not in _LIFTED and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            # The state of a generator of random numbers is real, here too.
+            # The state of a random number generator is real even here.
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         values = [self._of(tensor) for tensor in tensors]
@@ -67,7 +67,7 @@ class KnownValues(TorchDispatchMode):
 
     def _of(self, tensor: Tensor) -> Tensor | None:
         if not isinstance(tensor, FakeTensor):
-            # A constant, on its way to become one.
+            # A constant that is about to become an ordinary tensor.
             return tensor
         found = self._values.get(id(tensor))
         return found[1] if found else None
@@ -84,7 +84,7 @@ class KnownValues(TorchDispatchMode):
             return self._know(tensor, torch.full(tensor.shape, value, dtype=tensor.dtype))
 
     def _choose(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Choose the largest of what has no values: those after the ones of the row before."""
+        """Choose top-k without values: the places that follow those of the row before."""
         largest, places = func(*args, **kwargs)
         width, count = args[0].shape[-1], places.shape[-1]
         with unset_fake_temporarily():
@@ -92,7 +92,7 @@ class KnownValues(TorchDispatchMode):
         return largest, self._know(places, value) if count else places
 
     def _without_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute shapes alone. A mask with known values still says how many elements are selected."""
+        """Compute shapes only. A mask with known values still determines how many elements are selected."""
         if func is _aten.masked_select.default and (mask := self._of(args[1])) is not None:
             return args[0].new_empty(_count(mask, args[0].shape))
         if func is _aten.index.Tensor:
@@ -102,14 +102,14 @@ class KnownValues(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _places(self, index: Tensor | None) -> list[Tensor | None]:
-        """An index of a tensor; for a mask, in each of its dimensions the numbers of what it takes."""
+        """Convert an index of a tensor; a mask becomes the selected indices in each of its dimensions."""
         if index is None or index.dtype != torch.bool or (mask := self._of(index)) is None:
             return [index]
         count = _count(mask, mask.shape)
         return [torch.empty(count, dtype=torch.long, device=index.device) for _ in range(mask.dim())]
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute shapes, then values, which say some shapes."""
+        """Compute shapes, then values, which determine some shapes."""
         if func is _aten._local_scalar_dense.default:
             return self._compute_values(func, args, kwargs)
         try:
@@ -138,7 +138,7 @@ class KnownValues(TorchDispatchMode):
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
     def _receive(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-        """Let `outputs` be copies of `inputs`, end to end, as often as there is room for them."""
+        """Make `outputs` copies of the concatenated `inputs`, repeated as often as there is room."""
         values = [self._of(each) for each in inputs]
         for output in outputs:
             self._values.pop(id(output), None)
@@ -160,10 +160,10 @@ _COLLECTIVES: Mapping[Any, Callable[[Sequence[Any]], _Sides]] = {
     _c10d._reduce_scatter_base_.default: lambda args: ([args[0]], [args[1]]),
     _c10d.alltoall_base_.default: lambda args: ([args[0]], [args[1]]),
 }
-"""Collective -> what it writes, and what this rank gives to it."""
+"""Collective -> what it writes, and what this rank contributes."""
 
 
 def _count(mask: Tensor, shape: Sequence[int]) -> int:
-    """How many elements a mask takes from a tensor of a shape."""
+    """Number of elements that a mask selects from a tensor of a shape."""
     with unset_fake_temporarily():
         return int(mask.expand(shape).sum())

@@ -1,4 +1,4 @@
-"""Needs of a process in a phase of a step, and the room on its GPU."""
+"""What a process needs in a phase of a step, and the room on its GPU."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -6,24 +6,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """Memory of a GPU, of which a part is kept free: for CUDA, NCCL and fragmentation, which nothing here counts."""
+    """Memory of a GPU, part of which is kept free for what is not counted: CUDA, NCCL and fragmentation."""
 
     memory: int
     kept_free: int
 
     @property
     def room(self) -> int:
-        """Bytes that are there for all that is counted."""
+        """Bytes available for everything that is counted."""
         return self.memory - self.kept_free
 
     def room_of(self, share: float) -> int:
-        """The same for a process that takes a share of the GPU, and finds there what is kept free."""
+        """The same for a process that takes `share` of the GPU, including the part kept free."""
         return round(self.memory * share) - self.kept_free
 
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes that a process needs of its GPU in a phase of a step, and the `room` that there is for them.
+    """Bytes that a process needs on its GPU in a phase of a step, and the `room` for them.
 
     Example: Need("trainer", "update", "stages 1-6, 192 ranks", {"weights": 6341009408, "gradients": 12682002432}, 76e9)
     """
@@ -36,20 +36,20 @@ class Need:
 
     @property
     def total(self) -> int:
-        """All parts."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
     @property
     def largest(self) -> str:
-        """The part that takes most."""
+        """Name of the largest part."""
         return max(self.parts, key=lambda name: self.parts[name])
 
     @property
     def free(self) -> int:
-        """The room that is left; negative where it does not do."""
+        """The room that is left; negative if it does not suffice."""
         return self.room - self.total
 
 
 def tightest(needs: Iterable[Need]) -> Need:
-    """The one that has least room left."""
+    """The need with the least room left."""
     return min(needs, key=lambda need: need.free)

@@ -18,7 +18,7 @@ def tensors_of(values: Any) -> Iterator[Tensor]:
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments of an operator that it writes to."""
+    """Yield the tensor arguments that an operator writes to."""
     if func._schema.is_mutable:
         for number, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:

@@ -1,4 +1,4 @@
-"""Ranks and workers are rehearsed in a process of their own, without GPUs: nothing of their world stays behind."""
+"""Runs rehearsals of ranks and workers in a separate process without GPUs, so that none of their state stays behind."""
 
 import os
 import pickle
@@ -10,7 +10,7 @@ from typing import Any
 from converters.errors import UserError
 
 _ENVIRONMENT = {
-    # Modules are made for a CPU; none of their memory is allocated.
+    # Modules are built for a CPU; none of their memory is allocated.
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
@@ -18,7 +18,7 @@ _ENVIRONMENT = {
 
 
 def call_apart(module: str, function: str, *arguments: Any) -> Any:
-    """Call a function of a module in a new process, which alone imports it. Raises UserError where it does.
+    """Call a function of a module in a new process, so that only that imports it. Re-raises its UserError.
 
     Example: call_apart("megarl.rehearsal.trainer_rank", "rehearse_ranks", rank_model, [0, 32], size)
     """
@@ -38,9 +38,9 @@ def call_apart(module: str, function: str, *arguments: Any) -> Any:
 
 
 def main() -> None:
-    """Call what standard input asks for; the answer goes to standard output."""
+    """Call what standard input asks for, and write the answer to standard output."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # Whatever else is printed is no part of it.
+    # Other output must not mix with the answer.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     module, function, arguments = pickle.load(sys.stdin.buffer)
     try:

@@ -1,8 +1,8 @@
-"""Phases of a step on a GPU: who is there, with what of its memory, and who is asleep.
+"""Phases of a step on a GPU: which processes are awake, with how much memory, and which are asleep.
 
-Models and engines that share GPUs take turns (`megarl.cluster.colocation`): in a rollout the policy has nothing there
-but its buckets, in predictions and updates the engines nothing but theirs, in a refit all have their weights. All
-models have their turn at once: while one computes, the others have their state beside it.
+Models and engines that share GPUs take turns (`megarl.cluster.colocation`). In a rollout the policy has only its
+buckets there; in predictions and updates the engines have only theirs; in a refit all have their weights. All models
+are awake together: while one computes, the state of the others is on the GPU, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.rehearsal.trainer_rank import RankModel, RehearsedRank
 
 RankPairs: TypeAlias = "Sequence[tuple[DistinctRank, RehearsedRank]]"
-"""Distinct ranks of a model, and what the rehearsal of each found."""
+"""Distinct ranks of a model, with the results of their rehearsals."""
 
 _ENGINE = "engine"
 _BUCKETS = "buckets"
@@ -31,9 +31,9 @@ def model_needs(
     gpu: Gpu,
     beside: Mapping[int, Mapping[str, int]],
 ) -> Iterator[Need]:
-    """Yield what the ranks of a model need when they are asked and when they learn.
+    """Yield what the ranks of a model need for predictions and for updates.
 
-    `beside` is what else is on the GPU of a rank, as long as the run lasts.
+    `beside` is what else is on a rank's GPU during the whole run.
     """
     for distinct, found in ranks:
         state = {name: size for name, size in asdict(found.state).items() if size}
@@ -48,7 +48,7 @@ def model_needs(
 def engine_needs(engine: RehearsedEngine, refit: RehearsedRefit, gpu: Gpu, *, buckets_of_ranks: int) -> Iterator[Need]:
     """Yield what a worker needs: of its share for the longest response alone, and of the GPU for its whole share.
 
-    `buckets_of_ranks` is what the trainer has on the same GPU meanwhile.
+    `buckets_of_ranks` is the trainer's memory on the same GPU meanwhile.
     """
     who = f"each of {engine.workers} workers" if engine.workers > 1 else "its worker"
     own = {"weights": engine.weights, "activations": engine.activations}
@@ -68,9 +68,9 @@ def refit_needs(
     *,
     takes_turns: bool,
 ) -> Iterator[Need]:
-    """Yield what a refit needs: ranks have given away all but their weights, or have their GPUs for themselves.
+    """Yield what a refit needs: ranks have released everything but their weights, or have their GPUs to themselves.
 
-    `beside` is what other models have on the GPU of a rank.
+    `beside` is the memory of other models on a rank's GPU.
     """
     for distinct, found in ranks:
         own = refit.of_ranks[distinct.rank]
@@ -84,7 +84,7 @@ def refit_needs(
 
 
 def beside_ranks(refit: RehearsedRefit, *, takes_turns: bool, whole_engine: int) -> dict[int, dict[str, int]]:
-    """Other things on the GPU of a trainer's rank: buckets of both sides, or all of an engine that never sleeps."""
+    """Other memory on a trainer rank's GPU: buckets of both sides, or a whole engine that never sleeps."""
     asleep = refit.of_worker if takes_turns else 0
     return {
         rank: {**({"engine": whole_engine} if whole_engine else {}), **({_BUCKETS: size + asleep} if size else {})}
@@ -93,9 +93,9 @@ def beside_ranks(refit: RehearsedRefit, *, takes_turns: bool, whole_engine: int)
 
 
 def most_beside(ranks: RankPairs, others: Mapping[str, Mapping[int, int]]) -> dict[int, dict[str, int]]:
-    """Bytes of others on the GPU of each rank that was built, by their names; the most of all that it was built for.
+    """Bytes of others on the GPU of each rank that was built, by name; the maximum over all ranks that it represents.
 
-    Ranks of the same number share a GPU.
+    Ranks with the same number share a GPU.
     """
     return {
         distinct.rank: {
@@ -106,12 +106,12 @@ def most_beside(ranks: RankPairs, others: Mapping[str, Mapping[int, int]]) -> di
 
 
 def cache_bytes(engine: RehearsedEngine, gpu: Gpu) -> int:
-    """Bytes that a worker's share leaves for keys and values."""
+    """Bytes that a worker's share leaves for its KV cache."""
     return engine.room(gpu) - engine.weights
 
 
 def say_who(each: DistinctRank) -> str:
-    """The ranks that one was built for: `stages 1 to 6, 192 ranks`."""
+    """The ranks that a built rank represents: `stages 1 to 6, 192 ranks`."""
     first, last = each.stages[0], each.stages[-1]
     stages = f"stage {first}" if first == last else f"stages {first} to {last}"
     return f"{stages}, {len(each.ranks)} rank{'s' if len(each.ranks) > 1 else ''}"

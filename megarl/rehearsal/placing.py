@@ -1,4 +1,4 @@
-"""Who runs where, in a cluster of machines that are only said to be there."""
+"""Places ranks and engines on the machines of a hypothetical cluster."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from megarl.schema import MegarlConfig
 if TYPE_CHECKING:
     from megarl.rehearsal.trainer_rank import RankModel
 
-# Cores are not what a job of GPUs is short of.
+# CPU cores are not the limit of jobs on GPUs.
 _CPUS = 1024
 _ADDRESS = "rehearsed"
 
@@ -21,9 +21,9 @@ _ADDRESS = "rehearsed"
 def place_job(
     config: MegarlConfig, models: "Sequence[RankModel]", *, gpus_per_node: int, nodes: int | None
 ) -> NodesByRole:
-    """The machine of every rank and engine, by the code that places them in a run, on as few machines as hold them.
+    """The machine of every rank and engine, from the placement code of a run, on as few machines as suffice.
 
-    With `nodes` there are so many. Raises UserError where they cannot be placed.
+    With `nodes` there are exactly so many. Raises UserError if they do not fit.
     """
     cluster = replace(config.cluster, address=config.cluster.address or _ADDRESS)
     roles = [trainer_role(each.name, each.options.parallel, cluster, has_gpus=True) for each in models]
@@ -42,7 +42,7 @@ def place_job(
 
 
 def say_placement(placement: NodesByRole, gpus_per_node: int) -> str:
-    """How many machines each role is on.
+    """Say how many machines each role is on.
 
     Example: "48 machines of 8 GPUs: trainer on 32, engine on 16"
     """

@@ -1,4 +1,4 @@
-"""The refit of a job: planned between the trainer's layout and what the engine's loader was seen to do."""
+"""The refit of a job: planned between the trainer's layout and the recorded behaviour of the engine's loader."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RehearsedRefit:
-    """Bytes of a refit: of buckets on both sides, and of what moves."""
+    """Bytes of a refit: buckets on both sides, and data moved."""
 
     of_ranks: Mapping[int, int]
-    """Buckets of some ranks of the trainer."""
+    """Rank of the trainer -> bytes of its buckets, for some ranks."""
     of_worker: int
-    """Buckets of an engine's worker, those in which it relays to its neighbours among them."""
+    """Buckets of an engine's worker, including those for relaying to its neighbours."""
     sent: int = 0
-    """From the trainer to all engines."""
+    """Bytes from the trainer to all engines."""
     relayed: int = 0
-    """From worker to worker."""
+    """Bytes from worker to worker."""
     busiest: int = 0
-    """Out of the rank that sends most."""
+    """Bytes from the rank that sends most."""
     why_not_direct: str = ""
-    """Why engines take whole tensors through their own loader, if they do; then no GPU has buckets."""
+    """Why engines load whole tensors through their own loader, if they do; then no GPU has buckets."""
 
 
 def rehearse_refit(
@@ -46,14 +46,14 @@ def rehearse_refit(
     topology: Topology,
     ranks: Iterable[int],
 ) -> RehearsedRefit:
-    """Plan the refit, with the buckets of some ranks. Raises UserError where trainer and engine differ in the model."""
+    """Plan the refit, with the buckets of some ranks. Raises UserError if trainer and engine differ in the model."""
     ranks = list(ranks)
     if not config.lora.merge:
         return RehearsedRefit(dict.fromkeys(ranks, 0), 0, why_not_direct="the adapter goes alone, into a slot")
     if config.refit.path == "loader":
         return RehearsedRefit(dict.fromkeys(ranks, 0), 0, why_not_direct="refit.path is loader")
     if not engine.traces:
-        # Where an engine cannot be asked here, it may be written to there.
+        # An engine that cannot be examined here may still be written to directly in a run.
         most = BUCKETS * config.refit.bucket_bytes
         return RehearsedRefit(dict.fromkeys(ranks, most), most, why_not_direct=engine.why_not_direct)
     chosen = quantisation(config.rollout, rank_model.options.params_dtype)
@@ -88,9 +88,9 @@ def rehearse_refit(
 def topology_in(
     placement: "NodesByRole | None", roles: Sequence[str], ranks: int, workers: int, gpus_per_node: int
 ) -> Topology:
-    """The machines of the ranks and of all engines' workers; without a placement on machines of their own."""
+    """The machines of the ranks and all engines' workers; without a placement, they are on separate machines."""
     if placement is None:
         return Topology.separate(ranks, workers, gpus_per_node)
     trainer, engines = ([node.id for node in placement[role]] for role in roles)
-    # A process of an engine has as many workers as any other.
+    # All processes of an engine have equally many workers.
     return topology_of(trainer, [node for node in engines for _ in range(workers // len(engines))])

@@ -1,4 +1,4 @@
-"""One rank of the trainer, built of the real modules in a simulated world."""
+"""One rank of the trainer, built from the real modules in a simulated world."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,12 +24,12 @@ from megatron_ext.optimizer.fully_sharded import own_rows
 from megatron_ext.options.options import MegatronOptions
 
 _GATHERS = ("overlap_param_gather", "align_param_gather")
-"""Options by which forward passes gather weights: torch (2.13) has no such collective for fake tensors."""
+"""Options with which forward passes gather weights: torch (2.13) has no such collective for fake tensors."""
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """A model that Megatron ranks train, or only ask."""
+    """A model that Megatron ranks train, or only compute predictions with."""
 
     name: str
     """The role of its ranks."""
@@ -38,58 +38,58 @@ class RankModel:
     options: MegatronOptions
     head: Head = "language_model"
     reference: bool = False
-    """Whether each rank keeps a copy of the first weights."""
+    """Whether each rank keeps a copy of the initial weights."""
     is_frozen: bool = False
-    """Whether it is only asked: no gradients, no optimizer."""
+    """Whether it only computes predictions: no gradients, no optimizer."""
 
     def architecture(self) -> Architecture:
-        """The model as Megatron builds it."""
+        """The architecture, as Megatron builds it."""
         return with_head(read_architecture(self.hf_config), self.head)
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of a rank's state. Buffers of Megatron count whole, with their padding."""
+    """Bytes of a rank's state. Megatron's buffers count whole, with their padding."""
 
     weights: int
     gradients: int = 0
     optimizer: int = 0
-    """Main parameters and moments, as the first step makes them."""
+    """Main parameters and moments, as created by the first step."""
     reference: int = 0
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Sum of all of them."""
         return self.weights + self.gradients + self.optimizer + self.reference
 
 
 @dataclass(frozen=True)
 class RehearsedRank:
-    """A rank that was built."""
+    """A rank that was built, and its memory in bytes."""
 
     rank: int
     tensors: int
     state: StateBytes
     predictions: int
-    """Activations at their peak, when it is only asked."""
+    """Peak of activations in a forward-only pass."""
     activations: ActivationBytes | None
-    """Activations of an update; None for a model that is only asked."""
+    """Activations of an update; None for a frozen model."""
 
 
 def rehearse_ranks(rank_model: RankModel, ranks: Iterable[int], size: MicroBatchSize) -> list[RehearsedRank]:
-    """Rehearse some ranks, one after the other. Raises UserError as `rehearse_rank`."""
+    """Rehearse some ranks, one after the other. Raises UserError as `rehearse_rank` does."""
     return [rehearse_rank(rank_model, rank, size) for rank in ranks]
 
 
 def rehearse_rank(rank_model: RankModel, rank: int, size: MicroBatchSize) -> RehearsedRank:
     """Build a rank as its worker does, compare its tensors with the layout, count its state, and run micro-batches.
 
-    Raises UserError where a tensor is missing, surplus, or of another shape or type than the layout says.
+    Raises UserError if a tensor is missing, unexpected, or of another shape or dtype than in the layout.
     """
     with fake_rank(rank_model.options.parallel, rank):
         model = build(rank_model, rank)
         state = state_bytes(model)
-        # Tables that the first pass makes are there in the others, too.
+        # One counter for both, as tables that the first pass builds stay for the others.
         alive = Alive()
         predictions = rehearse_micro_batch(model, size, alive, backward=False)
         activations = None if rank_model.is_frozen else rehearse_micro_batch(model, size, alive, backward=True)
@@ -97,8 +97,8 @@ def rehearse_rank(rank_model: RankModel, rank: int, size: MicroBatchSize) -> Reh
 
 
 def build(rank_model: RankModel, rank: int) -> MegatronModel:
-    """The model of a rank, ready for its first step; see `TrainerWorker.build`."""
-    # The modules here are local ones, whatever a run takes on its GPUs, and fake tensors are not gathered.
+    """Build the model of a rank, ready for its first step; see `TrainerWorker.build`."""
+    # Local modules, whatever a run uses on its GPUs; and no gathers, which fake tensors do not support.
     transformer = {name: value for name, value in rank_model.options.transformer.items() if name != "transformer_impl"}
     distributed = {name: value for name, value in rank_model.options.distributed.items() if name not in _GATHERS}
     options = replace(rank_model.options, transformer=transformer, distributed=distributed)
@@ -122,7 +122,7 @@ def build(rank_model: RankModel, rank: int) -> MegatronModel:
 def check_layout(
     tensors: Mapping[str, Tensor], module_names: ModuleNames, rank_model: RankModel, parallel: ParallelSizes, rank: int
 ) -> None:
-    """Compare the tensors of a rank with what the layout of these sizes says it holds; see `rehearse_rank`."""
+    """Compare the tensors of a rank with those in the layout of these sizes; see `rehearse_rank`."""
     architecture, options = rank_model.architecture(), rank_model.options
     shard = megatron_layout(architecture, parallel, module_names=module_names).shard(rank)
     types = architecture.hf_dtypes(options.params_dtype)
@@ -130,7 +130,7 @@ def check_layout(
         placement.local_name: (shard.local_shapes[placement.local_name], types[placement.hf_name])
         for placement in shard.placements
     }
-    # FSDP2 leaves the last ranks without rows of a parameter that has few.
+    # FSDP2 gives the last ranks no rows of a parameter that has few.
     held = {
         name: (tuple(tensor.shape), tensor.dtype)
         for name, tensor in tensors.items()
@@ -150,7 +150,7 @@ def _said(found: tuple[tuple[int, ...], torch.dtype] | None) -> str:
 
 
 def state_bytes(model: MegatronModel) -> StateBytes:
-    """Memory of a model's state. An fp32 model's main parameters are parts of its weights, and count there."""
+    """Memory of a model's state. An fp32 model's main parameters are views of its weights, and count there."""
     weights = _storages(model.local_tensors().values())
     if not model.chunks:
         return StateBytes(sum(weights.values()))
@@ -162,7 +162,7 @@ def state_bytes(model: MegatronModel) -> StateBytes:
 
 
 def _gradients(model: MegatronModel) -> Iterator[Tensor]:
-    """Megatron's buffers, or tensors as large as what the optimizer makes of a rank's rows."""
+    """Megatron's gradient buffers or, with FSDP2, tensors like the optimizer's for a rank's rows."""
     if model.options.parallel.use_torch_fsdp2:
         for group in model.optimizer.param_groups:
             yield from (torch.empty_like(own_rows(each)) for each in group["params"])
@@ -172,11 +172,11 @@ def _gradients(model: MegatronModel) -> Iterator[Tensor]:
 
 
 def _not_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Step counts of Adam are single numbers on the host."""
+    """Leave out Adam's step counts, which are scalars on the host."""
     return (tensor for tensor in tensors if tensor.dim())
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Each storage under the tensors, once, and its bytes."""
+    """Each storage of the tensors, once, and its bytes."""
     storages = (tensor.untyped_storage() for tensor in chain(tensors))
     return {storage._cdata: storage.nbytes() for storage in storages}
