@@ -1,1 +1,1 @@
-"""The quickstart: models, data and warm-up made on the spot, then the whole job, then a check of its export."""
+"""The quickstart: creates model and data, warms up, runs the whole job, and checks its export."""

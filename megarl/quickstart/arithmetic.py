@@ -1,7 +1,7 @@
-"""The quickstart's task: two-digit addition, with an answer that can be verified.
+"""The quickstart's task: two-digit addition, with verifiable answers.
 
-A prompt reads `12+94=`; its answer is the sum as three digits from the last to the first, `601`, so that each digit
-follows from those already written. All characters are tokens of `megarl.quickstart.tiny_models`.
+A prompt reads `12+94=`; its answer is the sum as three digits in reverse order, `601`, so that each digit follows from
+those already written. All characters are tokens of `megarl.quickstart.tiny_models`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +21,10 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class ArithmeticFiles:
-    """Parquet files of the task: prompts in verl's columns, the same pairs as conversations in `messages`, and as
-    preferences, with the right answer in `chosen` and a wrong one in `rejected`.
+    """Parquet files of the task, in three forms.
+
+    They are prompts in verl's columns, the same pairs as conversations in `messages`, and as preferences, with the
+    right answer in `chosen` and a wrong one in `rejected`.
     """
 
     train: Path
@@ -34,24 +36,24 @@ class ArithmeticFiles:
 
 
 def question(pair: Pair) -> str:
-    """Return the prompt, six characters."""
+    """Return the prompt of six characters."""
     return f"{pair[0]:02d}+{pair[1]:02d}="
 
 
 def answer(pair: Pair) -> str:
-    """Return the sum of `pair` (each 0 to 99) as three digits from the last to the first."""
+    """Return the sum of `pair` (each 0 to 99) as three digits in reverse order."""
     return f"{sum(pair):03d}"[::-1]
 
 
 def split_pairs(seed: int, held_out: int = HELD_OUT) -> tuple[list[Pair], list[Pair]]:
-    """Return all 10,000 pairs in the order of `seed`, cut into those to train on and the `held_out` ones."""
+    """Return all 10,000 pairs shuffled by `seed`, split into pairs to train on and `held_out` others."""
     order = np.random.default_rng(seed).permutation(100 * 100).tolist()
     pairs = [divmod(number, 100) for number in order]
     return pairs[held_out:], pairs[:held_out]
 
 
 def write_arithmetic(folder: Path, *, seed: int = 0, held_out: int = HELD_OUT) -> ArithmeticFiles:
-    """Write the files, each of the name of its field, to `folder`, made if needed."""
+    """Write the files, each named after its field, to `folder`, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     files = ArithmeticFiles(*(folder / f"{field.name}.parquet" for field in fields(ArithmeticFiles)))
     train, evaluation = split_pairs(seed, held_out)
@@ -91,7 +93,7 @@ def _conversation_rows(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
 
 
 def _preference_rows(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
-    """The wrong answer is that to a pair further on: only the question tells which of the two is right."""
+    """The wrong answer is that of a later pair, so that only the question tells which of the two is right."""
     return [
         {
             "prompt": [{"role": "user", "content": question(pair)}],
@@ -103,5 +105,5 @@ def _preference_rows(pairs: Sequence[Pair]) -> list[dict[str, Any]]:
 
 
 def _after(pairs: Sequence[Pair], index: int) -> Iterator[Pair]:
-    """The pairs from `index` on, around."""
+    """The pairs after `index`, wrapping around."""
     return (pairs[(index + offset) % len(pairs)] for offset in range(1, len(pairs)))

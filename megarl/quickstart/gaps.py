@@ -1,4 +1,4 @@
-"""How far fresh engines and the trainer are apart on the exported weights, by what the engines hold these in."""
+"""Log-prob gaps between fresh engines and the trainer on the exported weights, by the engines' weight format."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +16,9 @@ from megarl.schema import MegarlConfig
 def log_prob_gaps(
     job: MegarlConfig, export: Path, sampled: Mapping[str, Sequence[tuple[list[int], Turn]]]
 ) -> dict[str, float]:
-    """Mean |engine - trainer| of the log-probs of sampled tokens, in nats, by what the engine holds its weights in.
+    """Mean |engine - trainer| of the log-probs of sampled tokens, in nats, by the engine's weight format.
 
-    The trainer is cut as that of `job`, and computes with the weights of `export`, as the engines did that `sampled`.
+    The trainer has the parallel layout of `job` and the weights of `export`, as the engines had that `sampled`.
     """
     options = megatron_options(job)
     with open_processes(job, {POLICY: options}, engines=False) as processes:

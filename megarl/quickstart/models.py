@@ -1,4 +1,4 @@
-"""Models that the quickstart can train: each with its data, its recipe and, where it needs one, its warm-up."""
+"""Models that the quickstart can train, each with its data, its recipe and, if needed, its warm-up."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,27 +16,27 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "sync": (),
     "async": ("schedule.max_staleness=1", "schedule.in_flight=recompute"),
 }
-"""By the names that `megarl quickstart --schedule` takes, the overrides: async is one version ahead."""
+"""Value of `megarl quickstart --schedule` -> overrides: async is one version ahead."""
 
 
 UNQUANTISED = "bf16"
-"""By this name of `megarl quickstart --weights`, the job of a number format without one: what to compare it with."""
+"""Value of `megarl quickstart --weights` for a job like that of a number format, but without one, for comparison."""
 
 _MEASURED = (AS_TRAINED, UNQUANTISED, "fp8_block")
-"""Forms of the engine's weights in which quickstarts were run to their last step: in vLLM, and but for `UNQUANTISED`
-in SGLang."""
+"""Weight formats of engines whose quickstarts were run to the last step: all in vLLM, all but `UNQUANTISED` in SGLang.
+"""
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Supervised fine-tuning of a model that knows nothing yet, by the recipe `quickstart_sft`."""
+    """Supervised fine-tuning of a randomly initialised model, by the recipe `quickstart_sft`."""
 
     overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class QuickstartModel:
-    """A model, the data it is trained on, and the overrides by which its job differs from `recipe`."""
+    """A model, its data, and the overrides of its job on top of `recipe`."""
 
     about: str
     write_model: Callable[[Path], Path]
@@ -45,27 +45,27 @@ class QuickstartModel:
     overrides: tuple[str, ...] = ()
     warm_up: WarmUp | None = None
     write_in_blocks: Callable[[Path], Path] | None = None
-    """Writes it with sizes that fit the blocks of number formats; without, it is as it is, and may not fit."""
+    """Writes it with sizes that fit the blocks of number formats; None if it has one size only, which may not fit."""
     in_blocks: tuple[str, ...] = ()
-    """The overrides by which the job differs with these sizes."""
+    """Overrides of the job for a model with these sizes."""
     bar: float = 0.6
-    """The least held-out accuracy after all steps; 0.71 and more was measured."""
+    """Minimum held-out accuracy after all steps; 0.71 and more was measured."""
 
     def write(self, folder: Path, weights: str) -> Path:
-        """Write the model for engines that hold the weights in the format of this name."""
+        """Write the model for engines with weights in the format `weights`."""
         if weights == AS_TRAINED or self.write_in_blocks is None:
             return self.write_model(folder)
         return self.write_in_blocks(folder)
 
     def bar_in_format(self, weights: str) -> float | None:
-        """The bar with engines that hold the weights in the format of this name; None where nothing was measured."""
+        """The minimum accuracy with engines with weights in the format `weights`; None if it was never measured."""
         return self.bar if weights in _MEASURED else None
 
     def in_format(self, weights: str) -> tuple[str, ...]:
-        """Overrides for engines that hold the weights in the format of this name: the trainer's are in bf16 then.
+        """Overrides for engines with weights in the format `weights`; the trainer's weights are then in bf16.
 
-        Tokens are weighed by how likely the trainer finds them, as engine and trainer are not quite the same policy;
-        also with `UNQUANTISED`, which differs in nothing but the format.
+        Tokens are weighted by importance ratios, as engine and trainer differ slightly as policies. This includes
+        `UNQUANTISED`, so that it differs only in the format.
         """
         if weights == AS_TRAINED:
             return ()
@@ -88,18 +88,18 @@ def _tiny(
     )
 
 
-# A dense model has no experts to cut: its two ranks are data-parallel.
+# A dense model has no experts to shard: its two ranks are data-parallel.
 _DENSE = ("megatron.expert_model_parallel_size=1",)
 
 MODELS: Mapping[str, QuickstartModel] = {
     "qwen3_moe": _tiny("qwen3_moe"),
     "qwen3": _tiny("qwen3", (*_DENSE, "loop.steps=240"), warm_up=(*_DENSE, "megatron.lr=1e-3")),
-    # Its projections out of the latent have 512 inputs: a change of weights changes the output five times as much.
-    # Addition comes suddenly to it, so the warm-up looks more often.
+    # Its projections out of the latent have 512 inputs, so a weight change has five times the effect on the output. It
+    # learns addition suddenly, so the warm-up evaluates more often.
     "deepseek_v3": _tiny(
         "deepseek_v3",
         warm_up=("megatron.lr=1e-3", "sft.eval_every=3", "sft.stop_at_exact_match=0.25"),
-        # After 200 it is at 0.58.
+        # After 200 steps it is at 0.58.
         in_blocks=("loop.steps=400",),
     ),
     "smollm2": QuickstartModel(
@@ -109,4 +109,4 @@ MODELS: Mapping[str, QuickstartModel] = {
         recipe="quickstart_smollm2",
     ),
 }
-"""By the names that `megarl quickstart --model` takes."""
+"""Value of `megarl quickstart --model` -> the model."""

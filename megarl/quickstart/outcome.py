@@ -1,4 +1,4 @@
-"""The result of a quickstart: whether it learned, and whether its export is the trained model."""
+"""The result of a quickstart: whether the model learned, and whether the export matches it."""
 
 from typing import NamedTuple
 
@@ -13,22 +13,22 @@ class Outcome(NamedTuple):
     exported: float
     """Accuracy of the export in a fresh engine."""
     tolerance: float
-    """By how much the two may be apart."""
+    """Allowed difference of the two."""
     bar: float | None
-    """The least that a run like this reaches; None for another number of steps than the model's own."""
+    """Minimum accuracy of such a run; None if its number of steps is not the model's own."""
 
     @property
     def export_is_confirmed(self) -> bool:
-        """Whether the export is as good as training said."""
+        """Whether the export is as accurate as the trained model."""
         return abs(self.exported - self.trained) <= self.tolerance
 
     @property
     def has_learned(self) -> bool:
-        """Whether the bar, if there is one, is reached."""
+        """Whether the minimum accuracy, if there is one, was reached."""
         return self.bar is None or self.trained >= self.bar
 
     def sentence(self, engine: str) -> str:
-        """The outcome in words, for an engine of this name."""
+        """The outcome in words, for the engine `engine`."""
         if not self.export_is_confirmed:
             return (
                 f"The export gives accuracy {self.exported:.4f} in a fresh {engine}, but training ended with"

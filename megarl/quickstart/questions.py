@@ -1,6 +1,6 @@
-"""The task of the quickstart's real model: sums in words, whose answers can be verified.
+"""The task of the quickstart's real model: addition in words, with verifiable answers.
 
-A held-out question has a pair of numbers that no question to train on has, in whatever words.
+No pair of numbers of a held-out question occurs in a training question, in any wording.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ WORDINGS = (
     "Add {a} and {b}. Answer with the number only.",
     "Tom has {a} apples and buys {b} more. How many apples does he have now? Answer with the number only.",
 )
-"""How a pair is asked for; the pairs take turns."""
+"""The wordings of a question, used in turn."""
 
 Pair = tuple[int, int]
 
@@ -35,7 +35,7 @@ class QuestionFiles:
 
 
 def split_pairs(seed: int) -> tuple[list[Pair], list[Pair]]:
-    """Return all pairs in the order of `seed`, cut into those to train on and the `HELD_OUT` ones."""
+    """Return all pairs shuffled by `seed`, split into pairs to train on and `HELD_OUT` others."""
     count = LARGEST + 1 - SMALLEST
     order = np.random.default_rng(seed).permutation(count * count).tolist()
     pairs = [(SMALLEST + number // count, SMALLEST + number % count) for number in order]
@@ -43,7 +43,7 @@ def split_pairs(seed: int) -> tuple[list[Pair], list[Pair]]:
 
 
 def write_questions(folder: Path, *, seed: int = 0) -> QuestionFiles:
-    """Write the files, each of the name of its field, to `folder`, made if needed."""
+    """Write the files, each named after its field, to `folder`, which is created if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     files = QuestionFiles(folder / "train.parquet", folder / "eval.parquet")
     train, evaluation = split_pairs(seed)

@@ -1,4 +1,4 @@
-"""Rows of a data set to parquet."""
+"""Writes rows of a data set to parquet."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from converters.durable import complete
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write `rows` to `path`, whole or not at all."""
+    """Write `rows` to `path` atomically."""
     partial = path.with_name(f"{path.name}.partial")
     pq.write_table(pa.Table.from_pylist(rows), partial)
     complete(partial, path)

@@ -1,4 +1,4 @@
-"""The quickstart: from nothing to a trained, exported and checked model, on a CPU or on GPUs."""
+"""The quickstart: from nothing to a trained, exported and verified model, on a CPU or on GPUs."""
 
 import argparse
 import os
@@ -41,15 +41,15 @@ from megatron_ext import device
 from megatron_ext.checkpoint.checkpoint_folder import complete_iterations, iteration_folder
 
 _MARKER = ".megarl-quickstart"
-# Paths stay whole, also where the output is no terminal.
+# Keeps paths on one line, also if the output is not a terminal.
 _TABLE_WIDTH = 120
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the quickstart of these options; 0, or 1 if it has not learned or its export is not the trained model."""
+    """Run the quickstart; return 0, or 1 if it has not learned or its export does not match the trained model."""
     if options.weights != UNQUANTISED:
         number_format(options.weights)
-    # `make` gives it in quotes, and not every shell expands the ~ of OUTPUT=~/runs.
+    # `make` passes it in quotes, and not every shell expands the ~ of OUTPUT=~/runs.
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").expanduser().absolute()
     with sole_writer(output):
         return _run(options, output)
@@ -95,7 +95,7 @@ def _run(options: argparse.Namespace, output: Path) -> int:
 
 
 def _prepare(output: Path) -> None:
-    """Make room in our folder for a new run; one with anything else in it is left alone."""
+    """Remove an earlier quickstart from its folder; raise an error if the folder contains anything else."""
     earlier = [path for path in output.iterdir() if path.name != LOCK]
     if earlier and not (output / _MARKER).exists():
         raise UserError(f"{output} holds files that are not a quickstart's: remove it or give another --output-dir")
@@ -159,7 +159,7 @@ def _job_config(
 
 
 def named_for(engine: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a recipe, whose names are those of the usual engine, as this one calls them."""
+    """Rename a recipe's engine arguments, which are named for the default engine, for `engine`."""
     usual, own = (engine_kind(name).context_argument for name in (RolloutConfig.engine, engine))
     return {own if name == usual else name: value for name, value in arguments.items()}
 
@@ -229,7 +229,7 @@ def _report(
     wide = Console(width=max(console.width, _TABLE_WIDTH))
     with wide.capture() as table:
         wide.print(report_table("megarl quickstart", results, shown))
-    # rich fills each line with blanks to the width.
+    # rich pads each line with blanks to the width.
     print("\n".join(line.rstrip() for line in table.get().splitlines()), flush=True)
     console.print()
     console.print(outcome.sentence(_engine(job)), soft_wrap=True)
@@ -237,7 +237,7 @@ def _report(
 
 
 def _largest_difference(job: MegarlConfig) -> str:
-    # An engine that is ahead sampled with weights that the trainer has learned on since.
+    # With staleness, the engine sampled with weights that the trainer has updated since.
     later = ", with its staleness" if job.schedule.max_staleness else ""
     return f"largest log-prob difference, engine - trainer{later}"
 

