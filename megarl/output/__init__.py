@@ -1,1 +1,1 @@
-"""The folder that a run writes: what may not lie in it, who may write there, how an export takes its place."""
+"""The output folder of a run: which paths it must not contain, who may write there, and how exports are replaced."""

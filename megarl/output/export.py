@@ -1,6 +1,7 @@
-"""An export takes the place of an earlier one when it is complete: there is one at any moment, or the next run ends it.
+"""Replaces an earlier export by a complete new one; if this is interrupted, the next run finishes it.
 
-The new one is written beside the old one. Then the old one is moved away, the new one gets its name, the old one goes.
+The new one is written next to the old one. Then the old one is renamed, the new one gets its name, and the old one is
+removed.
 """
 
 import json
@@ -16,7 +17,7 @@ _RECORD = "megarl_export.json"
 
 
 def write_export(write: Callable[[Path], None], export: Path, step: int) -> None:
-    """Let `write` make a folder, which appears when it is complete; it becomes `export`, that of `step`."""
+    """Let `write` create the export of `step`, which replaces `export` once it is complete."""
     finish_export(export)
     new = next_export(export)
     write(new)
@@ -27,7 +28,7 @@ def write_export(write: Callable[[Path], None], export: Path, step: int) -> None
 
 
 def finish_export(export: Path) -> None:
-    """Let a complete export that was written take its place, whether by this run or by one that was killed."""
+    """Move a completely written export to its place, left by this run or by one that was killed."""
     new, old = next_export(export), previous_export(export)
     if new.exists():
         if export.exists() or export.is_symlink():
@@ -38,7 +39,7 @@ def finish_export(export: Path) -> None:
 
 
 def check_that_none_is_lost(exports: Iterable[Path]) -> None:
-    """A run that continues none has no export to replace. Raises UserError if there is one."""
+    """Raise UserError if there is an export, for a run that continues none and so must not replace one."""
     for export in exports:
         finish_export(export)
         if export.exists():
@@ -49,7 +50,7 @@ def check_that_none_is_lost(exports: Iterable[Path]) -> None:
 
 
 def step_of_export(export: Path) -> int | None:
-    """The step whose weights an export holds; None where there is none, or none that a run wrote."""
+    """The step of an export's weights; None if there is no export, or one that no run wrote."""
     finish_export(export)
     try:
         record = json.loads((export / _RECORD).read_text())

@@ -1,4 +1,4 @@
-"""One run at a time in an output folder."""
+"""Ensures that only one run writes to an output folder."""
 
 import os
 import platform
@@ -16,12 +16,12 @@ LOCK = ".lock"
 
 
 class HeldError(MayPass):
-    """Another process holds the folder, or a machine that is gone: NFSv3 keeps a lock until its client is back."""
+    """The folder is locked by another process, or by a lost machine: NFSv3 keeps a lock until its client is back."""
 
 
 @contextmanager
 def free_folder(folder: Path) -> Iterator[Path]:
-    """Hold `folder`, or the first of FOLDER-2, FOLDER-3 ... that no other process holds; see `sole_writer`."""
+    """Lock `folder`, or the first of FOLDER-2, FOLDER-3 ... that no other process has locked; see `sole_writer`."""
     with ExitStack() as stack:
         for number in count(1):
             own = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
@@ -35,9 +35,9 @@ def free_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[Path]:
-    """Make `folder`, if it is not there, and hold it for this process; the kernel lets go when the process ends.
+    """Create `folder` if needed, and lock it for this process; the kernel releases the lock when the process ends.
 
-    Raises UserError if another process holds it, on whatever machine that shares it, or if it cannot be written.
+    Raises UserError if another process has locked it, on any machine that shares it, or if it is not writable.
     """
     made = not folder.exists()
     try:
@@ -56,7 +56,7 @@ def sole_writer(folder: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        # Somebody may have removed it, and another run have made its own.
+        # It may have been removed, and created by another run since.
         remove_locked(lock, folder / LOCK)
         if made:
             with suppress(OSError):
@@ -65,7 +65,7 @@ def sole_writer(folder: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor of the locked file, with who has it."""
+    """A descriptor of the locked file, which names its holder."""
     lock = lock_file(folder / LOCK)
     os.truncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {platform.node()}".encode())

@@ -1,4 +1,4 @@
-"""Paths that a run writes below its output_dir, and the check that the run reads none of them."""
+"""Paths that a run writes below its output_dir, and the check that none of them is an input."""
 
 import os
 from collections.abc import Collection, Iterator
@@ -13,26 +13,26 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"
 EXPORT = "huggingface"
 ADAPTER = "adapter"
-"""Export of the adapter alone, where one is trained."""
+"""Export of the adapter, if one is trained."""
 LOGS = "logs"
 PROFILES = "profiles"
 TRAINED_AUXILIARY = ("critic", "implicit_reward_model")
-"""Exported under their own names."""
+"""Models exported under their own names."""
 
 _LONGEST_NAME = 255
-"""Bytes of one name, in every file system of Linux that is in use."""
+"""Maximum length in bytes of a file name, in all common Linux file systems."""
 _LONGEST_PATH = 3840
-"""Bytes of a path of Linux, 4096, less some for what lies below."""
+"""Maximum length in bytes of the folder: the 4096 of a Linux path, minus room for paths inside."""
 _SHOWN = 40
 
 
 def next_export(export: Path) -> Path:
-    """Where an export is written until it takes its place."""
+    """Where an export is written before it is moved to its place."""
     return export.with_name(f".{export.name}.next")
 
 
 def previous_export(export: Path) -> Path:
-    """Where an export goes whose place is taken."""
+    """Where a replaced export is moved."""
     return export.with_name(f".{export.name}.previous")
 
 
@@ -45,7 +45,7 @@ _FOLDERS = (
 
 
 def models_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
-    """Every folder of weights that a configuration reads, with its key: ranks and engines do, wherever they are."""
+    """Every folder of weights that a configuration reads, with its key; ranks and engines on all machines read them."""
     models = {
         "model.path": config.model.path,
         "model.megatron_checkpoint": config.model.megatron_checkpoint,
@@ -75,7 +75,7 @@ def inputs_of(config: "MegarlConfig") -> Iterator[tuple[str, Path]]:
 
 
 def check_name(said: str, folder: str) -> None:
-    """Raise UserError for a name that no folder can have; `said` is what the user calls it."""
+    """Raise UserError for an invalid folder name; `said` is the option or key that the user gave."""
     if not folder.strip() or "\0" in folder:
         raise UserError(
             f"{said}={folder!r} is no name: give the folder that the run writes, for instance {said}=runs/mine"
@@ -86,11 +86,11 @@ def check_name(said: str, folder: str) -> None:
 
 
 def check_output(config: "MegarlConfig", written: Collection[str] | None = None) -> None:
-    """Raise UserError unless `output_dir` can be a folder, and what is `written` there leaves the inputs alone.
+    """Raise UserError unless `output_dir` can be a folder, and writing `written` there leaves the inputs intact.
 
-    Without `written` it is all that the training commands and any logger write.
+    Without `written` this is everything that the training commands and any logger write.
     """
-    # Here, since a command line alone needs no logger.
+    # Imported here, since parsing a command line needs no logger.
     from megarl.tracking import LOGGERS
 
     folders = (*_FOLDERS, *(name for kind in LOGGERS.values() for name in kind.folders))
@@ -122,7 +122,7 @@ def _touches(path: Path, place: Path) -> bool:
 
 
 def _real_paths(path: Path) -> Iterator[str]:
-    """Where `path` is, and where its files are: a model may be a folder of links."""
+    """The real path of `path`, and those of its files, as a model may be a folder of links."""
     yield os.path.realpath(path)
     if os.path.isdir(path):
         yield from (os.path.realpath(entry.path) for entry in os.scandir(path) if entry.is_symlink())
