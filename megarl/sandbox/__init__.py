@@ -1,4 +1,4 @@
-"""Running programs that nobody has read: limits, what the kernel isolates, and what it does not.
+"""Runs untrusted programs with limits and kernel isolation.
 
-Nothing is imported here: the supervisor's start is part of every test of a program.
+Nothing is imported here, as the supervisor's startup is part of every test of a program.
 """

@@ -1,4 +1,4 @@
-"""Calls of the C library that Python has no function for."""
+"""Calls of C library functions that Python lacks."""
 
 import ctypes
 import os
@@ -7,7 +7,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def call(name: str, *arguments: int | bytes | None) -> int:
-    """Call a function of the C library. Raises OSError, which names it, where it returns -1."""
+    """Call a function of the C library. Raises OSError, which names the function, if it returns -1."""
     values = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     result = getattr(_LIBC, name)(*values)
     if result == -1:

@@ -1,4 +1,4 @@
-"""Namespaces of a sandbox: a file system, processes, a network and a user of its own."""
+"""Namespaces of a sandbox: its own file system, processes, network and user."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.sandbox.libc import call
 
 PROCESSES_BESIDE = 2
-"""Processes of the sandbox itself that count as the program's user's, where that is not another user."""
+"""Processes of the sandbox itself that count towards the program's user, unless that is a separate user."""
 
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
@@ -23,17 +23,17 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _NOBODY = 65534
 
 _ROOT = Path("/sys")
-"""Where the new root is put together: a folder that every machine has, and of which nothing is taken over."""
+"""Where the new root is assembled: a folder that every machine has, and whose contents are not needed."""
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "etc/alternatives", "etc/ld.so.cache")
 _DEVICES = ("dev/null", "dev/zero", "dev/random", "dev/urandom")
 _OUTSIDE_FILES = 4096
 
 
 def enter(other_user: int) -> None:
-    """Put this process, and the processes of its children, into namespaces of their own.
+    """Move this process, and its future children's process ids, into new namespaces.
 
-    `other_user` is 0 where there is none (`users.another_user`): the process gets a user namespace. Raises OSError if
-    that is not allowed here.
+    `other_user` 0 means that there is no separate user (`users.another_user`): a user namespace is created. Raises
+    OSError if that is not allowed here.
     """
     own = _CLONE_NEWNS | _CLONE_NEWUTS | _CLONE_NEWIPC | _CLONE_NEWPID | _CLONE_NEWNET
     if other_user:
@@ -47,14 +47,14 @@ def enter(other_user: int) -> None:
 
 
 def _with_targets(path: Path) -> Iterator[Path]:
-    """The path, and where it leads to if it is a link, as a virtual environment may be, also to another link."""
+    """The path and, while it is a link, as in a virtual environment, the targets along the chain of links."""
     yield path
     if path.is_symlink():
         yield from _with_targets(path.parent / path.readlink())
 
 
 def own_root(writable_bytes: int) -> None:
-    """Change the root to one that holds the interpreter and the system's libraries, and /tmp of so many bytes.
+    """Change the root to one with the interpreter, the system's libraries, and a /tmp of `writable_bytes`.
 
     Raises OSError if that is not allowed here.
     """
@@ -104,7 +104,7 @@ def _bytes(text: str | None) -> bytes | None:
 
 
 def _set_attributes(target: Path, attributes: int) -> None:
-    """Set the attributes of a mount and of all below it."""
+    """Set the attributes of a mount and of all mounts below it."""
     wanted = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, 0, 0))
     size = struct.calcsize("QQQQ")
     call("syscall", _MOUNT_SETATTR, _AT_FDCWD, str(target).encode(), _AT_RECURSIVE, ctypes.addressof(wanted), size)

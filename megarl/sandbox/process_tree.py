@@ -1,4 +1,4 @@
-"""A child process and all that it starts: watched, and ended to the last one."""
+"""Watches a child process, and ends it with all its descendants."""
 
 import os
 import signal
@@ -15,26 +15,26 @@ _WATCHED = (*_TOLD_TO_END, signal.SIGCHLD)
 
 
 class Ended(NamedTuple):
-    """How a watched child ended: its exit code, negative for a signal; or `told`, what this process got before that."""
+    """How a watch on a child ended: exit code, negative for a signal; or `told`, an earlier signal to this process."""
 
     code: int = 0
     told: signal.Signals | None = None
 
 
 def die_with(parent: int, by: signal.Signals) -> None:
-    """Get a signal when the parent dies; end at once if it is dead already."""
+    """Get the signal `by` when the parent dies; exit at once if it is dead already."""
     call("prctl", _PR_SET_PDEATHSIG, by, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of all descendants whose own has ended."""
+    """Become the parent of descendants whose own parent has ended."""
     call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def fork() -> int:
-    """Fork a child to watch. From now on SIGALRM and SIGTERM wait here for `wait_end`; the child has none of this."""
+    """Fork a child to watch. From now on SIGALRM and SIGTERM wait here for `wait_end`, but not in the child."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
     child = os.fork()
@@ -44,7 +44,7 @@ def fork() -> int:
 
 
 def wait_end(child: int) -> Ended:
-    """Wait for the end of a child of `fork`, or until this process is told to end."""
+    """Wait for the end of a child from `fork`, or for a signal that ends this process."""
     while True:
         number = signal.Signals(signal.sigwait(_WATCHED))
         if number in _TOLD_TO_END:
@@ -66,7 +66,7 @@ def end_by(number: int) -> NoReturn:
 
 
 def kill_descendants() -> None:
-    """Kill and collect all processes below this one, which must have adopted the orphans."""
+    """Kill and reap all descendants of this process, which must have adopted the orphans."""
     while True:
         for pid in _descendants():
             try:
@@ -80,7 +80,7 @@ def kill_descendants() -> None:
 
 
 def tasks_of_user(user: int) -> int:
-    """How many threads all processes of a user have, as the kernel counts them for RLIMIT_NPROC."""
+    """The number of threads in all processes of a user, as the kernel counts them for RLIMIT_NPROC."""
     count = 0
     for _, status in _processes():
         if int(status["Uid"].split()[0]) == user:
@@ -98,7 +98,7 @@ def _descendants() -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Children of all threads of a process; none if it ended."""
+    """Children of all threads of a process; empty if it has ended."""
     try:
         return [int(word) for file in Path(f"/proc/{pid}/task").glob("*/children") for word in file.read_text().split()]
     except (FileNotFoundError, ProcessLookupError):

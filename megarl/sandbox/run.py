@@ -1,4 +1,4 @@
-"""A program in a sandbox, seen from the one that asks for it."""
+"""Runs a program in a sandbox, from the caller's side."""
 
 import json
 import os
@@ -23,7 +23,7 @@ sys.exit(main(*map(int, sys.argv[2:])))
 _START_ALLOWANCE_S = 10.0
 _READ_BYTES = 65536
 _TIME_IS_OVER = (-signal.SIGALRM, 128 + signal.SIGXCPU)
-"""Exit codes where the supervisor's clock, or the limit of CPU time, ended the program."""
+"""Exit codes if the supervisor's timer, or the limit of CPU time, ended the program."""
 
 
 class SandboxUnavailableError(Exception):
@@ -32,7 +32,7 @@ class SandboxUnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program. Memory is of each process; `file_bytes` of all its files together, and of the largest."""
+    """Limits of a program. Memory is per process; `file_bytes` limits all its files together, and each of them."""
 
     wall_s: float
     cpu_s: int
@@ -47,8 +47,8 @@ class Limits:
 class Finished:
     """How a program ended.
 
-    `code` is its exit code, or 128 and the number of the signal that ended it; `output` what it wrote to stdout, up to
-    the limit.
+    `code` is its exit code, or 128 plus the number of the signal that ended it; `output` is its stdout, up to the
+    limit.
     """
 
     end: End
@@ -57,7 +57,7 @@ class Finished:
 
 
 def run(program: str, stdin: bytes, limits: Limits, isolation: str) -> Finished:
-    """Run Python source with this interpreter; when it returns, none of its processes and files is left.
+    """Run Python source with this interpreter; on return, none of its processes and files are left.
 
     `isolation` is a name of `supervisor.ISOLATIONS`. Raises `SandboxUnavailableError` if the machine does not allow it.
     """
@@ -66,7 +66,7 @@ def run(program: str, stdin: bytes, limits: Limits, isolation: str) -> Finished:
     with _memory_file(request) as request_file, _memory_file(stdin) as stdin_file, os.fdopen(heard, "rb") as complaint:
         fds = (request_file.fileno(), said)
         try:
-            # -I: neither the user's settings nor the folder it runs in have a say in what is imported.
+            # -I, so that neither the user's settings nor the current folder affect what is imported.
             supervisor = subprocess.Popen(
                 [sys.executable, "-I", "-c", _SUPERVISOR, _FOLDER_OF_PACKAGES, *map(str, (os.getpid(), *fds))],
                 stdin=stdin_file,
@@ -87,7 +87,7 @@ def run(program: str, stdin: bytes, limits: Limits, isolation: str) -> Finished:
 
 
 def _read(supervisor: "subprocess.Popen[bytes]", limits: Limits) -> tuple[End, bytes]:
-    """Read until no writer is left. The supervisor keeps the time; the limit here is for one that does not."""
+    """Read until no writer is left. The supervisor enforces the time; the limit here is in case it fails to."""
     assert supervisor.stdout is not None
     stream, output = supervisor.stdout.fileno(), bytearray()
     deadline = time.monotonic() + limits.wall_s + _START_ALLOWANCE_S

@@ -1,16 +1,17 @@
-"""The process over a sandboxed program. It uses the standard library alone, and starts in milliseconds.
+"""The process that supervises a sandboxed program. It uses only the standard library, and starts in milliseconds.
 
-It makes the isolation, starts the program, and when that has ended, or its time is over, ends whatever it left behind.
+It sets up the isolation and starts the program. When the program has ended, or its time is over, it kills whatever is
+left.
 
-`namespaces`: the program has a file system of its own (the interpreter and the system's libraries to read, an empty
-/tmp in memory to write, nothing else of the machine), sees no process but its own, has no network, and runs as a user
-that owns nothing. Made as root, or in a user namespace.
+`namespaces`: the program has its own file system (the interpreter and the system's libraries, read-only; an empty,
+writable /tmp in memory; nothing else of the machine), sees only its own processes, has no network, and runs as a user
+that owns nothing. This is set up as root, or in a user namespace.
 
-`limits`: for machines that allow no namespaces. The program sees the machine's files and processes as the user that
-it runs as, and can write where that one can; it gets no sockets but pairs and cannot send signals.
+`limits`: for machines that do not allow namespaces. The program sees the machine's files and processes as the user that
+it runs as, and can write where that user can. It gets no sockets except socket pairs, and cannot send signals.
 
-In both, rlimits hold for each process, the number of processes is limited, and a filter refuses the system calls that
-would go around all this.
+In both, rlimits apply to each process, the number of processes is limited, and a seccomp filter refuses the system
+calls that would bypass all this.
 """
 
 import json
@@ -42,10 +43,10 @@ _ENVIRONMENT = {
 
 
 def main(parent: int, request_fd: int, complaint_fd: int) -> int:
-    """Run the program of the request; return its exit code, or 128 and the number of its signal.
+    """Run the program of the request; return its exit code, or 128 plus its signal's number.
 
-    Where the time is over, this process ends itself by SIGALRM. Isolation that the machine does not allow is named on
-    `complaint_fd`.
+    When the time is over, this process ends itself by SIGALRM. If the machine does not allow the isolation, the error
+    is written to `complaint_fd`.
     """
     os.set_inheritable(complaint_fd, False)
     with os.fdopen(request_fd, "rb") as file:
@@ -67,7 +68,7 @@ def _with_namespaces(request: Mapping[str, Any], parent: int) -> int:
         signal.setitimer(signal.ITIMER_REAL, request["wall_s"])
         ended = process_tree.wait_end(first)
         if ended.told:
-            # With the first process of a namespace all others end, and its end is not seen before theirs.
+            # When a namespace's first process ends, the kernel kills all others, and reports its end only after theirs.
             os.kill(first, signal.SIGKILL)
             os.waitpid(first, 0)
             process_tree.end_by(ended.told)
@@ -115,11 +116,11 @@ ISOLATIONS: Mapping[str, Callable[[Mapping[str, Any], int], int]] = {
     "namespaces": _with_namespaces,
     "limits": _with_limits,
 }
-"""How a program is kept apart."""
+"""Name of an isolation -> function that runs a request in it."""
 
 
 def _can_have_capabilities() -> bool:
-    """Whether what this process starts could gain a capability: some are in its bounding set (capabilities(7))."""
+    """Whether processes started from here could gain capabilities: some are in the bounding set (capabilities(7))."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("CapBnd:")[2].split()[0], 16) != 0
 
@@ -137,7 +138,7 @@ def _become_program(
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
     elif os.geteuid() == 0:
-        # An ordinary user who is called root in this container: what it starts is to have the user's rights alone.
+        # An ordinary user mapped to root in this container: the program must have only the user's rights.
         if _can_have_capabilities():
             call("prctl", _PR_SET_SECUREBITS, _NO_ROOT_FOR_GOOD, 0, 0, 0)
         call("prctl", _PR_CAP_AMBIENT, _CLEAR_ALL, 0, 0, 0)
@@ -152,7 +153,8 @@ def _become_program(
         resource.RLIMIT_MSGQUEUE: 0,
     }
     for limit, value in limits.items():
-        # Beyond the former, CPU time ends a program by SIGXCPU, by which it is known; beyond the latter by SIGKILL.
+        # At the soft limit, CPU time ends the program with SIGXCPU, which identifies it; at the hard limit with
+        # SIGKILL.
         resource.setrlimit(limit, (value, value + (limit == resource.RLIMIT_CPU)))
     system_calls.forbid(may_signal=may_signal)
     os.execve(sys.executable, [sys.executable, "-I", "-B", "-X", "utf8", "program.py"], _ENVIRONMENT)

@@ -1,4 +1,4 @@
-"""System calls that a sandboxed program does not get: a filter in the kernel (seccomp)."""
+"""A seccomp filter of the system calls that a sandboxed program may not use."""
 
 import ctypes
 import os
@@ -38,7 +38,7 @@ _ALWAYS: Mapping[str, _Numbers] = {
     "request_key": _Numbers(249, 218),
     "keyctl": _Numbers(250, 219),
 }
-"""Network, memory that no limit counts, other processes, namespaces, and what few programs need and exploits love."""
+"""Network, memory outside the limits, other processes, namespaces, and rarely used calls that exploits rely on."""
 _SIGNALS: Mapping[str, _Numbers] = {
     "kill": _Numbers(62, 129),
     "tkill": _Numbers(200, 130),
@@ -59,7 +59,7 @@ _NEW_NAMESPACES = 0x7E020080
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_FLAG = 0x40000000
 
-# The few instructions of the kernel's filter machine that are needed here, and the words they read.
+# The BPF instructions needed here, and the words they read.
 _LOAD, _RETURN = 0x20, 0x06
 _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT = 0x15, 0x35, 0x45
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT = 0, 4, 16, 24, 32
@@ -69,9 +69,9 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 
 
 def forbid(*, may_signal: bool) -> None:
-    """Refuse these calls to this process and all that come of it, for good.
+    """Deny these calls to this process and all its descendants, irrevocably.
 
-    Without `may_signal` it cannot send signals either. Raises OSError if the machine does not allow filters.
+    Unless `may_signal`, sending signals is denied, too. Raises OSError if the machine does not allow filters.
     """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
@@ -92,7 +92,7 @@ def _filter(machine: str, may_signal: bool) -> bytes:
         _step(_LOAD, _NUMBER),
         _step(_JUMP_AT_LEAST, _X32_FLAG, 0, 1),
         _step(_RETURN, _ERROR | ENOSYS),
-        # Its arguments lie where a filter cannot read; the C library then takes clone.
+        # The filter cannot read its arguments, which are in memory; on ENOSYS the C library falls back to clone.
         _step(_JUMP_EQUAL, _CLONE3, 0, 1),
         _step(_RETURN, _ERROR | ENOSYS),
     ]
@@ -106,7 +106,7 @@ def _filter(machine: str, may_signal: bool) -> bytes:
         _step(_JUMP_ANY_BIT, _NEW_NAMESPACES, 0, 1),
         _step(_RETURN, _ERROR | EPERM),
         _step(_RETURN, _ALLOW),
-        # Limits of others: only those of the process itself, which is 0, may be changed.
+        # Only its own limits, addressed as process 0, may be changed.
         _step(_JUMP_EQUAL, getattr(_PRLIMIT, machine), 0, 3),
         _step(_LOAD, _FIRST_ARGUMENT),
         _step(_JUMP_EQUAL, 0, 1, 0),
@@ -117,7 +117,7 @@ def _filter(machine: str, may_signal: bool) -> bytes:
 
 
 def _without_signals_of_files(machine: str) -> list[bytes]:
-    """Steps that refuse to let a file signal somebody: the owner it is given, or whoever uses a terminal."""
+    """Steps that deny signals by files: to an owner set for a file, or to whoever uses a terminal."""
     to_be_signalled = [
         _step(_JUMP_EQUAL, _F_SETFL, 0, 3),
         _step(_LOAD, _THIRD_ARGUMENT),
@@ -131,7 +131,7 @@ def _without_signals_of_files(machine: str) -> list[bytes]:
 
 
 def _without_commands(number: int, commands: Sequence[int], others: Sequence[bytes] = ()) -> list[bytes]:
-    """Steps that end a call of this number: with an error if its second argument is a command, else after `others`."""
+    """Steps for the call `number`: deny it if its second argument is in `commands`, else take `others`, then allow."""
     code = [_step(_LOAD, _SECOND_ARGUMENT)]
     for command in commands:
         code += [_step(_JUMP_EQUAL, command, 0, 1), _step(_RETURN, _ERROR | EPERM)]

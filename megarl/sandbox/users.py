@@ -1,19 +1,19 @@
-"""Users that sandboxed programs run as where this process is root's: nobody has their numbers."""
+"""Unused user ids that sandboxed programs run as if this process is root."""
 
 import os
 import pwd
 from pathlib import Path
 
 _FIRST = (1_879_048_192, 10_000)
-"""First numbers that no system gives to anyone (https://systemd.io/UIDS-GIDS), and for containers that map few."""
+"""First ids that no system assigns (https://systemd.io/UIDS-GIDS), and others for containers that map few ids."""
 _COUNT = 50_000
 
 
 def another_user() -> int:
-    """A user that owns nothing, and few programs at a time: the kernel counts processes by user.
+    """Return a user id that owns nothing, and runs few programs at a time, as the kernel counts processes per user.
 
-    0 if not root, or root of a container in which an ordinary user is called so and nobody else is. Raises OSError
-    where there is no such user, but root is the machine's, whose processes the kernel does not count.
+    Returns 0 if this process is not root, or root only within a container whose single user is an ordinary one outside.
+    Raises OSError if no id is free: the kernel does not limit the processes of the machine's root.
     """
     if os.geteuid() != 0 or _is_one_remapped():
         return 0
@@ -32,13 +32,13 @@ def another_user() -> int:
 
 
 def _is_one_remapped() -> bool:
-    """Whether this process's user namespace has one user alone, who is not root outside."""
+    """Whether this process's user namespace has a single user, who is not root outside."""
     _, outside, *counts_and_more = Path("/proc/self/uid_map").read_text().split()
     return outside != "0" and counts_and_more == ["1"]
 
 
 def _mapped(name: str) -> list[range]:
-    """The numbers that this process's user namespace has."""
+    """The ids mapped in this process's user namespace."""
     lines = Path("/proc/self", name).read_text().splitlines()
     starts_and_counts = [(int(start), int(count)) for start, _, count in map(str.split, lines)]
     return [range(start, start + count) for start, count in starts_and_counts]
