@@ -1,1 +1,1 @@
-"""The command `megarl`: `main` finds the subcommand. Each is a file of its name, those that train in `training`."""
+"""The command `megarl`: `main` dispatches subcommands, each in a file of its name; `training` has those that train."""

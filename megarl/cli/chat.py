@@ -1,8 +1,8 @@
-"""Talk to a model in the terminal: an engine loads a HuggingFace folder and answers token by token.
+"""Chat with a model in the terminal: an engine loads a HuggingFace folder and answers token by token.
 
-Answers are greedy unless --temperature says otherwise. Ctrl-C stops an answer; /reset forgets what was said; /quit or
-Ctrl-D ends. Where stdin is no terminal, all of it is one question and stdout gets the answer alone. A model whose
-tokenizer has no chat template continues what is typed. Other keys of the configuration are given as KEY=VALUE.
+Answers are greedy unless --temperature is given. Ctrl-C stops an answer; /reset clears the conversation; /quit or
+Ctrl-D ends. If stdin is not a terminal, all of it is one question, and only the answer goes to stdout. A model whose
+tokenizer has no chat template continues the text that is typed. Other configuration keys are given as KEY=VALUE.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TAKES_OVERRIDES = True
 LOGS_HELP = "where the engine's log goes (default: runs/chat; runs/chat-2 while that is in use)"
 
 _KEYS = {"--model": "model.path", "--max-tokens": "rollout.max_response_tokens", "--output-dir": "output_dir"}
-"""Option, key of the configuration that it sets."""
+"""Option -> the configuration key that it sets."""
 _COMMANDS = {"/reset": "forget what was said", "/quit": "end"}
 _HINT = "Ctrl-C stops an answer; " + "; ".join(f"{name}: {does}" for name, does in _COMMANDS.items())
 _BREAKS = {ord(character): character for character in "\n\t"}
@@ -60,7 +60,7 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Answer what is typed, or what comes on stdin."""
+    """Answer what is typed, or what is on stdin."""
     with names_as_given({key: option for option, key in _KEYS.items()}):
         return _run(options)
 
@@ -96,7 +96,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def reply(chat: "Chat") -> None:
-    """Answer what is on stdin. Raises UserError if nothing is."""
+    """Answer the question on stdin. Raises UserError if there is none."""
     question = sys.stdin.read().removesuffix("\n")
     if not question:
         raise UserError("there is no question on stdin: pipe one to megarl chat, or start it in a terminal")
@@ -106,7 +106,7 @@ def reply(chat: "Chat") -> None:
 
 
 def talk(chat: "Chat") -> None:
-    """Answer what is typed, until its end."""
+    """Answer what is typed, until the end of input."""
     print(_HINT)
     while True:
         question = _ask()
@@ -121,7 +121,7 @@ def talk(chat: "Chat") -> None:
 
 
 def _ask() -> str | None:
-    """Reads a line from the user; None at the end of input."""
+    """Read a line from the user; None at the end of input."""
     with suppress(ImportError):
         import readline  # noqa: F401 - gives `input` a history
     while True:
@@ -146,13 +146,13 @@ def _answer(chat: "Chat", question: str) -> None:
 
 
 def _show(piece: str) -> None:
-    # A model must not be able to command the terminal.
+    # A model must not be able to control the terminal with escape sequences.
     print(piece.translate(_SHOWN) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 @contextmanager
 def _ctrl_c() -> Iterator[Event]:
-    """Whether Ctrl-C was pressed; it interrupts nothing."""
+    """Within the context, Ctrl-C sets the event and interrupts nothing."""
     pressed = Event()
     with _handled(lambda *_: pressed.set()):
         yield pressed
@@ -168,7 +168,7 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
 
 
 class _CtrlC(Exception):  # noqa: N818 - no error
-    """Ctrl-C alone: the other signals that end a program do so here, too."""
+    """Only Ctrl-C: other signals end the program as usual."""
 
 
 def _raise(_number: int, _frame: FrameType | None) -> None:

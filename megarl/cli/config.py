@@ -1,9 +1,9 @@
-"""Print the final configuration of a recipe as YAML, with the origin of each value, or what two recipes differ in.
+"""Print the final configuration of a recipe as YAML, with the origin of each value, or how two recipes differ.
 
-Values come from lines of files, overrides, Megatron's flags, or the defaults of the schema. The output is a recipe
-again; behind it a value that is wrong by itself is refused as by megarl train. --from-verl and --from-slime print the
-recipe that a command of verl or a script of slime is here, with what has no counterpart. --diff ends with 0 where two
-recipes are the same, with 1 where they differ; overrides count for both.
+Values come from lines of files, overrides, Megatron's flags, or the defaults of the schema. The output is itself a
+recipe; a value that is invalid by itself is then reported as by megarl train. --from-verl and --from-slime translate
+a command of verl or a script of slime to a recipe, and list what has no counterpart. --diff exits with 0 if two
+recipes are equal, and with 1 if they differ; overrides apply to both.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _COLUMN = 56
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; overrides and Megatron's flags are what remains."""
+    """Declare the options; overrides and Megatron's flags are left over."""
     parser.usage = (
         "megarl config (--config-name NAME | --diff A B) [KEY=VALUE ...] [--MEGATRON-FLAG [VALUE] ...]\n"
         "       megarl config (--from-verl FILE|KEY=VALUE ... | --from-slime FILE)"
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print; 1 where two recipes differ."""
+    """Print the configuration, or the difference of two recipes; 1 if they differ."""
     if options.diff:
         return _diff(options)
     if options.from_verl or options.from_slime:
@@ -74,14 +74,14 @@ def run(options: argparse.Namespace) -> int:
         settings = {key: setting for key, setting in settings.items() if setting.origin != DEFAULT}
     facts = {key: {"value": setting.value, "origin": setting.origin} for key, setting in settings.items()}
     outcome.print_outcome(options, list(_yaml(settings)), {"configuration": facts})
-    # Before torch is loaded for the checks, which takes seconds.
+    # Print before torch is imported for the checks, which takes seconds.
     sys.stdout.flush()
     _check(options, given)
     return 0
 
 
 def _check(options: argparse.Namespace, given: "Sequence[Assignment]") -> None:
-    """Raise UserError for the first value that is wrong by itself; keys that are open have none."""
+    """Raise UserError for the first value that is invalid by itself; keys left open are not checked."""
     from megarl.config.origins import compose_open
     from megarl.config.validate import check_single_values
 
@@ -108,7 +108,7 @@ def _translate(options: argparse.Namespace) -> int:
 
 
 def _placed(options: argparse.Namespace, name: str) -> argparse.Namespace:
-    """The options with name and folder of this recipe, which may be given as a file."""
+    """The options with this recipe's name and folder; the recipe may be given as a file."""
     file = Path(name)
     if file.suffix != ".yaml":
         return argparse.Namespace(**{**vars(options), "config_name": name})
@@ -122,7 +122,7 @@ def _diff(options: argparse.Namespace) -> int:
 
     both = (_placed(options, name) for name in options.diff)
     a, b = (explain(each.config_name, assignments(each), each.config_dir) for each in both)
-    # An empty group is no value where the other recipe has keys in it.
+    # An empty group is not a value if the other recipe has keys in it.
     here = [{key: each for key, each in settings.items() if each.value != {}} for settings in (a, b)]
     keys = sorted(key for key in {*here[0], *here[1]} if _of(here[0], key) != _of(here[1], key))
     lines = [f"{key}: {_say(a.get(key))}, {_say(b.get(key))}" for key in keys]
@@ -147,7 +147,7 @@ def _say(setting: "Setting | None") -> str:
 
 
 def _yaml(settings: "Mapping[str, Setting]") -> Iterator[str]:
-    """The lines of the recipe, each value with its origin behind it."""
+    """The lines of the recipe, each value followed by its origin."""
     groups: list[str] = []
     for key, setting in settings.items():
         *above, name = key.split(".")

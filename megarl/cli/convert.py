@@ -1,8 +1,8 @@
-"""Convert a HuggingFace folder to a Megatron checkpoint, in a stream: without a model, a GPU or a process group.
+"""Convert a HuggingFace folder to a Megatron checkpoint by streaming, without a model, GPU or process group.
 
-Writes Megatron's torch_dist format as Megatron-LM's loader looks for it, and a checksum of every chunk. The chunks are
-cut for the given parallel sizes, so that each rank reads whole ones; the checkpoint loads at any other sizes, too. A
-conversion that was interrupted goes on when the same command is given again.
+Writes Megatron's torch_dist format with the files that Megatron-LM's loader expects, and a checksum of every chunk.
+The chunks match the given parallel sizes, so that each rank reads whole ones; the checkpoint loads at any other sizes,
+too. An interrupted conversion continues when the same command is run again.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, or plan it."""
+    """Convert, or only print the plan."""
     outcome.check_workers(options.workers)
     outcome.check_folder(options.hf, "give the path of a model in HuggingFace form")
     from converters.hf_to_megatron import convert_checkpoint

@@ -1,7 +1,7 @@
-"""Say whether two checkpoints, each a HuggingFace folder or a torch_dist checkpoint, are the same model.
+"""Tell whether two checkpoints, each a HuggingFace folder or a torch_dist checkpoint, are the same model.
 
-Compares all tensors, value by value and a few MB at a time, by their HuggingFace names; block FP8 is decoded. Ends with
-0 where they are the same, with 1 where they differ. Equal values in another type are the same.
+Compares all tensors by their HuggingFace names, value by value, a few MB at a time; block FP8 is dequantised. Exits
+with 0 if they are the same, and with 1 if they differ. Equal values in another dtype count as the same.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare; 1 where they differ."""
+    """Compare; 1 if they differ."""
     outcome.check_workers(options.workers)
     if options.limit < 0:
         raise UserError(f"--limit {options.limit} is less than nothing; give 0 or more")

@@ -1,7 +1,8 @@
-"""Look at this machine: what is installed, which device and engine would be used, what would not work and why.
+"""Check this machine: what is installed, which device and engine would be used, what would not work and why.
 
-Ends with 0 unless the main job (`megarl train`) cannot run here. With --cluster, look at all nodes of a Ray cluster and
-at the ways between them, and name the one that is slow, broken or other than the rest; ends with 0 unless there is one.
+Exits with 0 unless training (`megarl train`) cannot run here. With --cluster it checks all nodes of a Ray cluster and
+the network between them, and names nodes that are slow, broken or different from the rest; it exits with 0 unless there
+is one.
 """
 
 import argparse
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the findings; 1 where one of them keeps the main job from running, or a cluster has a fault."""
+    """Print the findings; 1 if one of them prevents training, or a cluster has a fault."""
     from dataclasses import asdict
 
     if options.cluster:

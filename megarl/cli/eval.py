@@ -1,8 +1,8 @@
-"""Measure a model: a fresh engine loads a HuggingFace folder and answers held-out prompts.
+"""Evaluate a model: a fresh engine loads a HuggingFace folder and answers held-out prompts.
 
-One response to each prompt, greedy or with --temperature sampled, gives the accuracy, which is the mean reward. With
---samples N, N responses to each are sampled: the accuracy is their mean, and there are pass@k (one of k is right),
-majority@k (what most of k answer) and best@k (the best of k). Other keys of the configuration are given as KEY=VALUE.
+By default each prompt gets one response, greedy unless --temperature is given, and the accuracy is the mean reward.
+With --samples N, N responses per prompt are sampled. The accuracy is then their mean, and there are pass@k (one of k is
+right), majority@k (what most of k answer) and best@k (the best of k). Other configuration keys are given as KEY=VALUE.
 """
 
 import argparse
@@ -35,7 +35,7 @@ _KEYS = {
     "--temperature": "loop.eval_temperature",
     "--output-dir": "output_dir",
 }
-"""Option, key of the configuration that it sets."""
+"""Option -> the configuration key that it sets."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
     """The command line as overrides of the recipe `eval`."""
-    # Overrides that follow --files end up in it; folders of data may be called split=test.
+    # Overrides that follow --files are parsed as its values; folders of data may be named split=test.
     overrides = [word for word in options.files if "=" in word and not Path(word).exists()]
     files = [word for word in options.files if word not in overrides]
     quoted = ",".join(recipe.override("", file)[1:] for file in files)
@@ -70,7 +70,7 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print how good the model is."""
+    """Print the model's accuracy."""
     with names_as_given({**{key: option for option, key in _KEYS.items()}, "data.eval_files": "--files"}):
         return _run(options)
 
@@ -98,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse numbers by the option that gave them; the configuration would name the key that it sets."""
+    """Check numbers here, to name the option in the error; the configuration would name its key."""
     for name, number in (("--samples", options.samples), ("--max-response-tokens", options.max_response_tokens)):
         if number is not None and number < 1:
             raise UserError(f"{name} {number} is too small: it must be at least 1")
@@ -112,7 +112,7 @@ def json_of(model: str, metrics: Mapping[str, float]) -> str:
 
 
 def lines_of(metrics: Mapping[str, float]) -> list[str]:
-    """The accuracy, and below it the table of all estimates."""
+    """The accuracy, followed by the table of all estimates."""
     dropped = int(metrics["dropped"])
     left_out = f" ({dropped} responses could not be scored)" if dropped else ""
     return [f"accuracy {metrics['accuracy']:.4f}{left_out}", *evaluation_table(metrics)]

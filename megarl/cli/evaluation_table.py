@@ -8,9 +8,9 @@ _OVERALL = "all"
 
 
 def evaluation_table(metrics: Mapping[str, float]) -> list[str]:
-    """A line per data source and estimate, a column per k, the accuracy in the first; nothing of a lone accuracy.
+    """A line per data source and estimate, a column per k, the accuracy in the first; empty for an accuracy alone.
 
-    `metrics` are those of `megarl.stages.evaluate` without their "eval/".
+    `metrics` are those of `megarl.stages.evaluate` without the prefix "eval/".
     """
     cells: dict[tuple[str, str], dict[int, float]] = {}
     for name, value in metrics.items():

@@ -1,7 +1,7 @@
-"""Export a Megatron checkpoint to a HuggingFace folder, in a stream: safetensors, index, config and tokenizer.
+"""Export a Megatron checkpoint to a HuggingFace folder by streaming: safetensors, index, config and tokenizer.
 
-Takes any torch_dist checkpoint in any layout: one that `megarl convert` wrote, a training run's, or one saved by
-megatron.core.dist_checkpointing. An export that was interrupted goes on when the same command is given again.
+Accepts any torch_dist checkpoint in any layout: one written by `megarl convert`, by a training run, or saved by
+megatron.core.dist_checkpointing. An interrupted export continues when the same command is run again.
 """
 
 import argparse

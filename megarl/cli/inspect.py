@@ -1,6 +1,6 @@
-"""Say what a checkpoint is: model, parameters, types, layout, bytes, and whether it is complete.
+"""Describe a checkpoint: model, parameters, dtypes, layout, bytes, and whether it is complete.
 
-Takes a HuggingFace folder or a torch_dist checkpoint of Megatron, and reads its tables of contents only.
+Accepts a HuggingFace folder or a torch_dist checkpoint of Megatron, and reads only its metadata.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print what it is."""
+    """Print the description."""
     outcome.check_folder(options.folder, "give one with a checkpoint")
     from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""The `megarl` command: what a subcommand takes is in a file of its name, or in `training`."""
+"""The `megarl` command; the options of each subcommand are declared in a file of its name, or in `training`."""
 
 import argparse
 import importlib
@@ -36,7 +36,7 @@ EXIT_USER_ERROR = 2
 
 
 def build_parser() -> CommandParser:
-    """The parser of the command and of all its subcommands; imports nothing heavy."""
+    """Build the parser of the command and all subcommands, without heavy imports."""
     parser = CommandParser(
         prog="megarl",
         description="Megatron-native reinforcement learning for large mixture-of-experts language models.",
@@ -63,10 +63,10 @@ def build_parser() -> CommandParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; returns the exit code.
+    """Run one subcommand and return its exit code.
 
-    0; 1 for a finding (see the command), a process that died or an output that nobody takes; 2 for bad input; 130, 143,
-    129 after SIGINT (Ctrl-C), SIGTERM, SIGHUP.
+    The code is 0; 1 for a finding (see the command), a process that died, or a closed standard output; 2 for bad input;
+    130, 143 or 129 after SIGINT (Ctrl-C), SIGTERM or SIGHUP.
     """
     options = argparse.Namespace(interrupted="interrupted")
     raise_limits()
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             return _fail(options.interrupted, ending.exit_code)
         except Exception as error:
-            # A signal may make the code that it interrupts end by an error of its own, as the import of numpy does.
+            # A signal may make the code that it interrupts fail with its own error, as the import of numpy does.
             if ending.has_come:
                 return _fail(options.interrupted, ending.exit_code)
             if isinstance(error, UserError | RunFailed):
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None, options: argparse.Namespace) -> int:
-    """Fill `options` from the command line and do what it says."""
+    """Parse the command line into `options`, and run the command."""
     words = sys.argv[1:] if arguments is None else arguments
     if words and not words[0].startswith("-") and words[0] not in COMMANDS:
         advice = did_you_mean(words[0], COMMANDS) or "; megarl --help lists them"

@@ -1,4 +1,4 @@
-"""The HuggingFace folder that a command gives to an engine."""
+"""Checks the HuggingFace folder that a command gives to an engine."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from converters.errors import UserError
 
 
 def refuse_checkpoint(folder: Path) -> None:
-    """Raise UserError for a Megatron checkpoint as --model, with what makes a HuggingFace folder of it."""
+    """Raise UserError for a Megatron checkpoint as --model, with the command that exports it to HuggingFace."""
     if (folder / "config.json").exists() or not folder.is_dir():
         return
-    # It takes seconds to import, and most folders need none of it.
+    # Imported only if needed, since it takes seconds.
     from converters.formats.torch_dist import find_checkpoint
 
     try:

@@ -1,4 +1,4 @@
-"""Final output of the commands about checkpoints, and options that these commands share."""
+"""Final output of the checkpoint commands, and the options that they share."""
 
 import argparse
 import json
@@ -38,26 +38,26 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
 
 
 def check_workers(workers: int) -> None:
-    """Raise UserError unless there is somebody to do the work."""
+    """Raise UserError for less than one worker."""
     if workers < 1:
         raise UserError(f"--workers {workers} leaves nobody to do the work; give at least 1")
 
 
 def check_folder(folder: Path, advice: str) -> None:
-    """Raise UserError, with this advice, where there is no folder: before torch is loaded, which takes seconds."""
+    """Raise UserError, with this advice, if there is no folder: before torch is imported, which takes seconds."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder; {advice}")
 
 
 @contextmanager
 def streaming() -> Iterator[None]:
-    """A process of threads that copy, with hundreds of thousands of records that live to its end."""
+    """Set the process up for threads that copy, and for hundreds of thousands of records that live to its end."""
     import torch
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the workers are the threads
     try:
-        # No record is ever garbage, and looking for it doubles the time of a plan.
+        # No record ever becomes garbage, and garbage collection would double the time of a plan.
         with gc_paused():
             yield
     finally:
@@ -73,7 +73,7 @@ def print_outcome(options: argparse.Namespace, sentences: Iterable[str], facts: 
 
 
 def table(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Lines with the names one below the other, and the values beside them."""
+    """Lines of two aligned columns: names and values."""
     rows = list(rows)
     width = max((len(name) for name, _ in rows), default=0)
     return [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
@@ -81,9 +81,9 @@ def table(rows: Iterable[tuple[str, str]]) -> list[str]:
 
 @contextmanager
 def file_errors_in_a_sentence() -> Iterator[None]:
-    """Turn the error of a file that cannot be read into a UserError.
+    """Turn the error of an unreadable file into a UserError.
 
-    Any other exception exits with code 1, which commands use for an answer: the checkpoints differ, or one is damaged.
+    Other exceptions exit with code 1, which for these commands is a result: the checkpoints differ, or one is damaged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The options that say how Megatron cuts a model, of every command that takes them."""
+"""The options for Megatron's parallel sizes, shared by all commands that take them."""
 
 import argparse
 import math
@@ -13,15 +13,15 @@ class Size(NamedTuple):
     """A parallel size, and the option that gives it."""
 
     options: tuple[str, ...]
-    """Names of the option, the second of each Megatron-LM's."""
+    """Names of the option; the second is Megatron-LM's."""
     field: str
-    """The field of `ParallelSizes`, by which its sentences name the size."""
+    """The field of `ParallelSizes`, whose error messages name it."""
     default: int | None
     help: str
 
     @property
     def name(self) -> str:
-        """The attribute that argparse makes of the option."""
+        """The attribute of the parsed options."""
         return self.options[0].lstrip("-").replace("-", "_")
 
 
@@ -56,7 +56,7 @@ SIZES = (
     ),
 )
 OPTION_OF_SIZE: Mapping[str, str] = {size.field: size.options[0] for size in SIZES}
-"""Field of `ParallelSizes`, and the option that gives it."""
+"""Field of `ParallelSizes` -> the option that sets it."""
 
 
 def add_parallel_sizes(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -66,11 +66,11 @@ def add_parallel_sizes(parser: argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def parallel_sizes(options: argparse.Namespace, ranks: int | None = None) -> "ParallelSizes":
-    """The sizes on `ranks` ranks; without them on as few as they allow. Raises UserError for sizes that cannot be."""
+    """The sizes on `ranks` ranks, by default the fewest possible. Raises UserError for impossible sizes."""
     from converters.layouts.parallel_sizes import ParallelSizes
 
     if ranks is None:
-        # A size below 1 is refused by its name, not by what it does to the number of ranks.
+        # Treat sizes below 1 as 1 here, so that the error is about the size and not the number of ranks.
         tp, pp, cp, ep = (max(1, size) for size in (options.tp, options.pp, options.cp, options.ep))
         etp = max(1, tp if options.etp is None else options.etp)
         ranks = pp * math.lcm(tp * cp, ep * etp)

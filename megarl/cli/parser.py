@@ -1,4 +1,4 @@
-"""The parser of a command line, which says in one sentence what is wrong with it."""
+"""The command-line parser, whose errors are one sentence."""
 
 import argparse
 import re
@@ -16,14 +16,14 @@ _ABOUT_AN_OPTION = {
     r"not allowed with argument (.*)": r"cannot be given beside \1",
     r"ignored explicit argument (.*)": r"takes no value, and \1 was given",
 }
-"""The words of argparse (of Python 3.11 to 3.13) about an option -> ours, which stand behind its name."""
+"""argparse's messages about an option (Python 3.11 to 3.13) -> ours, which follow the option's name."""
 _CHOICES = re.compile(r"invalid choice: (.*) \(choose from (.*)\)")
 _OF_AN_OPTION = re.compile(r"argument (\S+): (.*)", re.DOTALL)
 _REQUIRED = re.compile(r"the following arguments are required: (.*)|one of the arguments (.*) is required")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises UserError where argparse would print how the command is used, and end the program."""
+    """Raises UserError where argparse would print usage and exit."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -31,25 +31,25 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def own_options(self) -> list[str]:
-        """The names of its options, without the dashes."""
+        """The names of its long options, without the dashes."""
         return [name[2:] for name in self._option_string_actions if name.startswith("--")]
 
     def no_option(self, word: str) -> UserError:
-        """The error for a word that begins as an option does and is none."""
+        """The error for a word that looks like an option but is none."""
         advice = self.nearest(word) or f"; see {self.prog} --help"
         return UserError(f"{self.prog} has no option {word.partition('=')[0]}{advice}")
 
     def nearest(self, word: str) -> str:
-        """The end of a sentence about a word that is no option, with the one that it may have been meant to be."""
+        """The end of an error sentence about an unknown option: the closest valid option; empty if there is none."""
         return did_you_mean(word.partition("=")[0].lstrip("-"), self.own_options, "--{}") if word[:2] == "--" else ""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """See `argparse`; the words are kept for the sentence."""
+        """As in `argparse`; the words are kept for error messages."""
         self._words = [] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raise UserError with what argparse's message says."""
+        """Raise UserError with a sentence for argparse's message."""
         if found := _REQUIRED.fullmatch(message):
             raise self._missing(found[1].split(", ") if found[1] else found[2].split(), one=not found[1])
         if found := _OF_AN_OPTION.fullmatch(message):
@@ -57,7 +57,7 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}")
 
     def _missing(self, names: Sequence[str], *, one: bool) -> UserError:
-        """The error for options that are not there, one of which may have been meant by a word that is none."""
+        """The error for missing options, or for an unknown word that may be a misspelling of one."""
         for word in self._words:
             flag = word.partition("=")[0]
             is_unknown = flag.startswith("--") and flag not in self._option_string_actions
@@ -66,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
         return UserError(f"{self.prog} needs {'one of ' * one}{', '.join(names)}; see {self.prog} --help")
 
     def _as_given(self, names: str) -> str:
-        """The name of an option that was given, of those that it has."""
+        """The spelling that was given, out of an option's names."""
         flags = [word.partition("=")[0] for word in self._words]
         every = names.split("/")
         return next((name for name in every if name in flags), every[0])

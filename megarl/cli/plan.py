@@ -1,8 +1,8 @@
 """Predict a step from config.json alone: whether it fits, how long each stage takes, and what the refit moves.
 
-Counts the memory of trainer and engines and the seconds of rollout, log-probs, update and refit, and says which size
-changes them most; --search proposes sizes. The bytes of a refit are counted for every rank, NIC and node, compared with
-the lower bound, and every message is replayed. Needs no GPU and no weights. Ends with 1 where it does not fit.
+Computes the memory of trainer and engines and the seconds of rollout, log-probs, update and refit, and tells which size
+changes them most; --search proposes sizes. The bytes of a refit are counted for every rank, NIC and node and compared
+with the lower bound, and every message is simulated. Needs no GPU and no weights. Exits with 1 if it does not fit.
 """
 
 import argparse
@@ -52,10 +52,10 @@ _OPTIONS = {
     **{name: f"--{name.replace('_', '-')}" for name in ("engine_tp", "engine_ep", "engine_dtype")},
     "this command": "megarl plan",
 }
-"""How sentences from below name what the options give."""
+"""Names in error messages of other modules -> the options that set them."""
 _MOST_GPUS = 16_384
 _MOST_ENGINE_RANKS = 8_192
-"""Every pair of an engine's rank and another has a count: so many take 2 to 4 GB of memory, and about a minute."""
+"""Every pair of an engine rank and another rank has a counter: this many take 2 to 4 GB of memory, and a minute."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,13 +108,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Count, predict, replay; print it."""
+    """Count, predict, simulate, and print the results."""
     with names_as_given(_OPTIONS):
         return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Before torch is loaded, which takes seconds.
+    # Before torch is imported, which takes seconds.
     plan_recipe.check_overrides(options)
     _check_models(options)
     from megarl.planning.forecast import Forecast
@@ -130,7 +130,7 @@ def _run(options: argparse.Namespace) -> int:
     with outcome.streaming(), outcome.file_errors_in_a_sentence():
         refit = planned_refit(options)
         _check_ranks(refit)
-        # Before anything is counted and drawn, since it may be refused.
+        # Before the slow counting and drawing, since it may raise an error.
         step = plan_step.planned_step(options, refit) if refit.cluster.cores is None else None
         forecast = Forecast.of(refit, refit.traffic())
         if options.plot:
@@ -163,7 +163,7 @@ def _search(options: argparse.Namespace) -> int:
 
 
 def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
-    """Read the refit to plan from the options. Raises UserError for a refit that is not possible."""
+    """Read the refit to plan from the options. Raises UserError if it is not possible."""
     from megarl.planning.refit import PlannedRefit, engine_sizes, read_model
     from megatron_ext.options.supported_options import ADAPTER_IN_ROWS
 
@@ -190,14 +190,14 @@ def planned_refit(options: argparse.Namespace) -> "PlannedRefit":
 
 
 def _check_models(options: argparse.Namespace) -> None:
-    """Find out at once about a config.json that is not there."""
+    """Fail early if a config.json is missing."""
     for option, place in (("--model", options.model), ("--engine-model", options.engine_model)):
         if place is not None:
             model_config_file(place, option)
 
 
 def _check_search(options: argparse.Namespace) -> None:
-    """Refuse what a search would leave undone, before a recipe completes the options."""
+    """Raise UserError for options that a search would ignore, before a recipe completes the options."""
     if not options.search:
         return
     if options.plot is not None:
@@ -216,7 +216,7 @@ def _check_gpus(gpus: int | None) -> None:
 
 
 def _check_ranks(refit: "PlannedRefit") -> None:
-    """Raise UserError for more ranks than can be counted one by one."""
+    """Raise UserError for more ranks than can be counted individually."""
     if refit.trainer.world_size > _MOST_GPUS:
         raise UserError(
             f"the trainer's sizes make {refit.trainer.world_size:,} ranks, and megarl plan counts {_MOST_GPUS:,} at"
@@ -230,7 +230,7 @@ def _check_ranks(refit: "PlannedRefit") -> None:
 
 
 def _check_picture(path: Path | None) -> None:
-    """Find out before the work what would be wrong after it."""
+    """Fail before the work, and not after it, if the picture cannot be written."""
     if path is None:
         return
     if path.suffix not in _PICTURES:
@@ -271,5 +271,5 @@ def _print_tables(tables: "Iterable[Table]") -> None:
         for table in tables:
             console.print(table)
             console.print()
-    # rich fills each line with blanks to the width.
+    # rich pads each line with blanks to the width.
     print("\n".join(line.rstrip() for line in capture.get().splitlines()))

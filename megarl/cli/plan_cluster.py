@@ -45,7 +45,7 @@ OPTION_OF_FIELD = {
     **{f"the cluster's {field}": option for option, field, *_ in _CLUSTER},
     **{f"the cores' {field}": option for option, field, _ in _CORES},
 }
-"""How a sentence names a field of these classes, and the option that gives it."""
+"""Names of these classes' fields in error messages -> the options that set them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def described_cluster(options: argparse.Namespace, ranks: int) -> "Cluster":
-    """The cluster, with the rates of the device where none are given; one with cores has `ranks` on one node.
+    """The cluster, with the device's rates by default; one with cores has `ranks` on one node.
 
     Raises UserError for cores without rates, and for rates without cores.
     """

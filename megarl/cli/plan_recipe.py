@@ -1,4 +1,4 @@
-"""Values that `megarl plan` takes from a recipe: the model, and the sizes of trainer and engines."""
+"""Options that `megarl plan` takes from a recipe: the model, and the sizes of trainer and engines."""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -47,11 +47,11 @@ WITHOUT_A_RECIPE: Mapping[str, Any] = {
     "not_planned": {},
     **plan_step.WORK_OF_A_STEP,
 }
-"""The options that a recipe may set, with what they are where neither it nor the command line says anything."""
+"""The options that a recipe may set -> their defaults, if neither a recipe nor the command line sets them."""
 _TRAINER = {**{size.name: size.field for size in SIZES}, "use_torch_fsdp2": "use_torch_fsdp2"}
-"""Option, key of the group `megatron`."""
+"""Option -> key of the group `megatron`."""
 SEARCHED = (*(size.name for size in SIZES), "engine_tp", "engine_ep", "replicas")
-"""The options that `--search` proposes; those of a recipe are where it begins."""
+"""The options that `--search` proposes, starting from those of the recipe."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config-name", metavar="NAME", help="take model and sizes from a recipe of megarl train; options win over it"
     )
     group.add_argument("--config-dir", metavar="DIR", help="folder of your own recipes, looked in first")
-    # None is what was not given.
+    # None marks options that are not given.
     parser.set_defaults(model=None, **dict.fromkeys(WITHOUT_A_RECIPE))
 
 
@@ -70,7 +70,7 @@ def _bucket_bytes(text: str) -> int:
 
 
 def _engine_dtype(text: str) -> "NumberFormat | None":
-    """The number format that engines hold matrices in, None for bf16; "fp8" is short for block FP8."""
+    """The number format of the engines' matrices, None for bf16; "fp8" is short for block FP8."""
     from converters.number_formats import FP8_BLOCK, NUMBER_FORMATS
 
     known = {"bf16": None, "fp8": FP8_BLOCK, **NUMBER_FORMATS}
@@ -80,11 +80,11 @@ def _engine_dtype(text: str) -> "NumberFormat | None":
 
 
 _READERS: Mapping[str, Callable[[str], Any]] = {"bucket_bytes": _bucket_bytes, "engine_dtype": _engine_dtype}
-"""Option that the command line gives as a text and a recipe by its value -> how the text is read."""
+"""Option given as text on the command line and as a value by a recipe -> parser of the text."""
 
 
 def check_overrides(options: argparse.Namespace) -> None:
-    """Raise UserError for an override or a flag where there is no recipe that it could be for."""
+    """Raise UserError for an override or a flag without a recipe to apply it to."""
     if options.config_name or not options.overrides:
         return
     word = options.overrides[0]
@@ -94,10 +94,9 @@ def check_overrides(options: argparse.Namespace) -> None:
 
 
 def complete(options: argparse.Namespace) -> None:
-    """Read the options that are texts, and give those that the command line does not have the recipe's values.
+    """Parse the options that are texts, and take options missing on the command line from the recipe.
 
-    Without a recipe they have those of `WITHOUT_A_RECIPE`. Raises UserError for a text that means nothing, and where
-    no model is given.
+    Without a recipe they are those of `WITHOUT_A_RECIPE`. Raises UserError for an invalid text, or without a model.
     """
     found = dict(WITHOUT_A_RECIPE)
     if options.config_name:
@@ -146,7 +145,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _others(config: "MegarlConfig") -> dict[str, int]:
-    """The models beside the policy, by name, with their ranks."""
+    """The models in addition to the policy, by name, with their ranks."""
     from megarl.models.auxiliary import auxiliary_options
 
     return {name: options.parallel.world_size for name, options in auxiliary_options(config).items()}
@@ -160,7 +159,7 @@ def _lora(config: "MegarlConfig") -> "Lora | None":
 
 
 def _work(config: "MegarlConfig", updates: int) -> dict[str, Any]:
-    """The work of a step of so many updates; prompts are taken to be half as long as the longest."""
+    """The work of a step of `updates` updates; the mean prompt is assumed to be half as long as the longest."""
     from megarl.algorithms import PolicyObjective
     from megarl.models.auxiliary import wants_teachers
     from megarl.stages.model_outputs import policy_passes
@@ -182,7 +181,7 @@ def _engine_sizes(config: "MegarlConfig") -> dict[str, Any]:
 
     kind = engine_kind(config.rollout.engine)
     sizes = kind.sizes(config.rollout.engine_args)
-    # Weights that the engine itself holds in FP8 are in blocks, too.
+    # FP8 weights that the engine quantises itself are in blocks, too.
     held = FP8_BLOCK if sizes.dtype == "fp8" else None
     most = kind.max_concurrent_samples(config.rollout.engine_args) or inf
     return {

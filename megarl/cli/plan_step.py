@@ -1,4 +1,4 @@
-"""The options of `megarl plan` that describe a whole step, and the step that they describe."""
+"""The options of `megarl plan` for a whole step, and the step that they describe."""
 
 import argparse
 import math
@@ -32,7 +32,7 @@ _WORK = (
 )
 """Option, field of `Workload`, type, help."""
 OPTION_OF_FIELD = {f"the step's {field}": option for option, field, *_ in _WORK}
-"""How a sentence names a field of `Workload`, and the option that gives it."""
+"""Names of `Workload` fields in error messages -> the options that set them."""
 WORK_OF_A_STEP = {
     "prompts": 64,
     "samples": 8,
@@ -43,7 +43,7 @@ WORK_OF_A_STEP = {
     "updates": 1,
     "log_prob_passes": None,
 }
-"""The fields, with what they are where neither a recipe nor the command line says anything."""
+"""The fields -> their defaults, if neither a recipe nor the command line sets them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def described_device(name: str, memory_gbyte: float | None) -> "Device":
-    """A device of the table, with another size of memory if one is given. Raises UserError for an unknown one."""
+    """A device of the table, with a different memory size if one is given. Raises UserError for an unknown device."""
     from converters.cost.devices import DEVICES
 
     if name not in DEVICES:
@@ -85,7 +85,7 @@ def described_device(name: str, memory_gbyte: float | None) -> "Device":
 
 
 def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "PlannedStep":
-    """The step that the options describe. Raises UserError for one that cannot be."""
+    """The step that the options describe. Raises UserError for an impossible one."""
     from megarl.planning.memory.trainer import TrainingOptions
     from megarl.planning.refit import read_trained_model
     from megarl.planning.step.prediction import EngineOptions, PlannedStep

@@ -1,4 +1,4 @@
-"""How far a command is with its bytes."""
+"""Shows a command's progress in bytes."""
 
 import threading
 import time
@@ -18,8 +18,8 @@ _LINE_EVERY_PERCENT = 10
 class ByteProgress:
     """On a terminal a bar with bytes, rate and time left; elsewhere lines; nothing if `quiet`.
 
-    A line comes every 10 % or 10 s, but never two in a second. All goes to standard error. Call it with the bytes done
-    and the bytes in all, as often as you like and from any thread. Use as a context manager.
+    A line is printed every 10 % or 10 s, but at most one per second, all to standard error. Use it as a context
+    manager, and call it with the bytes done and the total, as often as you like and from any thread.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ByteProgress:
         """Show that `done` of `total` bytes are done."""
         if self._quiet:
             return
-        done = min(done, total)  # scales of FP8 are not in the total
+        done = min(done, total)  # FP8 scales are not in the total
         with self._lock:
             now = self._clock()
             if self._bar:

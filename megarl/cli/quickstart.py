@@ -1,8 +1,8 @@
 """Run the whole job on a CPU, in minutes: on a tiny model, or on a real pretrained one.
 
 Writes a model and an arithmetic task, warms a tiny model up by supervised fine-tuning, trains by GRPO with two Megatron
-ranks and one engine, exports the model, and lets a fresh engine confirm the accuracy. `smollm2` is
-SmolLM2-135M-Instruct, out of a Python package; it needs no warm-up.
+ranks and one engine, exports the model, and confirms its accuracy in a fresh engine. `smollm2` is
+SmolLM2-135M-Instruct, shipped in a Python package; it needs no warm-up.
 """
 
 import argparse
@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run it; the report says where everything lies."""
-    # transformers shows a bar for reading GGUF whatever it is told; tqdm looks here when it is imported.
+    """Run it; the report lists the paths of everything written."""
+    # transformers shows a progress bar for GGUF regardless of its settings; tqdm reads this variable on import.
     os.environ.setdefault("TQDM_DISABLE", "1")
     _check(options)
     with phase("loading the program"):
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse what is wrong by itself before the program is loaded."""
+    """Check the options before heavy imports."""
     if options.engine is not None:
         with names_as_given({"rollout.engine": "--engine"}):
             engine_kind(options.engine)

@@ -1,4 +1,4 @@
-"""From a command line to a configuration: a recipe, overrides of it, Megatron's flags."""
+"""Turns a command line into a configuration: a recipe, overrides, Megatron's flags."""
 
 import argparse
 import os
@@ -27,9 +27,9 @@ __all__ = [
     "refuse_flags",
 ]
 TINY = "tiny"
-"""The scale at which a recipe runs on a laptop: `+scale=tiny`."""
+"""The scale that runs a recipe on a laptop: `+scale=tiny`."""
 _NOWHERE = "unwritten"
-"""The output folder of a command that writes none."""
+"""Stands in for the output folder of a command that writes none."""
 
 if TYPE_CHECKING:
     from megarl.config.foreign.megatron_script import MegatronScript
@@ -47,7 +47,7 @@ def add_megatron_args(parser: argparse.ArgumentParser) -> None:
 
 
 def read_config(options: argparse.Namespace) -> "MegarlConfig":
-    """The configuration that a command line describes. Raises UserError for what is wrong in it."""
+    """The configuration given by a command line. Raises UserError for errors in it."""
     from megarl.config.compose import compose
 
     script = _read_script(options)
@@ -61,10 +61,10 @@ def read_config(options: argparse.Namespace) -> "MegarlConfig":
 
 
 def read_open(options: argparse.Namespace) -> "MegarlConfig":
-    """The configuration of a recipe that is counted and not run, with stand-ins for keys that are a run's to give.
+    """The configuration of a recipe that is planned and not run, with stand-ins for keys that only a run needs.
 
-    The model is that of --model, or else the one that the recipe is for. Raises UserError as `read_config`, and for the
-    tiny scale.
+    The model is given by --model, or else by the recipe. Raises UserError as `read_config` does, and for the tiny
+    scale.
     """
     _refuse_scale(options)
     given = [word.partition("=")[0] for word in options.overrides]
@@ -74,7 +74,7 @@ def read_open(options: argparse.Namespace) -> "MegarlConfig":
 
 
 def assignments(options: argparse.Namespace) -> "list[Assignment]":
-    """Everything that a command line gives, in the order in which it counts: a script, overrides, flags."""
+    """Everything given by a command line, in order of increasing precedence: a script, overrides, flags."""
     return _given(options, _read_script(options))
 
 
@@ -84,14 +84,14 @@ def _given(options: argparse.Namespace, script: "MegatronScript | None") -> "lis
 
 
 def refuse_flags(options: argparse.Namespace) -> None:
-    """Raise UserError for a flag, where a command takes overrides and none of Megatron's flags."""
+    """Raise UserError for a flag, in a command that takes overrides but not Megatron's flags."""
     for word in options.overrides:
         if word.startswith("--"):
             raise options.parser.no_option(word)
 
 
 def is_scaled(options: argparse.Namespace) -> bool:
-    """Whether a command line asks for a recipe at the tiny scale. Raises UserError for another scale."""
+    """Whether a command line asks for the tiny scale. Raises UserError for another scale."""
     scales = [word.partition("=")[2] for word in options.overrides if word.lstrip("+").startswith("scale=")]
     if unknown := [scale for scale in scales if scale != TINY]:
         raise UserError(f"+scale={unknown[0]} is not known: there is +scale={TINY}")
@@ -99,7 +99,7 @@ def is_scaled(options: argparse.Namespace) -> bool:
 
 
 def _refuse_scale(options: argparse.Namespace) -> None:
-    """Raise UserError where a command that counts a recipe is asked for the tiny scale."""
+    """Raise UserError if a command that plans a recipe is asked for the tiny scale."""
     if is_scaled(options):
         raise UserError(
             f"+scale={TINY} is for the commands that train: megarl plan and rehearse count a recipe at its own size;"
@@ -108,7 +108,7 @@ def _refuse_scale(options: argparse.Namespace) -> None:
 
 
 def base_of(options: argparse.Namespace) -> "MegarlConfig":
-    """The recipe of a command line at its own scale, with stand-ins for keys that are open."""
+    """The recipe of a command line at its own scale, with stand-ins for open keys."""
     from megarl.config.origins import compose_open
 
     given = [each.text for each in _words(options)]
@@ -119,7 +119,7 @@ def base_of(options: argparse.Namespace) -> "MegarlConfig":
 
 
 def _named_model(options: argparse.Namespace) -> str | None:
-    """The model that a recipe is for, where nothing gives another; None where the recipe does not say."""
+    """The model that a recipe is for, if nothing else gives the model; None if the recipe does not name one."""
     from megarl.config.origins import compose_open
 
     given = [each.text for each in _words(options)]
@@ -152,7 +152,7 @@ def _words(options: argparse.Namespace) -> "list[Assignment]":
 
 
 def _read_script(options: argparse.Namespace) -> "MegatronScript | None":
-    """The script of --megatron-args, where the command has one; what is left out of it is said."""
+    """The script of --megatron-args, if the command has this option; ignored arguments are printed."""
     file: Path | None = getattr(options, "megatron_args", None)
     if file is None:
         return None
@@ -165,19 +165,19 @@ def _read_script(options: argparse.Namespace) -> "MegatronScript | None":
 
 
 def folder_of_its_own(config: "MegarlConfig", options: argparse.Namespace) -> AbstractContextManager[Path]:
-    """Hold the output folder of a command that trains nothing: the given folder, else an unused one."""
+    """Lock the output folder of a command that does not train: the given folder, else an unused one."""
     is_given = options.output_dir or any(word.startswith("output_dir=") for word in options.overrides)
     return (sole_writer if is_given else free_folder)(Path(config.output_dir))
 
 
 def named_overrides(options: argparse.Namespace, keys: Mapping[str, str]) -> list[str]:
-    """Overrides for the options of a command that are given and set a key: `keys` has option -> key."""
+    """Overrides for the given options that set a key: `keys` maps option -> key."""
     given = {key: getattr(options, option.lstrip("-").replace("-", "_")) for option, key in keys.items()}
     return [override(key, value) for key, value in given.items() if value is not None]
 
 
 def print_config(config: "MegarlConfig") -> None:
-    """The configuration as YAML, as a recipe would hold it."""
+    """Print the configuration as YAML, as in a recipe."""
     from omegaconf import OmegaConf
 
     print(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), end="")

@@ -1,10 +1,11 @@
 """Rehearse a recipe at its real size without its cluster: does every phase fit into its GPUs, and by how much.
 
-Every distinct rank is built of the real Megatron modules in a world of as many ranks as the job will have, with tensors
-that have shapes but no memory: its parameters are compared with the layout that weights are converted by, its state is
-counted to the byte, and micro-batches go forward and backward. Every worker of an engine is built of the engine's own
-modules; its own loader says what lies where, and the refit is planned. Kernels, speed and the optimizer's step are not
-rehearsed. Ends with 1 where something does not fit or cannot be placed.
+Every distinct rank is built from the real Megatron modules in a simulated world of the job's size, with fake tensors
+that have shapes but no memory. Its parameters are compared with the layout that weights are converted by, its state is
+counted to the byte, and micro-batches run forward and backward. Every worker of an engine is built from the engine's
+own
+modules; its own loader shows where each weight goes, and the refit is planned. Kernels, speed and the optimizer's step
+are not rehearsed. Exits with 1 if something does not fit or cannot be placed.
 """
 
 import argparse
@@ -38,7 +39,7 @@ _NAMES = {
     "engine_tp": "the tensor-parallel size of rollout.engine_args",
     "engine_ep": "the expert-parallel size of rollout.engine_args",
 }
-"""How sentences from below name what the recipe gives."""
+"""Names in error messages of other modules -> the parts of the recipe that set them."""
 _NOT_REHEARSED = (
     "Not rehearsed: kernels and their workspaces but for an engine's experts, speed, the optimizer's step, and tokens"
     " that go to some experts more than to others. Modules are those for a CPU, unfused, whose activations are a little"
@@ -47,7 +48,7 @@ _NOT_REHEARSED = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; overrides and Megatron's flags are what remains."""
+    """Declare the options; overrides and Megatron's flags are left over."""
     parser.add_argument("--config-name", metavar="NAME", required=True, help="recipe: a file of configs/ without .yaml")
     parser.add_argument("--config-dir", metavar="DIR", help="folder of your own recipes, looked in first")
     recipe.add_megatron_args(parser)
@@ -75,13 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Rehearse, print; 1 where something does not fit."""
+    """Rehearse and print; 1 if something does not fit."""
     with names_as_given(_NAMES):
         return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
-    # Megatron-core warns on import of packages that are not installed; the rehearsal goes without them.
+    # Megatron-core warns on import about missing optional packages, which the rehearsal does not need.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megarl.rehearsal import fake_world  # noqa: F401 - before anything of Megatron
     from megarl.rehearsal.job import rank_models, rehearse_job
@@ -99,7 +100,7 @@ def _run(options: argparse.Namespace) -> int:
         placed = say_placement(placement, options.gpus_per_node)
     except UserError as error:
         placed = f"not placed: {error}"
-        # Before the minutes that a large job takes.
+        # Printed before the rehearsal, which takes minutes for a large job.
         print(f"megarl: {placed}; what each rank needs is rehearsed all the same", file=sys.stderr, flush=True)
     with phase("rehearsing ranks and an engine"):
         job = rehearse_job(config, hf_config, models, placement, gpu, options.gpus_per_node)
@@ -123,7 +124,7 @@ def _check_options(options: argparse.Namespace, gpu: "Gpu") -> None:
 
 
 def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The configuration, and the policy's config.json. Raises UserError where one of them cannot be read."""
+    """The configuration, and the policy's config.json. Raises UserError if one of them cannot be read."""
     from converters.architectures import MTP_LAYERS
     from converters.formats.safetensors import read_json, unquantised
     from megarl.config.folder import model_config_file
@@ -132,7 +133,7 @@ def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     config = recipe.read_open(options)
     check_single_values(config)
     place = (options.model, "--model") if options.model else (config.model.path, "model.path")
-    # Released weights may be in another format than bf16.
+    # Released weights may be in a number format, while training uses bf16.
     hf_config = unquantised(read_json(model_config_file(*place)))
     if options.prediction_layers is not None:
         hf_config[MTP_LAYERS] = options.prediction_layers
@@ -142,7 +143,7 @@ def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
 def _print(
     options: argparse.Namespace, job: "RehearsedJob", placed: str, config: "MegarlConfig", seconds: float
 ) -> None:
-    """Say what is needed, and what would help where something does not fit."""
+    """Print what is needed, and what would help if something does not fit."""
     from megarl.rehearsal.advice import advise
 
     if options.json:
@@ -172,7 +173,7 @@ def _engine_facts(job: "RehearsedJob") -> dict[str, Any]:
 
 
 def _say_engine(job: "RehearsedJob") -> str:
-    """The room that an engine has for tokens.
+    """Say how many tokens fit into an engine's KV cache.
 
     Example: "an engine has room for 4,000,000 tokens: 434 sequences of 9,216, its longest"
     """
@@ -194,7 +195,7 @@ def _say_refit(job: "RehearsedJob", replicas: int) -> str:
 
 
 def _say_room(job: "RehearsedJob") -> str:
-    """Whether all fits, and where least is left.
+    """Say whether everything fits, and where the least memory is left.
 
     Example: "all phases fit; least is left in trainer, update (stages 1 to 6, 96 ranks): 5.27 GB"
     """

@@ -1,4 +1,4 @@
-"""Standard output, watched: whoever reads it may go away, and the disk it is redirected to may fill up."""
+"""Watches standard output, whose reader may go away, or whose disk may fill up."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from megarl.process.errors import RunFailed
 
 
 class OutputLost(RunFailed):
-    """Standard output takes nothing any more: no OSError, since those of files mean something else, or are ignored."""
+    """Standard output is lost: not an OSError, since those are handled as errors of files, or ignored."""
 
     may_resume = False
 
@@ -41,7 +41,7 @@ class _Watched:
         try:
             yield
         except OSError as error:
-            # Text left in its buffers would fail once more at the exit.
+            # Text left in the buffers would fail again at exit.
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self._stream.fileno())
             os.close(nothing)
@@ -50,7 +50,7 @@ class _Watched:
 
 @contextmanager
 def watched_output() -> Iterator[None]:
-    """Raise OutputLost where what is printed inside is not taken."""
+    """Raise OutputLost if output printed inside cannot be written."""
     stream = sys.stdout
     watched = _Watched(stream)
     sys.stdout = watched

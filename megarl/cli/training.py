@@ -1,4 +1,4 @@
-"""The commands that train: one table of what each does, and how all of them are run."""
+"""The training commands: one table of what each does, and how all of them are run."""
 
 import argparse
 from collections.abc import Mapping
@@ -22,20 +22,20 @@ class TrainingCommand:
 
     name: str
     summary: str
-    """A few words, in the list of commands."""
+    """A few words for the list of commands."""
     does: str
-    """One sentence."""
+    """One sentence for --help."""
     keys: str
-    """Keys of the configuration that it reads, in words."""
+    """The configuration keys that it reads, in words."""
     program: str
-    """Module and function that take the configuration; imported when the configuration has been judged."""
+    """Module and function that take the configuration; imported once the configuration has been checked."""
     examples: tuple[str, ...]
     """Command lines, without `megarl NAME --config-name`."""
     TAKES_OVERRIDES = True
 
     @property
     def description(self) -> str:
-        """Text of --help before the options."""
+        """The text of --help before the options."""
         return (
             f"{self.does}\n\n"
             f"Keys of the configuration are given as KEY=VALUE\n({self.keys}).\n"
@@ -45,11 +45,11 @@ class TrainingCommand:
 
     @property
     def epilog(self) -> str:
-        """Text of --help after the options."""
+        """The text of --help after the options."""
         return "".join(["examples:\n", *(f"  megarl {self.name} --config-name {each}\n" for each in self.examples)])
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options; overrides and Megatron's flags are what remains."""
+        """Declare the options; overrides and Megatron's flags are left over."""
         parser.usage = f"megarl {self.name} --config-name NAME [KEY=VALUE ...] [--MEGATRON-FLAG [VALUE] ...]"
         name_help = "recipe: a file of configs/ without .yaml"
         parser.add_argument("--config-name", required=True, metavar="NAME", help=name_help)
@@ -60,7 +60,7 @@ class TrainingCommand:
         )
 
     def run(self, options: argparse.Namespace) -> int:
-        """Judge the configuration of a command line and run the program with it, or print it."""
+        """Check the configuration of a command line and run the program with it, or print it."""
         if options.print_config:
             print_config(read_config(options))
             return 0
@@ -162,7 +162,7 @@ TRAINING_COMMANDS: Mapping[str, TrainingCommand] = {
 
 
 def print_places(output_dir: Path) -> None:
-    """Say where everything is that a run wrote."""
+    """Print the paths of everything that a run wrote."""
     from megarl.tracking.jsonl import FILE_NAME
     from megarl.tracking.services import TensorBoardLogger
 

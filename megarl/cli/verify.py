@@ -1,8 +1,9 @@
 """Check the checksums of a checkpoint.
 
-By the manifest that `megarl convert` and `megarl export` write, which covers every byte; a torch_dist checkpoint of
-another program by the checksums that torch writes with each chunk. Ends with 0 where all of them are right, with 1
-where something is damaged or missing, with 2 where there are none.
+Uses the manifest written by `megarl convert` and `megarl export`, which covers every byte; for other programs'
+torch_dist
+checkpoints, the checksums that torch writes with each chunk. Exits with 0 if all of them are right, with 1 if something
+is damaged or missing, and with 2 if there are none.
 """
 
 import argparse
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check them; 1 where something is damaged."""
+    """Check them; 1 if something is damaged."""
     outcome.check_workers(options.workers)
     outcome.check_folder(options.folder, "give one with a checkpoint")
     from converters.examine import verify
