@@ -1,4 +1,4 @@
-"""Bytes of a LoRA run's refit: the adapted weights, and the adapter alone, in the buckets of the engines' loader."""
+"""Bytes of a LoRA run's refit: merged weights versus the adapter alone, in the buckets of the engines' loader."""
 
 import argparse
 import shlex
@@ -22,13 +22,13 @@ _BUCKET_BYTES = 4 * 2**30
 
 
 def moved_bytes(architecture: Architecture) -> int:
-    """How much a refit of all tensors moves."""
+    """Bytes moved by a refit of all tensors."""
     shapes = architecture.hf_shapes
     return sum(each.size_bytes for each in cut_into_buckets(shapes, dict.fromkeys(shapes, _DTYPE), _BUCKET_BYTES))
 
 
 def rows() -> Iterator[str]:
-    """A line of the table for each model."""
+    """Yield one table row per model."""
     for model in _MODELS:
         architecture = read_architecture(read_json(recipes_folder() / "models" / f"{model}.json"))
         whole = moved_bytes(architecture)
@@ -38,7 +38,7 @@ def rows() -> Iterator[str]:
 
 
 def main() -> None:
-    """Count, and give out a page."""
+    """Count the bytes, and print or write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--markdown", type=Path, help="file to write the page to")
     options = parser.parse_args()

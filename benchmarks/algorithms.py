@@ -1,7 +1,7 @@
-"""How long advantages take and how much memory, on one core; and beside verl's padded functions, at the same values.
+"""Time and memory of the advantage estimators on one core, compared with verl's padded functions on equal values.
 
-verl is looked for in --peers (constraints/algorithm_peers.txt names what goes into that folder); without it the first
-table is made all the same. Prints Markdown.
+verl is imported from --peers (constraints/algorithm_peers.txt lists the packages for that folder); without it only the
+first table is made. Prints Markdown.
 """
 
 import argparse
@@ -24,17 +24,18 @@ from megarl.algorithms.ragged import Ragged
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {"gamma": 0.99, "gae_lambda": 0.95}
-# Per-token inputs of estimators, made from random numbers in [0, 1).
+# Per-token inputs of estimators, as functions of random numbers in [0, 1).
 TOKEN_FIELDS: dict[str, Callable[[Tensor], Tensor]] = {
     "token_rewards": lambda uniform: uniform / 100,
     "values": lambda uniform: uniform,
-    # Probabilities of at most 1 / e, so that the squared gradient 1 - 2 pi + sum of squares is positive, as a policy's.
+    # Probabilities are at most 1 / e, which keeps the squared gradient 1 - 2 pi + sum of squares positive, as a
+    # policy's is.
     "old_log_probs": lambda uniform: -1 - uniform,
     "probability_squares": lambda uniform: uniform,
     "process_rewards": lambda uniform: uniform / 10,
     "teacher_log_probs": lambda uniform: -uniform,
 }
-# verl's functions by the names in its registry, the fastest where there are two of the same values, and ours.
+# Our estimator for each of verl's functions, by registry name; the faster one where two give the same values.
 PEERS = {
     "gae": "gae",
     "grpo_vectorized": "grpo",
@@ -52,19 +53,19 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of one call: the best of several runs."""
+    """Cost of one call: the minimum over several runs."""
 
     seconds: float
     cpu_seconds: float
     extra_bytes: int
-    """The most memory in use at any moment beyond what was before, the result included."""
+    """Peak memory above the level before the call, including the result."""
 
 
 def cost(call: Callable[[], object], runs: int) -> Cost:
-    """Runs `call` and forgets what it returns."""
+    """Time `call` repeatedly, and discard its results."""
     costs = []
     for _ in range(runs):
-        # Forgets the highest mark so far.
+        # Resets the peak of the resident memory.
         Path("/proc/self/clear_refs").write_text("5")
         before = _status("VmRSS")
         wall, cpu = time.perf_counter(), time.process_time()
@@ -82,10 +83,10 @@ def _status(key: str) -> int:
 
 
 class Batch:
-    """Random responses, padded and not; fields are made when they are asked for."""
+    """Random responses, padded and ragged; fields are created on request."""
 
     def __init__(self, lengths: Tensor, longest: int, groups: int) -> None:
-        """`groups` of as many responses as `lengths` has, in turn."""
+        """Assign the responses of the given `lengths` to `groups` groups in turn."""
         self.generator = torch.Generator().manual_seed(0)
         self.mask = torch.arange(longest) < lengths[:, None]
         self.responses = Ragged(lengths)
@@ -94,12 +95,12 @@ class Batch:
         self.baselines = torch.rand(len(lengths), generator=self.generator)
 
     def padded(self, field: str) -> Tensor:
-        """[N, longest], 0 behind a response."""
+        """[N, longest], with 0 after the end of a response."""
         self.generator.manual_seed(list(TOKEN_FIELDS).index(field))
         return TOKEN_FIELDS[field](torch.rand(self.mask.shape, generator=self.generator)).mul_(self.mask)
 
     def inputs(self, name: str, *, with_token_rewards: bool = False) -> dict[str, Any]:
-        """Inputs that the estimator needs."""
+        """The inputs of the estimator `name`."""
         needed = ADVANTAGES[name].needs | ({"token_rewards"} if with_token_rewards else set())
         return {
             "responses": self.responses,
@@ -112,13 +113,13 @@ class Batch:
 
 
 def batch_bytes(inputs: Mapping[str, Any]) -> int:
-    """The batch as an estimator needs it: token ids (8 bytes each) and every tensor that it is given."""
+    """Bytes of an estimator's batch: token ids (8 bytes each) and every tensor that it is given."""
     given = [value for value in inputs.values() if isinstance(value, Tensor)]
     return 8 * inputs["responses"].tokens + inputs["responses"].lengths.nbytes + sum(tensor.nbytes for tensor in given)
 
 
 def estimators(responses: int, tokens: int, of_groups: Sequence[int], runs: int) -> Iterator[str]:
-    """A table of all estimators on responses of equal length."""
+    """Yield a table of all estimators on responses of equal length."""
     yield "| estimator | groups | seconds | CPU s | extra / batch | + token rewards: seconds | CPU s | extra / batch |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|"
     for groups in of_groups:
@@ -138,14 +139,14 @@ def _options(name: str) -> dict[str, float]:
 
 
 def _ours(name: str, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Checks included, and without what an earlier run has found out and kept."""
+    """Run our estimator with its checks, without what an earlier run has cached."""
     return estimate(name, {**inputs, "responses": Ragged(inputs["responses"].lengths)}, _options(name))
 
 
 def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> Iterator[str]:
-    """A table of verl's functions and ours on responses of tokens / 8 to tokens tokens.
+    """Yield a table of verl's functions and ours on responses of tokens / 8 to tokens tokens.
 
-    Raises AssertionError where the values differ by more than 1e-5 of the largest.
+    Raises AssertionError if the values differ by more than 1e-5 of the largest.
     """
     lengths = torch.randint(tokens // 8, tokens + 1, (responses,), generator=torch.Generator().manual_seed(1))
     lengths[0] = tokens
@@ -167,7 +168,7 @@ def beside_verl(verl: ModuleType, responses: int, tokens: int, runs: int) -> Ite
 
 
 def verl_arguments(batch: Batch, ours: str) -> dict[str, Any]:
-    """Arguments of verl's function: a rectangle for everything, the reward at the last token."""
+    """Arguments of verl's function: everything padded, with the reward at the last token."""
     from verl.trainer.config import AlgoConfig  # type: ignore[import-not-found,unused-ignore]
 
     mask = batch.mask.float()
@@ -189,7 +190,7 @@ def verl_arguments(batch: Batch, ours: str) -> dict[str, Any]:
 
 
 def find_verl(folder: Path) -> ModuleType | str:
-    """verl's algorithms, or why there are none."""
+    """verl's algorithms, or why they cannot be imported."""
     sys.path.append(str(folder))
     try:
         from verl.trainer.ppo import core_algos  # type: ignore[import-not-found,unused-ignore]
@@ -201,7 +202,7 @@ def find_verl(folder: Path) -> ModuleType | str:
 
 
 def show(rows: Iterator[str]) -> None:
-    """Prints each row as soon as there is one."""
+    """Print each row as soon as it is available."""
     for row in rows:
         print(row, flush=True)
 
@@ -214,7 +215,7 @@ def main() -> None:
     parser.add_argument("--runs", type=at_least_one, default=5)
     parser.add_argument("--peers", type=Path, default=ROOT / ".venv-algorithm-peers")
     options = parser.parse_args()
-    # A group compares its responses, of which verl's have eight.
+    # Responses are compared within groups, and verl's groups have eight.
     if options.responses < (least := max(8, 2 * max(options.groups))):
         parser.error(f"--responses {options.responses} are too few: these --groups need at least {least}")
     torch.set_num_threads(1)

@@ -47,27 +47,27 @@ CONFIG = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
-"""Sizes of SmolLM2-135M. Values of the weights change nothing here."""
+"""Sizes of SmolLM2-135M. The values of the weights do not matter here."""
 
 
 class Saves(NamedTuple):
-    """Seconds of each save of one rank, the bytes of a checkpoint, and of memory."""
+    """Seconds of each save of one rank, bytes of a checkpoint, and memory."""
 
     waiting: list[float]
-    """A save that the run waits for."""
+    """Duration of a save that the run waits for."""
     blocked: list[float]
-    """For these a save in the background holds the run up."""
+    """Time for which a background save blocks the run."""
     copied: list[float]
-    """From the beginning of a save in the background until the state may change."""
+    """From the start of a background save until the state may change."""
     written: list[float]
-    """From the beginning of a save in the background until it is written."""
+    """From the start of a background save until it is written."""
     nbytes: int
     more_memory: int
-    """How much more is resident at most than with saves that the run waits for alone."""
+    """Additional peak resident memory compared with saves that the run waits for."""
 
 
 def measure(rank: int, sizes: ParallelSizes, init_method: str, repeats: int, folder: Path) -> Saves:
-    """Save in turn, `repeats` times each way, after saves of each kind that do not count."""
+    """Save `repeats` times each way, alternating, after a warm-up save of each kind."""
     torch.set_num_threads(1)
     parallel.initialize(sizes, rank, init_method)
     model = MegatronModel(
@@ -136,7 +136,7 @@ def _run(
 
 
 def on_ranks(ranks: int, repeats: int, folder: Path) -> Saves:
-    """The saves of the slowest of so many data-parallel ranks."""
+    """The saves of the slowest of `ranks` data-parallel ranks."""
     context = multiprocessing.get_context("spawn")
     init_method, results = f"tcp://127.0.0.1:{free_port('127.0.0.1', 0)}", context.SimpleQueue()
     arguments = (ParallelSizes(world_size=ranks), init_method, repeats, folder, results)
@@ -150,7 +150,7 @@ def on_ranks(ranks: int, repeats: int, folder: Path) -> Saves:
 
 
 def report(options: argparse.Namespace) -> str:
-    """The page: a row for each number of ranks."""
+    """Return the page, with a row for each number of ranks."""
     lines = [
         "# A checkpoint",
         "",

@@ -1,8 +1,8 @@
-"""Bytes that each rank sends in a train step under TP, CP, EP and PP of 2, 4 and 8, beside the formula.
+"""Bytes sent by each rank in a train step with TP, CP, EP and PP of 2, 4 and 8, compared with the formula.
 
-Each rank has the same number of tokens and layers at every size: what grows is the whole sequence, the number of
-experts or the number of stages. Every call of torch.distributed is recorded, and counted as the bytes that a rank sends
-in a ring. Nothing is timed. Writes Markdown.
+Tokens and layers per rank are the same at every size; what grows is the whole sequence, the number of experts or the
+number of stages. Every call of torch.distributed is recorded, and counted as the bytes that a rank sends in a ring.
+Nothing is timed. Writes Markdown.
 """
 
 import argparse
@@ -38,14 +38,14 @@ from converters.layouts.megatron import ParallelSizes  # noqa: E402
 from megarl.quickstart.tiny_models import write_tiny_model  # noqa: E402
 
 BYTES = 4
-"""Size of a float32, in which everything is computed."""
+"""Bytes of a float32, the dtype of everything."""
 LAYERS, HEADS, KEY_VALUE_HEADS, HEAD, EXPERTS, TOP = 2, 8, 8, 16, 2, 2
-"""Numbers of a rank where they are cut (layers under PP, experts under EP), else of the model."""
+"""Per rank for the sharded dimension (layers under PP, experts under EP), else per model."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the work of a rank."""
+    """Sizes of a rank's work."""
 
     tokens: int
     hidden: int
@@ -57,13 +57,13 @@ class Sizes:
 
 
 class Recorder:
-    """Bytes that this rank sends, by kind of call, in groups of more than one rank."""
+    """Counts the bytes that this rank sends, by kind of call, in groups of more than one rank."""
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
 
     def install(self) -> None:
-        """Record every call from here on; call before megatron is imported, which keeps some of these functions."""
+        """Record every call from now on; to be called before importing megatron, which keeps these functions."""
         counted: Mapping[str, Callable[..., float]] = {
             "all_reduce": lambda n, tensor, *_: 2 * (n - 1) / n * tensor.nbytes,
             "all_gather_into_tensor": lambda n, _output, tensor, *_: (n - 1) * tensor.nbytes,
@@ -93,13 +93,13 @@ class Recorder:
 
 
 def _bytes_to_others(ranks: int, _output: Tensor, tensor: Tensor, *_splits: Any) -> float:
-    """As if all ranks got the same: who gets how much depends on the router."""
+    """Assumes that all ranks get the same amount, as the actual split depends on the router."""
     return (ranks - 1) / ranks * tensor.nbytes
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of parallelism, and what a rank sends by its formula."""
+    """A kind of parallelism, and the bytes that a rank sends by its formula."""
 
     model: str
     field: str
@@ -149,7 +149,7 @@ def run(name: str, ranks: int, sizes: Sizes, recorder: Recorder) -> list[Counter
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         free.close()
-        # Forked: what records is there before megatron is imported, and each process has a copy of it.
+        # Forked, so that the recorder is installed before megatron is imported, and each process has a copy of it.
         context = multiprocessing.get_context("fork")
         pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
         shared = ranks, name, sizes, model, address, recorder
@@ -171,7 +171,7 @@ def _rank(
     recorder: Recorder,
     pipe: Connection,
 ) -> None:
-    # Imported by the parent before, with what records in place.
+    # Already imported by the parent, with the recorder installed.
     from megarl.algorithms import SftObjective
     from megatron_ext import parallel
     from megatron_ext.megatron_model import MegatronModel
@@ -182,7 +182,7 @@ def _rank(
     cut: dict[str, Any] = {CASES[name].field: ranks}
     parallel_sizes = ParallelSizes(world_size=ranks, **cut)
     parallel.initialize(parallel_sizes, rank, address)
-    # Without the distributed optimizer gradients are all-reduced, and all else of a step is of the model.
+    # Without the distributed optimizer gradients are all-reduced, and all other communication is the model's.
     options = MegatronOptions(
         parallel_sizes, torch.float32, optimizer={"lr": 1e-3}, distributed={"use_distributed_optimizer": False}
     )

@@ -1,8 +1,9 @@
-"""The controller at the size of a large run: thousands of trajectories in flight on engines that answer by a script.
+"""The controller at the size of a large run: thousands of trajectories in flight on scripted engines.
 
-The processes of the engines, the requests, the events and the scores are those of a run; there is no model, and
-nothing is trained. The CPU time is that of all threads of the controller, the memory its own: it also maps what it has
-read of Ray's object store.
+Engine processes, requests, events and scores are those of a run; there is no model, and nothing is trained. CPU time
+includes all threads of the controller; memory is its own, while a run's controller also maps what it has read from
+Ray's
+object store.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from megarl.tracking.clock import Clock
 ROOT = Path(__file__).resolve().parent.parent
 ENGINES, SAMPLES = 4, 8
 AT_ONCE = 16
-"""Groups that are scored together."""
+"""Groups scored at the same time."""
 REWARD = Path(__file__).with_name("length_reward.py")
 SCRIPTED = EngineKind(
     title="scripted",
@@ -67,7 +68,7 @@ SCRIPTED = EngineKind(
 
 @contextmanager
 def controller(config: MegarlConfig) -> Iterator[Rollouts]:
-    """As much of a run as samples."""
+    """The part of a run that samples."""
     loop, schedule = config.loop, config.schedule
     prompts = [Prompt(index, "any", [index % 100] * 32, "1", {}) for index in range(4096)]
     with (
@@ -90,7 +91,7 @@ def controller(config: MegarlConfig) -> Iterator[Rollouts]:
 
 
 def run_of(prompts: int, staleness: int, steps: int, **arguments: Any) -> MegarlConfig:
-    """The configuration of a run with engines that take `arguments`."""
+    """The configuration of a run whose engines get `arguments`."""
     return MegarlConfig(
         loop=LoopConfig(steps=steps, prompts_per_step=prompts, samples_per_prompt=SAMPLES),
         schedule=ScheduleConfig(max_staleness=staleness, in_flight="recompute"),
@@ -101,9 +102,9 @@ def run_of(prompts: int, staleness: int, steps: int, **arguments: Any) -> Megarl
 
 
 def events(in_flight: int, groups: int, median_tokens: float, pace_s: float) -> str:
-    """Keep so many trajectories in flight until so many groups are sampled: CPU time of an event, and memory.
+    """Keep `in_flight` trajectories in flight until `groups` groups are sampled; return CPU time per event, and memory.
 
-    An event is that new tokens of one response come, or that it ends.
+    An event is new tokens of a response, or its end.
     """
     slots, prompts = in_flight // SAMPLES, 32
 
@@ -138,7 +139,7 @@ def events(in_flight: int, groups: int, median_tokens: float, pace_s: float) -> 
 
 
 def checkpoint(groups: int, median_tokens: float) -> str:
-    """Save with so many groups finished and half of as many others sampled: seconds and bytes."""
+    """Save with `groups` groups finished and as many others half sampled; return seconds and bytes."""
     each = groups // ENGINES
     config = run_of(groups, 1, 10**9, pace_s=0.0, median_tokens=median_tokens, only=each)
     with controller(config) as rollouts, tempfile.TemporaryDirectory(dir=ROOT) as folder:
@@ -161,7 +162,7 @@ def checkpoint(groups: int, median_tokens: float) -> str:
 
 
 def scoring(groups: int) -> str:
-    """Score so many groups, and nothing beside: CPU time of a group, the best of five rounds."""
+    """Score `groups` groups and nothing else; return the CPU time per group, the best of five rounds."""
     samples: Samples = {number: reward_arguments("any", "7" * 100, "1", {}, 100) for number in range(SAMPLES)}
     rounds = []
     with Scorer(RewardConfig(function=f"{REWARD}:score")) as scorer:
@@ -178,7 +179,7 @@ def scoring(groups: int) -> str:
 
 
 def begun_tokens(rollouts: Rollouts) -> list[int]:
-    """How many tokens there are of each response that is not finished."""
+    """The number of tokens of each unfinished response."""
     partials = rollouts._in_flight.partials().values()
     return [len(turn.token_ids) for own in partials for each in own for turn in each.turns.values()]
 

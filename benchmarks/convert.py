@@ -1,8 +1,8 @@
-"""How fast `megarl convert` and `megarl export` are, beside `cp`, the disk, mbridge and megatron-bridge.
+"""Speed of `megarl convert` and `megarl export`, compared with `cp`, the disk, mbridge and megatron-bridge.
 
-On synthetic checkpoints of several sizes; programs take turns, each from the same state of the disk and the page cache.
-`make benchmark-convert` installs the peers first. They are measured with `--shape narrow` alone; where they are left
-out, a line says why.
+Uses synthetic checkpoints of several sizes; programs take turns, each from the same state of disk and page cache.
+`make benchmark-convert` installs the peers first. They are measured with `--shape narrow` only; if they are left out, a
+line says why.
 """
 
 import argparse
@@ -42,7 +42,7 @@ _OF_PEERS = ("mbridge", "megatron-bridge")
 _GROUPS = ("disk", "megarl", *_OF_PEERS, _DRY_RUN)
 _VERSIONS = ("python", "megarl", "torch", "megatron-core", "safetensors")
 _PEERS = (*_OF_PEERS, "transformers")
-# 60 of the 61 layers share 15 stages.
+# 15 stages share 60 of the 61 layers.
 _DRY_RUN_LAYOUT = ("--tp", "8", "--pp", "16", "--ep", "32", "--decoder-last-pipeline-num-layers", "1")
 
 

@@ -1,8 +1,8 @@
-"""Cost of the data of a step: what the controller does with it, holds and sends. Nothing is sampled or computed.
+"""Cost of a step's data in the controller: processing, memory and bytes sent. Nothing is sampled or computed.
 
-Everything goes the way of a training run: turns stream out of an engine, become a batch, go to the ranks of all
-data-parallel shares, and come back as log-probs. Engine and ranks are two processes that make numbers up; the ranks'
-stands for all ranks, one after the other.
+The data take the path of a training run: turns stream out of an engine, become a batch, go to the ranks of all
+data-parallel shares, and come back as log-probs. Engine and ranks are two processes that return made-up numbers; the
+second one stands for all ranks in turn.
 """
 
 import argparse
@@ -49,7 +49,7 @@ _POLL_S = 0.005
 
 @dataclass(frozen=True)
 class Phase:
-    """Cost of a part of the step in the controller."""
+    """Cost of one phase of the step in the controller."""
 
     name: str
     cpu_seconds: float
@@ -58,10 +58,9 @@ class Phase:
 
 @dataclass
 class Stopwatch:
-    """The controller's CPU seconds, and the most memory of its own that it held, by phase.
+    """The controller's CPU seconds and its peak private memory, by phase.
 
-    Memory that it shares with others, such as the object store, is not its own; nor do the bytes count that it held
-    `before` the first step.
+    Shared memory, such as the object store, is not included, nor are the bytes held `before` the first step.
     """
 
     before: int
@@ -69,7 +68,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what is inside."""
+        """Measure the code inside the context."""
         ended, peak = threading.Event(), _own_bytes()
 
         def sample() -> None:
@@ -95,7 +94,7 @@ def _own_bytes() -> int:
 
 
 class Consumers(TrainerGroup):
-    """A group of Megatron ranks that are one process."""
+    """A group of Megatron ranks in a single process."""
 
     def __init__(self, sizes: ParallelSizes, max_tokens: int, seats: Seats, logs: Path) -> None:
         super().__init__(MegatronOptions(ParallelSizes(), torch.float32), ClusterConfig(), seats, logs, max_tokens)
@@ -126,7 +125,7 @@ def _scored(number: int, turn: Turn) -> Trajectory:
 def step(
     engine: Worker, trainer: Consumers, config: MegarlConfig, responses: int, tokens: int, watch: Stopwatch
 ) -> int:
-    """One step as `megarl.train.train_step` takes it: its tokens; the watch has what it cost."""
+    """Run one step as `megarl.train.train_step` does, measured by `watch`; return its number of tokens."""
     objective = PolicyObjective(config.algorithm)
     with watch.phase("turns of the engine"):
         groups = sample(engine, responses, tokens)
@@ -145,12 +144,12 @@ def step(
 
 
 def report(sizes: ParallelSizes, tokens: int, watch: Stopwatch, counted: dict[str, list[int]], updates: int) -> str:
-    """The tables of a step."""
+    """Return the tables of a step."""
     lines = ["| phase | controller, CPU s | its peak memory, MB |", "|---|---:|---:|"]
     lines += [f"| {each.name} | {each.cpu_seconds:.2f} | {each.peak_bytes / 1e6:,.0f} |" for each in watch.phases]
     total, peak = sum(each.cpu_seconds for each in watch.phases), max(each.peak_bytes for each in watch.phases)
     lines += [f"| **step** | **{total:.2f}** | **{peak / 1e6:,.0f}** |", ""]
-    # Each data-parallel share goes to every rank that works on it; each optimizer step has a part of the batch.
+    # Each data-parallel share goes to every rank that works on it; each optimizer step uses a part of the batch.
     copies = sizes.world_size // sizes.data_parallel_size
     lines += ["| call | bytes a token to a rank | bytes a token from all ranks |", "|---|---:|---:|"]
     for name in ("predictions", "train_step"):
@@ -193,7 +192,7 @@ def main() -> None:
         gc.collect()
         gc.freeze()  # as `megarl.run.opening.open_processes` does
         before = _own_bytes()
-        # The first step of a run loads what it needs, and touches memory of the object store that no one has touched.
+        # The first steps import modules, and touch memory of the object store for the first time.
         for _ in range(2):
             trainer.counted()
             watch = Stopwatch(before)

@@ -1,4 +1,4 @@
-"""Workers of the benchmark of the data plane: an engine that makes up responses, and ranks that compute nothing."""
+"""Workers of the data-plane benchmark: an engine with made-up responses, and ranks that compute nothing."""
 
 import io
 import pickle
@@ -21,12 +21,12 @@ from megatron_ext.packing.packing import RaggedBatch
 
 
 class Engine:
-    """Answers prompts at once, with random tokens; text is as long as that of English."""
+    """Answers prompts at once with random tokens; the text has the length of English text."""
 
     def generate_each(
         self, prompts: Sequence[Sequence[int]], samples: int, mean_tokens: int
     ) -> Iterator[tuple[int, list[Turn]]]:
-        """Turns for each prompt, half as long as `mean_tokens` to half as long again."""
+        """Yield turns for each prompt, of 0.5 to 1.5 times `mean_tokens`."""
         generator = np.random.default_rng(0)
         for place, prompt in enumerate(prompts):
             lengths = generator.integers(mean_tokens // 2, mean_tokens + mean_tokens // 2, samples, endpoint=True)
@@ -46,7 +46,7 @@ class Engine:
 class Ranks(TrainerWorker):
     """All Megatron ranks of a group in one process, without a model: they take batches and return results.
 
-    It counts the bytes of the arguments and the results of all calls, pickled as they travel.
+    Counts the pickled bytes of the arguments and results of all calls.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Ranks(TrainerWorker):
         return self._counted("train_step", arguments, super().train_step(*arguments))
 
     def counted(self) -> dict[str, list[int]]:
-        """The bytes that were received and returned since the last time, by the name of the call."""
+        """Bytes received and returned since the last call of this method, by the name of the call."""
         counted, self._bytes = self._bytes, {}
         return counted
 
@@ -76,7 +76,7 @@ class Ranks(TrainerWorker):
 
 
 class _Travelling(pickle.Pickler):
-    """Counts the bytes of a value that is `sent`, and of what is `fetched` by one who opens what it refers to."""
+    """Counts the bytes of a value that is `sent`, and of data `fetched` by a receiver that resolves its references."""
 
     def __init__(self, value: Any) -> None:
         buffer = io.BytesIO()
@@ -86,7 +86,7 @@ class _Travelling(pickle.Pickler):
         self.sent = buffer.tell()
 
     def reducer_override(self, value: Any) -> Any:
-        """See `pickle.Pickler`: a reference is its bytes."""
+        """See `pickle.Pickler`: a reference counts its data."""
         if isinstance(value, Packed):
             sizes = np.array([np.dtype(dtype).itemsize for dtype in value.dtypes], dtype=np.int64)
             self.fetched += int(sizes[value.places[:, 0]] @ value.places[:, 1])
@@ -94,10 +94,10 @@ class _Travelling(pickle.Pickler):
 
 
 class _NoModel:
-    """`MegatronModel`, as far as a batch goes through it."""
+    """The part of `MegatronModel` that handles a batch."""
 
     def log_probs(self, batch: RaggedBatch, _micro_batches: Sequence[Sequence[int]], *, temperature: float) -> LogProbs:
-        # As a model does: 0 where it is not asked.
+        # As in a model, 0 where nothing is asked for.
         values = -temperature * torch.rand(len(batch.tokens)) * batch.fields["trained"]
         return LogProbs(values, values.clone(), values > -0.5, values.square())
 

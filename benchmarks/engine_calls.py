@@ -1,6 +1,6 @@
-"""Requests that are submitted, with tokens told of every 50 ms, beside one call for all of them.
+"""Submitted requests with token events every 50 ms, compared with one call for all requests.
 
-Both are asked of the same vLLM engine in turn, with the same requests: tokens a second, and how they compare.
+Both run in turn on the same vLLM engine with the same requests. Reports tokens per second and their ratio.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _measured(engine: VllmEngine, requests: int, tokens: int, rounds: int) -> st
 
 
 def _submitted(engine: VllmEngine) -> tuple[Callable[[Sequence[Request]], list[list[Turn]]], "count[int]"]:
-    """Asks by `submit` and reads `events`; and how many news of tokens there were."""
+    """Sample by `submit` and `events`, and count the token events."""
     numbers, told, events = count(), count(), chain.from_iterable(engine.events())
 
     def ask(requests: Sequence[Request]) -> list[list[Turn]]:

@@ -1,7 +1,7 @@
-"""Faults of engines: seconds from an abort to silence, and from a death to a token elsewhere and to the return.
+"""Engine faults: seconds from an abort to silence, and from an engine's death to a token elsewhere and to its return.
 
-All engines are vLLM's with a tiny Qwen3. Aborts are asked of one in this process. Deaths are SIGKILLs of one of two in
-a training job whose other engine and rank live: the job's own router and restarts do the rest.
+All engines are vLLM with a tiny Qwen3. Aborts are tested on one in this process. Deaths are SIGKILLs of one of the two
+engines of a training job, while its other engine and its rank live on: the job's own router and restarts handle them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from megarl.run.opening import RunSetup
 _FIRST, _PROMPT = 10, range(10, 42)
 _LENGTH, _TOKENS = 512, 440
 _SAMPLED_S = 0.2
-"""How long requests are sampled before a fault; as long it has to be silent behind an abort."""
+"""How long requests are sampled before a fault, and how long an engine must be silent after an abort."""
 _POLL_S = 0.002
 _LIMIT_S = 300.0
 _PARTS = ("process up", "model loaded", "refitted", "first token")
@@ -60,13 +60,13 @@ def main() -> None:
 
 
 def _requests(count: int) -> list[Request]:
-    # Greedily, and behind other prompts each, since few of such responses end before their limit.
+    # Greedy and with different prompts, as few such responses end before their limit.
     sampling = SamplingParameters(temperature=0.0, max_tokens=_TOKENS)
     return [Request([_FIRST + place, *_PROMPT], sampling, priority=place) for place in range(count)]
 
 
 def _aborts(model: Path, requests: int, rounds: int) -> list[float]:
-    """Seconds from each abort of all that is in flight to the last that was heard of it."""
+    """Seconds from each abort of everything in flight to the last event."""
     engine = VllmEngine(model, {"max_model_len": _LENGTH})
     engine.start()
     heard: SimpleQueue[tuple[float, Sequence[Event]]] = SimpleQueue()
@@ -126,7 +126,7 @@ def _job(folder: Path, model: Path, deaths: int) -> Iterator[Job]:
 
 
 def _death(job: Job, requests: int, number: int) -> Mapping[str, float]:
-    """Kill an engine: seconds until it is seen, until a token of its requests comes from another, and of its return."""
+    """Kill an engine; return seconds until that is noticed, until its requests get tokens elsewhere, and to return."""
     engines, handle = job.engines, job.engines.handles[number]
     asked = engines.begin_generate(_requests(requests))
     _until(lambda: all(_tokens(engines, each) for each in asked), engines)
@@ -147,7 +147,7 @@ def _death(job: Job, requests: int, number: int) -> Mapping[str, float]:
 
 
 def _return(engines: Engines, handle: EngineHandle) -> list[float]:
-    """When its new process is up, has loaded the model and has its weights, and when its first token comes."""
+    """Times when its new process is up, the model is loaded, the weights have arrived, and the first token comes."""
     _until(lambda: handle.state == "restarting" or handle.is_up, engines)
     up = handle.worker.begin_node().reference
     at_s = [_until(lambda: ray.wait([up], timeout=0)[0], engines)]
@@ -161,18 +161,18 @@ def _return(engines: Engines, handle: EngineHandle) -> list[float]:
 
 
 def _tokens(engines: Engines, asked: PendingRequest) -> int:
-    """How many tokens of a request were told of."""
+    """The number of tokens reported for a request."""
     return sum(len(turn.token_ids) for turn in engines.partial_turns([asked])[0].values())
 
 
 def _has_moved(engines: Engines, asked: PendingRequest) -> bool:
-    """Whether there is more of a request, elsewhere, than what the dead engine had told of."""
+    """Whether a request has more tokens, elsewhere, than the dead engine had reported."""
     begun = sum(len(each.token_ids) for each in asked.begun.values())
     return asked.answer.done() or (asked.worker is not None and _tokens(engines, asked) > begun)
 
 
 def _until(is_so: Callable[[], object], engines: Engines) -> float:
-    """When something became so; meanwhile restarts go on, at the pace at which a run looks after its engines."""
+    """The time at which a condition became true; meanwhile engines are restarted at the pace of a run."""
     began_s = looked_s = time.perf_counter()
     while not is_so():
         now_s = time.perf_counter()

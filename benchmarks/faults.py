@@ -1,9 +1,9 @@
-"""Runs of a tiny model, in each of which a process of a random kind is killed at a random moment.
+"""Runs a tiny model repeatedly, each time killing a random kind of process at a random moment.
 
-A run whose controller is killed is started again with the same command; all others have to go on by themselves. Each
-is compared with a run that nobody disturbs: where the schedule repeats itself, all metrics and the exported weights
-have to be those, bit for bit; everywhere each draw is trained on once, no token is older than the schedule allows, and
-nothing is left.
+If the controller is killed, the run is started again with the same command; all other faults it must survive by itself.
+Each run is compared with an undisturbed one. With deterministic schedules all metrics and the exported weights must be
+bit-identical; with all schedules each draw must be trained on once, no token may be older than the schedule allows, and
+no process or file may be left behind.
 """
 
 import argparse
@@ -42,10 +42,10 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
 }
 BOUNDS = {"S=0": 0, "S=1, wait": 1, "S=2, recompute": 2}
 REPEATING = ("S=0", "S=1, wait")
-"""Schedules whose numbers do not depend on the clock."""
+"""Deterministic schedules, whose results do not depend on timing."""
 KINDS = ("controller", "engine", "trainer rank", "reward worker")
 OF_THE_CLOCK = ("seconds/", "throughput/", "engines/", "schedule/", "memory/", "refit/")
-"""Metrics that a fault, or the clock, may change."""
+"""Prefixes of metrics that may change with faults or timing."""
 STARTING = 0.25
 LIMIT_S = 600.0
 _POLL_S = 0.02
@@ -55,7 +55,7 @@ _LONGEST_STEP_S = 2.0
 
 @dataclass(frozen=True)
 class Case:
-    """One run with one fault. `moment` is a share of the run, of which `STARTING` are before the first rollout."""
+    """A run with one fault. `moment` is a fraction of the run, of which `STARTING` is before the first rollout."""
 
     engine: str
     schedule: str
@@ -66,7 +66,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """The end of a run."""
+    """The result of a run."""
 
     seconds: float
     code: int
@@ -74,17 +74,17 @@ class Outcome:
     said: list[str] = field(default_factory=list)
     """Lines about deaths and restarts."""
     step: int | None = None
-    """Steps that were done at the fault; None where there was nobody to kill any more."""
+    """Steps done at the time of the fault; None if there was no process to kill any more."""
     left: list[str] = field(default_factory=list)
-    """Processes and segments that have outlived the run."""
+    """Processes and shared-memory segments that outlived the run."""
 
     def batches(self) -> dict[int, dict[str, Any]]:
-        """The batch of each step that counts: the last one, where a step was done again."""
+        """The batch of each step; the last one if a step was repeated."""
         notes = [json.loads(line) for line in (self.output / "notes.jsonl").read_text().splitlines()]
         return {note["step"]: note for note in notes}
 
     def metrics(self) -> list[dict[str, Any]]:
-        """All that does not depend on the clock."""
+        """All metrics that do not depend on timing."""
         return [
             {name: value for name, value in line.items() if not name.startswith(OF_THE_CLOCK)}
             for line in read_history(self.output)
@@ -96,7 +96,7 @@ class Outcome:
 
 
 class Lab:
-    """A tiny model and its data, and runs on them."""
+    """A tiny model and its data, and runs of it."""
 
     def __init__(self, folder: Path) -> None:
         logging.disable_progress_bar()
@@ -113,7 +113,7 @@ class Lab:
         self._undisturbed: dict[tuple[str, str], Outcome] = {}
 
     def undisturbed(self, engine: str, schedule: str) -> Outcome:
-        """A run without a fault, of which there is one for all to be compared with."""
+        """A run without a fault, the shared reference of all others."""
         key = (engine, schedule)
         if key not in self._undisturbed:
             made = self._undisturbed[key] = self._run(f"undisturbed {engine} {schedule}", engine, schedule, None)
@@ -171,7 +171,7 @@ def _start(command: Sequence[str], folder: Path) -> subprocess.Popen[bytes]:
 
 
 def _watch(run: subprocess.Popen[bytes], deadline: float, family: set[psutil.Process]) -> int:
-    """The exit code; -1 for a run that does not end. Its processes come into the `family`."""
+    """The exit code; -1 for a run that does not end. Adds its processes to `family`."""
     while run.poll() is None:
         if time.monotonic() > deadline:
             return -1
@@ -183,9 +183,9 @@ def _watch(run: subprocess.Popen[bytes], deadline: float, family: set[psutil.Pro
 def _kill(
     case: Case, run: subprocess.Popen[bytes], output: Path, start: float, family: set[psutil.Process]
 ) -> int | None:
-    """Kill a process of the kind at its moment, or as soon as there is one. The steps that were done by then.
+    """Kill a process of the kind at its moment, or as soon as there is one; return the steps done by then.
 
-    The moment is one of the `start`, or comes after so many steps, at any time within the next.
+    The moment is within the startup, or within the step after a number of completed steps.
     """
     chance, steps = random.Random(case.seed), (case.moment - STARTING) / (1 - STARTING) * STEPS
     within = chance.uniform(0.0, _LONGEST_STEP_S)
@@ -203,7 +203,7 @@ def _kill(
 
 
 def _steps_done(output: Path) -> int:
-    """How many; -1 before the first rollout."""
+    """The number of completed steps; -1 before the first rollout."""
     if (output / "run" / "metrics.jsonl").exists() and (lines := read_history(output / "run")):
         return lines[-1]["step"]
     return 0 if "first refit" in (output / "errors.log").read_text() else -1
@@ -231,7 +231,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def _wait_gone(family: set[psutil.Process], seconds: float = _GONE_S) -> list[str]:
-    """Wait until the processes are gone; those that stay."""
+    """Wait until the processes are gone; return those that stay."""
     _, alive = psutil.wait_procs(list(family), timeout=seconds)
     return [f"process {each.pid}" for each in alive if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
 
@@ -241,7 +241,7 @@ def _segments(pids: Iterator[int]) -> list[str]:
 
 
 def cases(count: int, engines: Sequence[str], seed: int) -> list[Case]:
-    """All kinds and schedules in turn, at random moments; each fifth with the last engine."""
+    """All kinds and schedules in turn, at random moments; every fifth case uses the last engine."""
     chance = random.Random(seed)
     schedules = list(SCHEDULES)
     return [
@@ -257,7 +257,7 @@ def cases(count: int, engines: Sequence[str], seed: int) -> list[Case]:
 
 
 def judged(case: Case, outcome: Outcome, reference: Outcome) -> list[str]:
-    """All that is wrong with a run."""
+    """Everything that is wrong with a run."""
     if outcome.code != 0:
         return [f"exit code {outcome.code}" if outcome.code > 0 else f"no end within {LIMIT_S:g} s"]
     wrong, batches = list(outcome.left), outcome.batches()
@@ -274,7 +274,7 @@ def judged(case: Case, outcome: Outcome, reference: Outcome) -> list[str]:
 
 
 def difference(outcome: Outcome, reference: Outcome) -> float:
-    """The largest relative difference of any metric of any step; infinite for other steps, names or batches."""
+    """The largest relative difference of any metric in any step; infinite if steps, names or batches differ."""
     ours, theirs = outcome.metrics(), reference.metrics()
     if outcome.batches() != reference.batches() or [set(line) for line in ours] != [set(line) for line in theirs]:
         return math.inf
@@ -294,7 +294,7 @@ HEAD = (
 
 
 def row(number: int, case: Case, outcome: Outcome, reference: Outcome) -> str:
-    """A line of the table."""
+    """A table row."""
     wrong = judged(case, outcome, reference)
     done = "had ended" if outcome.step is None else str(outcome.step)
     restarts = "; ".join(_short(line) for line in outcome.said) or (

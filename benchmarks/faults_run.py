@@ -1,4 +1,4 @@
-"""`megarl`, with a note of every batch that is trained on: its draws, and how old their oldest token is."""
+"""`megarl`, with a note of every trained batch: its draws, and the age of their oldest token."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from megarl.run.rollouts import RolloutBatch, Rollouts
 from megarl.tracking.clock import Clock
 
 NOTES = "FAULTS_NOTES"
-"""Environment variable: the file that notes go to."""
+"""Environment variable with the path of the notes."""
 
 _take = Rollouts.take
 

@@ -1,7 +1,8 @@
-"""How well `megarl plan` predicts refits that can be run: those of `refit.py`, on the cores of this machine.
+"""Accuracy of `megarl plan` for refits that can be run: those of `refit.py`, on the cores of this machine.
 
-In each round the rates that a forecast takes are measured alone (`resharding/rates.py`), then every refit runs once,
-and is forecast from the rates of its round. Nothing is fitted: the model of `megarl/planning` has no other numbers.
+In each round the rates that a forecast needs are measured separately (`resharding/rates.py`), then every refit runs
+once, and is forecast from that round's rates. Nothing is fitted: the model of `megarl/planning` has no other
+parameters.
 """
 
 import argparse
@@ -44,9 +45,9 @@ WAYS: Mapping[str, Way] = {
     FP8_RDMA: Way("rdma", "", is_fp8=True),
     FP8_RDMA_SOCKETS: Way("rdma", SOCKETS, is_fp8=True),
 }
-"""The refits by their names in `refit.py`."""
+"""The refits, named as in `refit.py`."""
 WITHIN = 0.15
-"""Aim: a prediction is at most so far from what was measured."""
+"""Target: maximum relative error of a prediction."""
 _NOTES = """\
 - **Predicted** is what `megarl.planning` makes of the plan, the size of the buckets and these rates alone: the replay
   of every message, in which the works of all ranks wait for one of the cores. **Measured** is the refit as `refit.py`
@@ -62,16 +63,16 @@ _NOTES = """\
 
 @dataclass
 class Found:
-    """Seconds of one refit, round by round."""
+    """Seconds of one refit, per round."""
 
     measured: list[float] = field(default_factory=list)
     predicted: list[float] = field(default_factory=list)
     work: list[float] = field(default_factory=list)
-    """Predicted over measured, of the seconds of all cores together."""
+    """Predicted over measured CPU time of all cores together."""
 
     @property
     def ratios(self) -> list[float]:
-        """Predicted over measured."""
+        """Predicted over measured time."""
         return [one / other for one, other in zip(self.predicted, self.measured, strict=True)]
 
 
@@ -112,7 +113,7 @@ def _measure(
             for name in refits:
                 way = WAYS[name]
                 run = ranks.time("run", name)
-                if number:  # In the first, views are made and memory is touched.
+                if number:  # The first round only creates views and touches memory.
                     made = forecast(scenario, way, of_cores, costs[way.transport, way.ucx_tls], cores)
                     found[name].measured.append(run.seconds)
                     found[name].predicted.append(made.replay.seconds)

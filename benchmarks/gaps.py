@@ -1,7 +1,8 @@
-"""How far engine and trainer are apart after every refit: families of models in each engine and number format.
+"""Log-prob gaps between engine and trainer after every refit: model families by engine and number format.
 
-Tiny models of the quickstart whose sizes fit the blocks of all formats, warmed up as there, the trainer in bf16. Each
-is trained for a few steps with every engine; shown is |engine - trainer| of the sampled tokens' log-probs.
+Uses the quickstart's tiny models in sizes that fit the blocks of all formats, warmed up in the same way, with the
+trainer in bf16. Each is trained for a few steps with every engine; shown is |engine - trainer| of the sampled tokens'
+log-probs.
 """
 
 import argparse
@@ -24,7 +25,7 @@ KEYS_AND_VALUES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "sglang": {AS_COMPUTED: (), "fp8": ("+rollout.engine_args.kv_cache_dtype=fp8_e4m3",)},
     "transformers": {AS_COMPUTED: ()},
 }
-"""Engine -> the forms of keys and values that it keeps, each with its overrides."""
+"""Engine -> formats of its KV cache, with the overrides of each."""
 GAP = "log_prob_difference/mean"
 HEAD = (
     "| model | engine | weights | keys and values | mean, nats | largest of a step | bytes of a refit |\n"
@@ -33,7 +34,7 @@ HEAD = (
 
 
 def rows(options: argparse.Namespace, scratch: Path) -> Iterator[Sequence[str]]:
-    """The row of each run."""
+    """Yield the row of each run."""
     lab = Lab(scratch, options.steps)
     for family, engine in product(options.models, options.engines):
         weights = [each for each in FORMATS[engine] if each in (options.weights or FORMATS[engine])]

@@ -1,7 +1,7 @@
-"""How the ranks of a refit meet: seconds, connections and memory, by their number and by transport.
+"""How the ranks of a refit connect: seconds, connections and memory, by number of ranks and transport.
 
-Every rank is a process, and every source has a message for every destination, which is more pairs than a plan has. The
-first refit follows, of these small messages alone, and all values are compared.
+Every rank is a process, and every source has a message for every destination, which is more pairs than in a plan. A
+first refit with only these small messages follows, and all values are verified.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _SIZES = ((4, 4), (16, 8), (32, 16), (43, 21))
 
 @dataclass(frozen=True)
 class Observed:
-    """Cost of joining for one rank; times are those of one clock for all."""
+    """Cost of joining for one rank; all ranks' times are on the same clock."""
 
     begun_s: float
     ended_s: float
@@ -54,7 +54,7 @@ class Observed:
 
 
 class Rank:
-    """A process of its own: number `rank` of one side, whose `peers` are all of the other."""
+    """A process: rank `rank` of one side, whose `peers` are all ranks of the other."""
 
     def __init__(self, is_source: bool, rank: int, peers: int) -> None:
         torch.set_num_threads(1)
@@ -67,12 +67,12 @@ class Rank:
         self._side: Sender | Receiver | None = None
 
     def listen(self) -> tuple[str, int]:
-        """The address of a source."""
+        """Return the address of a source."""
         self._side = Sender(self._rank, self._messages, self._tensors, LOOPBACK)
         return self._side.address
 
     def connect(self, rendezvous: Rendezvous) -> Observed:
-        """Meet all of the other side."""
+        """Connect to all ranks of the other side."""
         before, sockets = _anonymous_bytes(), _sockets()
         begun, cpu = time.monotonic(), time.process_time()
         if isinstance(self._side, Sender):
@@ -84,7 +84,7 @@ class Rank:
         return Observed(begun, ended, time.process_time() - cpu, _sockets() - sockets, _anonymous_bytes() - before)
 
     def refit(self, version: int) -> tuple[float, float]:
-        """Send or receive everything; when that began and ended."""
+        """Send or receive everything; return start and end."""
         begun = time.monotonic()
         if isinstance(self._side, Sender):
             self._side.send(version)
@@ -93,7 +93,7 @@ class Rank:
         return begun, time.monotonic()
 
     def is_right(self) -> bool:
-        """Whether a destination has what each source sent to it."""
+        """Whether a destination has the values that each source sent."""
         return self._is_source or all(
             bool((tensor == _value(int(peer), self._rank)).all()) for peer, tensor in self._tensors.items()
         )
@@ -111,7 +111,7 @@ def _value(source: int, destination: int) -> int:
 def _sockets() -> int:
     found = 0
     for entry in os.scandir("/proc/self/fd"):
-        # The folder that is read is open itself, and gone when it is asked for.
+        # The descriptor of the folder that is being read is listed, too, and may be gone by now.
         if os.path.lexists(entry.path) and os.readlink(entry.path).startswith("socket:"):
             found += 1
     return found
@@ -137,14 +137,14 @@ def _serve(pipe: Connection, *arguments: Any) -> None:
 
 
 class Ranks:
-    """The processes of all ranks, sources first; `call` calls a method of some and waits for all of them."""
+    """The processes of all ranks, sources first; `call` calls a method in some and waits for all of them."""
 
     def __init__(self, pipes: Sequence[Connection], sources: int) -> None:
         self.sources, self.all = range(sources), range(len(pipes))
         self._pipes = pipes
 
     def call(self, ranks: Sequence[int], method: str, *arguments: Any) -> list[Any]:
-        """The results. A rank that has ended is an EOFError."""
+        """Return the results. Raises EOFError if a rank has ended."""
         for rank in ranks:
             self._pipes[rank].send((method, arguments))
         for rank in ranks:
@@ -177,7 +177,7 @@ def _running(sources: int, destinations: int) -> Iterator[Ranks]:
 
 @dataclass(frozen=True)
 class Meeting:
-    """All ranks of a transport have met, and made one refit and then another."""
+    """Measurements of all ranks joining a transport, then making one refit and another."""
 
     join_s: float
     cpu_s: float
@@ -189,7 +189,7 @@ class Meeting:
 
 
 def meet(transport: str, sources: int, destinations: int) -> Meeting:
-    """Start all processes, let them meet, and measure that. Raises ValueError if a value is wrong afterwards."""
+    """Start all processes, let them join, and measure that. Raises ValueError if a value is wrong afterwards."""
     with _running(sources, destinations) as ranks:
         store = open_store(LOOPBACK, timedelta(seconds=_DEADLINE_S)) if TRANSPORTS[transport].needs_store else None
         listeners = ranks.call(ranks.sources, "listen")
@@ -251,7 +251,7 @@ def main() -> None:
     parser.add_argument("--most-ranks", type=at_least_one, default=64, help="leave out what takes more processes")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to FILE")
     options = parser.parse_args()
-    # Ranks are forked from a process that has torch and, for the clock that it measures when it is loaded, UCX.
+    # Ranks are forked from a process that has imported torch and UCX, which measures the clock rate on import.
     multiprocessing.set_forkserver_preload(["join", "ucx_loaded"])
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     multiprocessing.forkserver.ensure_running()

@@ -37,14 +37,14 @@ from megarl.rollout.sglang.installation import PACKAGES  # noqa: E402
 from megatron_ext import device  # noqa: E402
 
 SHAPES = {"gate and up": (4096, 7168), "down": (7168, 2048)}
-"""Weights of an expert of DeepSeek-V3."""
+"""Shapes of an expert's weights in DeepSeek-V3."""
 Work = Callable[[], object]
 Quantise = Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The weights of a bucket, and the blocks that the kernels move: of bfloat16, and to FP8."""
+    """The weights of a bucket, and the blocks that the kernels move: in bfloat16, and to FP8."""
 
     weights: list[Tensor]
     plain: list[Block]
@@ -52,7 +52,7 @@ class Buckets:
 
 
 def buckets(experts: int, where: torch.device) -> Buckets:
-    """Weights of `experts` experts with the memory that they are packed into, in pieces as large as the refit's."""
+    """Weights of `experts` experts and the memory that they are packed into, in pieces of the refit's size."""
     generator = torch.Generator().manual_seed(0)
     weights = [
         torch.randn(shape, generator=generator).mul_(0.02).bfloat16().to(where)
@@ -89,7 +89,7 @@ def quantised(boxes: list[Tensor]) -> Block:
 
 
 def by_hand(weights: list[Tensor], memory: Tensor) -> None:
-    """Copy, then take the checksum of all that was copied: the plain way to pack."""
+    """Copy, then compute the checksum of everything: the simple way to pack."""
     torch.cat([weight.view(-1).view(torch.uint8) for weight in weights], out=memory)
     if memory.device.type == "cpu":
         isal_zlib.crc32(memory.numpy())
@@ -99,7 +99,7 @@ def by_hand(weights: list[Tensor], memory: Tensor) -> None:
 
 
 def quantise_by_hand(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise a matrix whose sizes are multiples of the block's, as one writes it down."""
+    """Quantise a matrix whose sizes are multiples of the block size, in plain torch."""
     rows, columns = scales_shape((weight.shape[0], weight.shape[1]))
     blocks = weight.float().view(rows, BLOCK, columns, BLOCK)
     scales = blocks.abs().amax((1, 3), keepdim=True) / 448
@@ -107,11 +107,11 @@ def quantise_by_hand(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kernels(found: Buckets) -> dict[str, Work]:
-    """Work of a refit with all weights of the bucket; the first is a copy of them."""
+    """The work of a refit with all weights of the bucket; the first entry is a copy of them."""
     memory = torch.empty(
         sum(weight.nbytes for weight in found.weights), dtype=torch.uint8, device=found.weights[0].device
     )
-    # Written: all pages of new zeros may be one, which stays in the cache.
+    # Filled, as the pages of fresh zeros may all be one, which stays in the cache.
     source = torch.zeros_like(memory).fill_(1)
     return {
         "a copy": lambda: memory.copy_(source),
@@ -123,7 +123,7 @@ def kernels(found: Buckets) -> dict[str, Work]:
 
 
 def contenders(found: Buckets) -> Mapping[str, Work]:
-    """The works to be timed: those of a refit, and how others do the same."""
+    """The work to time: that of a refit, and other implementations of the same."""
     memory = torch.empty(
         sum(weight.nbytes for weight in found.weights), dtype=torch.uint8, device=found.weights[0].device
     )
@@ -137,12 +137,12 @@ def contenders(found: Buckets) -> Mapping[str, Work]:
 
 
 def quantisers() -> Iterator[tuple[str, Quantise]]:
-    """Functions of others that quantise a matrix by blocks, where they are installed."""
+    """Block quantisation of other projects, if installed."""
     if find_spec("vllm") is not None:
         yield "vLLM", importlib.import_module("vllm.utils.deep_gemm").per_block_cast_to_fp8
     if device.has_transformer_engine():
         yield "Transformer Engine", transformer_engine()
-    # After the others: it brings other versions of some packages.
+    # Last, since it brings other versions of some packages.
     add_sglang()
     if find_spec("sglang") is not None:
         functions = importlib.import_module("sglang.srt.layers.quantization.fp8_utils")
@@ -150,14 +150,14 @@ def quantisers() -> Iterator[tuple[str, Quantise]]:
 
 
 def transformer_engine() -> Quantise:
-    """Codes and scales of the rows alone, as an engine holds them."""
+    """Codes and scales by rows only, as an engine holds them."""
     module = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
     codes = importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
     return module.Float8BlockQuantizer(codes, rowwise=True, columnwise=False, force_pow_2_scales=False)
 
 
 def add_sglang() -> None:
-    """Let SGLang be found where `make setup SGLANG=1` puts it, beside megarl's environment."""
+    """Make SGLang importable from where `make setup SGLANG=1` installs it, outside megarl's environment."""
     packages = Path(sys.prefix).parent / PACKAGES
     if (packages / "sglang").is_dir():
         sys.path.insert(0, str(packages))
@@ -173,7 +173,7 @@ def quantise_all(quantise: Quantise, weights: list[Tensor]) -> None:
 
 
 def best_s(works: Mapping[str, Work], rounds: int) -> dict[str, float]:
-    """Seconds of each work at its best; all of them take turns in every round, the first of which is not counted."""
+    """Minimum seconds of each work; all take turns in every round, and the first round is not counted."""
     clock = time.thread_time if device.device().type == "cpu" else time.perf_counter
     best = dict.fromkeys(works, float("inf"))
     for number in range(rounds + 1):
@@ -188,7 +188,7 @@ def best_s(works: Mapping[str, Work], rounds: int) -> dict[str, float]:
 
 
 def time_beside_others(experts: int, rounds: int, begin: Barrier, result: Connection) -> None:
-    """Send the seconds of each kernel in each round but the first; all processes begin each at the same time."""
+    """Send the seconds of each kernel in each round but the first; all processes start each at the same time."""
     torch.set_num_threads(1)
     works = kernels(buckets(experts, device.device()))
     seconds: dict[str, list[float]] = {name: [] for name in works}
@@ -203,7 +203,7 @@ def time_beside_others(experts: int, rounds: int, begin: Barrier, result: Connec
 
 
 def median_s(processes: int, experts: int, rounds: int) -> dict[str, float]:
-    """Seconds until the last of so many processes is done with each kernel, the median of the rounds."""
+    """Seconds until the last of `processes` processes finishes each kernel; the median over the rounds."""
     spawn = multiprocessing.get_context("spawn")
     begin = spawn.Barrier(processes)
     pipes = [spawn.Pipe(duplex=False) for _ in range(processes)]
@@ -216,7 +216,7 @@ def median_s(processes: int, experts: int, rounds: int) -> dict[str, float]:
 
 
 def table(seconds: Mapping[str, float], nbytes: int) -> list[str]:
-    """Lines of Markdown: how many bytes a second each work moves, which takes so long for so many."""
+    """Lines of Markdown: the bytes per second of each work, from its seconds for `nbytes`."""
     rates = {name: nbytes / each / 1e9 for name, each in seconds.items()}
     lines = [f"| {name} | {rate:.2f} | {rate / rates['a copy']:.2f} |" for name, rate in rates.items()]
     return ["| work | GB/s | of a copy |", "|---|---:|---:|", *lines, ""]

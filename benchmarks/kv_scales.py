@@ -1,9 +1,9 @@
-"""Keys and values in FP8 by scales of 1, calibrated ones and bounds: how far log-probs move, on a real model.
+"""FP8 KV cache with scales of 1, calibrated scales and bounds: the effect on log-probs of a real model.
 
-SmolLM2-135M-Instruct in transformers, in float32, on text of this repository. Keys and values are rounded to e4m3 over
-a scale for each layer, as engines keep them. Calibrated scales are of text that the figures are not of; bounds follow
-from the weights, as with rollout.kv_scales=bound. `keys x N` is the same function with keys N times as large, and
-queries that much smaller; models with outliers have such keys. Writes Markdown.
+SmolLM2-135M-Instruct in transformers, in float32, on text of this repository. Keys and values are rounded to e4m3 with
+one scale per layer, as in engines. Calibrated scales are computed on other text than the figures; bounds follow from
+the weights, as with rollout.kv_scales=bound. `keys x N` is the same function with keys N times as large and queries N
+times as small; models with outliers have such keys. Writes Markdown.
 """
 
 import argparse
@@ -34,39 +34,39 @@ KEYS = (1, 16, 256)
 
 @dataclass
 class Largest:
-    """The largest magnitude of keys and of values, layer by layer, of all that was seen."""
+    """The largest magnitudes of keys and values seen so far, by layer."""
 
     keys: dict[int, float] = field(default_factory=dict)
     values: dict[int, float] = field(default_factory=dict)
 
     def see(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Take keys and values of a layer into account."""
+        """Include a layer's keys and values."""
         for largest, states in ((self.keys, keys), (self.values, values)):
             largest[layer] = max(largest.get(layer, 0.0), float(states.abs().max()))
 
 
 class Observed(DynamicCache):
-    """A cache that shows what goes into it."""
+    """A cache that records the magnitudes of its contents."""
 
     def __init__(self, largest: Largest) -> None:
         super().__init__()
         self._largest = largest
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *rest: Any, **given: Any) -> Any:
-        """Hold keys and values of a layer, and all of it so far."""
+        """Store keys and values of a layer; return all of that layer."""
         self._largest.see(layer_idx, key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *rest, **given)
 
 
 class Rounded(DynamicCache):
-    """A cache of e4m3 with scales: the largest magnitudes of `calibrated` over `largest_code`, or 1."""
+    """A cache in e4m3 whose scales are the largest magnitudes of `calibrated` over `largest_code`, or 1."""
 
     def __init__(self, calibrated: Largest | None, largest_code: float = LARGEST) -> None:
         super().__init__()
         self._calibrated, self._largest_code = calibrated, largest_code
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *rest: Any, **given: Any) -> Any:
-        """Hold keys and values of a layer, rounded, and all of it so far."""
+        """Store rounded keys and values of a layer; return all of that layer."""
         scales = (1.0, 1.0)
         if self._calibrated is not None:
             of = self._calibrated
@@ -82,7 +82,7 @@ def _rounded(states: Tensor, scale: float) -> Tensor:
 
 @torch.no_grad()
 def log_probs(model: Any, sequences: Sequence[Tensor], cache: Callable[[], DynamicCache]) -> Tensor:
-    """The log-probability of each token but the first of each sequence."""
+    """The log-prob of each token of each sequence, except the first."""
     found = []
     for tokens in sequences:
         rows = model(tokens[None], past_key_values=cache()).logits[0, :-1].log_softmax(-1)
@@ -92,7 +92,7 @@ def log_probs(model: Any, sequences: Sequence[Tensor], cache: Callable[[], Dynam
 
 @torch.no_grad()
 def bounds(model: Any) -> Largest:
-    """Bounds of the keys and values of each layer, which over 448 are powers of two."""
+    """Bounds of the keys and values of each layer; divided by 448 they are powers of two."""
     found, width = Largest(), model.config.hidden_size
     for number, layer in enumerate(model.model.layers):
         gains, attention = math.sqrt(width) * layer.input_layernorm.weight, layer.self_attn
@@ -104,7 +104,7 @@ def bounds(model: Any) -> Largest:
 
 @torch.no_grad()
 def enlarge_keys(model: Any, times: float) -> None:
-    """Make keys so many times as large, and queries that much smaller."""
+    """Multiply keys by `times`, and divide queries by it."""
     for layer in model.model.layers:
         layer.self_attn.k_proj.weight.mul_(times)
         layer.self_attn.q_proj.weight.div_(times)

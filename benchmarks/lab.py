@@ -1,4 +1,4 @@
-"""Short runs on warmed-up models of the quickstart, whose sizes fit the blocks of all number formats; all in bf16."""
+"""Short runs of warmed-up quickstart models in bf16, in sizes that fit the blocks of all number formats."""
 
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -22,11 +22,11 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "sglang": (AS_TRAINED, "fp8_block", "fp8_block_ue8m0", "int8_channel"),
     "transformers": (AS_TRAINED,),
 }
-"""Engine -> the forms of weights that it holds."""
+"""Engine -> the weight formats that it supports."""
 
 
 class Lab:
-    """A warmed-up model of each family, and runs on them."""
+    """A warmed-up model of each family, and runs of it."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         logging.disable_progress_bar()
@@ -76,7 +76,7 @@ class Lab:
 
 
 def _context(engine: str) -> Iterator[str]:
-    """Overrides for an engine that calls the length of a context otherwise than the recipe does."""
+    """Overrides for an engine with another name for the context length than the recipe's engine."""
     usual, own = (engine_kind(name).context_argument for name in (RolloutConfig.engine, engine))
     if own != usual:
         yield f"~rollout.engine_args.{usual}"

@@ -1,10 +1,10 @@
-"""Log-probabilities and entropy from hidden states: memory above inputs and results, and time, forward and backward.
+"""Log-probs and entropy from hidden states: memory in addition to inputs and results, and time, forward and backward.
 
-megarl makes the logits of one chunk at a time, of a vocabulary on one rank and of one that is cut over several; beside
-it the plain computation, which holds all logits, and on a GPU Liger's fused linear cross-entropy, if it is installed.
-Every figure is of processes of its own, and of several ranks the largest. Memory is the peak, less what was there
-before the computation and less the two gradients that it gives. On a CPU the seconds are those that the process
-computed, which others on the machine hardly change. Writes Markdown.
+megarl computes the logits of one chunk at a time, with the vocabulary on one rank or sharded over several. It is
+compared with the plain computation, which holds all logits, and on a GPU with Liger's fused linear cross-entropy, if it
+is installed. Every figure comes from separate processes, and is the maximum over ranks. Memory is the peak, minus what
+was in use before and minus the two gradients that are returned. On a CPU the seconds are CPU time, on which other
+processes have little effect. Writes Markdown.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Rank:
-    """One of the processes over which the vocabulary is cut."""
+    """One of the processes over which the vocabulary is sharded."""
 
     index: int = 0
     count: int = 1
@@ -68,7 +68,7 @@ class Rank:
 
     @staticmethod
     def joined(index: int, count: int, store: Path | None) -> "Rank":
-        """When all have come to the file `store`; alone there is nothing to join."""
+        """Join the other processes through the file `store`; a single process joins nothing."""
         device.bind(index)
         if count == 1:
             return Rank()
@@ -91,26 +91,26 @@ def inputs(size: Size, rank: Rank) -> tuple[Tensor, Tensor, Tensor]:
     labels = torch.randint(size.vocabulary, (size.tokens,), generator=generator)
     place, dtype = device.device(), DTYPES[size.dtype]
     if rank.count > 1:
-        # A copy, so that the whole weight does not stay in memory.
+        # A copy, so that the whole weight can be freed.
         weight = rank.part(weight).clone()
     return hidden.to(place, dtype).requires_grad_(), weight.to(place, dtype).requires_grad_(), labels.to(place)
 
 
 def megarl(hidden: Tensor, weight: Tensor, labels: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The loss of both outputs, by this project."""
+    """The loss of both outputs with megarl."""
     result = linear_log_probs(hidden, weight, labels, group)
     return (result.entropy - result.log_probs).sum()
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor, _group: None) -> Tensor:
-    """The same, as one writes it."""
+    """The same in plain torch."""
     log_p = torch.log_softmax((hidden @ weight.T).float(), dim=-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
     return (entropy - log_p.gather(1, labels[:, None]).squeeze(1)).sum()
 
 
 def liger(hidden: Tensor, weight: Tensor, labels: Tensor, _group: None) -> Tensor:
-    """The sum of the log-probabilities alone: no entropy, and no value for each token."""
+    """Only the sum of the log-probs: no entropy, and no per-token values."""
     loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss(reduction="sum")
     return loss(weight, hidden, labels)
 
@@ -119,7 +119,7 @@ COMPUTATIONS: dict[str, Callable[..., Tensor]] = {"megarl": megarl, "plain": pla
 
 
 def measure(name: str, size: Size, rank: Rank) -> Figures:
-    """In this process, which has computed nothing before."""
+    """Measure in this process, which must be fresh."""
     arguments = inputs(size, rank)
     on_cpu = device.device().type == "cpu"
     held = psutil.Process().memory_info().rss if on_cpu else sum(each.nbytes for each in arguments)
@@ -137,7 +137,7 @@ def measure(name: str, size: Size, rank: Rank) -> Figures:
 
 
 def largest_difference(size: Size, rank: Rank) -> float:
-    """Largest error of megarl's gradients on this rank against the plain ones, relative to the largest of each."""
+    """Largest error of megarl's gradients on this rank relative to the largest plain gradient."""
     parts, alone = inputs(size, rank), inputs(size, Rank())
     ours = torch.autograd.grad(megarl(*parts, rank.group), parts[:2])
     if rank.group is not None:
@@ -149,7 +149,7 @@ def largest_difference(size: Size, rank: Rank) -> float:
 
 
 def on_ranks(what: str, size: Size, ranks: int) -> list[str]:
-    """Output of this program with `--only what`, in `ranks` processes at the same time."""
+    """Output of this program with `--only what`, run in `ranks` processes at the same time."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--only", what, f"--ranks={ranks}", f"--store={folder}/store"]
         command += [f"--{key}={value}" for key, value in asdict(size).items()]
@@ -164,13 +164,13 @@ def on_ranks(what: str, size: Size, ranks: int) -> list[str]:
 
 
 def measure_apart(name: str, size: Size, ranks: int) -> Figures:
-    """In processes of their own: the largest of all ranks."""
+    """Measure in new processes; the maximum over all ranks."""
     of_ranks = [Figures(**json.loads(text)) for text in on_ranks(name, size, ranks)]
     return Figures(*(max(getattr(each, field) for each in of_ranks) for field in Figures.__dataclass_fields__))
 
 
 def table(rows: Sequence[tuple[str, Size, int]]) -> list[str]:
-    """Measure computations, with their sizes and ranks, as a table in Markdown."""
+    """Measure computations, and return a Markdown table with their sizes and ranks."""
     unit = "s" if device.device().type == "cuda" else "CPU s"
     lines = [
         "| computation | ranks | tokens | vocabulary | hidden | type |"
@@ -211,7 +211,7 @@ def report(whole: Size, small: Size, of_ranks: Sequence[int], command: str) -> s
 
 
 def options() -> argparse.Namespace:
-    """From the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=at_least_one, default=32768)
     parser.add_argument("--vocabulary", type=at_least_one, default=129280)

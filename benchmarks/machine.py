@@ -1,4 +1,4 @@
-"""Machine that a benchmark runs on, and options that all benchmarks have."""
+"""Describes the machine that a benchmark runs on, and has options that all benchmarks share."""
 
 import argparse
 import os
@@ -8,13 +8,13 @@ import psutil
 
 
 def cpu_name() -> str:
-    """The processor's name for itself."""
+    """The processor's model name."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return names[0].partition(":")[2].strip() if names else "unknown CPU"
 
 
 def describe(folder: Path) -> str:
-    """The machine in a line: processor, cores, memory, kernel, the file system that holds `folder`, and the load."""
+    """The machine in one line: processor, cores, memory, kernel, the file system of `folder`, and the load."""
     mounts = {Path(each.mountpoint): each.fstype for each in psutil.disk_partitions(all=True)}
     file_system = next((mounts[place] for place in (folder, *folder.parents) if place in mounts), "unknown")
     memory_gib = round(psutil.virtual_memory().total / 2**30)
@@ -25,7 +25,7 @@ def describe(folder: Path) -> str:
 
 
 def at_least_one(text: str) -> int:
-    """The type of an option that counts something."""
+    """The argparse type of a count."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is too small: it must be at least 1")
@@ -33,7 +33,7 @@ def at_least_one(text: str) -> int:
 
 
 def give_out(page: str, file: Path | None) -> None:
-    """Write a page to a file, or print it where there is none."""
+    """Write a page to `file`, or print it if that is None."""
     if file is None:
         print(page)
     else:

@@ -1,4 +1,4 @@
-"""Benchmarks with a row for each model, engine and form of weights: their options, and their table, row by row."""
+"""Options and row-by-row table of benchmarks with a row per model, engine and weight format."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ def options_parser(
     engines: Sequence[str],
     steps: int | None,
 ) -> argparse.ArgumentParser:
-    """Options of such a benchmark, by default of all `models`, these `engines`, and `steps`, or else each one's own."""
+    """Options with the defaults of all `models`, these `engines`, and `steps`; None means each model's own steps."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=models, default=list(models))
     parser.add_argument("--engines", nargs="+", choices=list(known_engines), default=list(engines))
@@ -32,9 +32,9 @@ def options_parser(
 def show_table(
     title: str, target: str, head: str, rows: Iterable[Sequence[str]], write: Path | None, *, told: str = ""
 ) -> None:
-    """Print each row as soon as it is there, and write the page to a file if one is given.
+    """Print each row as soon as it is available, and write the page to a file if one is given.
 
-    The command is `make benchmark-TARGET`; what is `told` stands above the table.
+    The command is `make benchmark-TARGET`; the text `told` is printed above the table.
     """
     page = [f"`make benchmark-{target}`, {date.today()}, {describe(ROOT)}.{told}", "", head]
     print("\n".join(page), flush=True)

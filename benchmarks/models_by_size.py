@@ -1,4 +1,4 @@
-"""Models that benchmarks write themselves: tiny ones, a real one, and ones of random weights that are for a GPU."""
+"""Models that benchmarks write: tiny ones, a real one, and larger ones with random weights for a GPU."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ _OF_A_GPU = {
 LARGE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     # 1.34 billion parameters.
     "dense_1b": ("qwen3", {**_OF_A_GPU, "num_hidden_layers": 24, "intermediate_size": 6144}),
-    # 2.15 billion parameters; a token is multiplied with 0.50 of them.
+    # 2.15 billion parameters, 0.50 of them active per token.
     "moe_2b": (
         "qwen3_moe",
         {
@@ -32,13 +32,13 @@ LARGE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
 }
-"""The tiny model that each is like, and its sizes."""
+"""Name -> the tiny model of the same architecture, and the sizes."""
 TINY = ("qwen3", "qwen3_moe")
 MODELS = (*TINY, "smollm2", *LARGE)
 
 
 def write_model(name: str, folder: Path, **fields: Any) -> Path:
-    """Write one of `MODELS` to `folder`, in fp32; `fields` override its sizes, but for the real one's."""
+    """Write one of `MODELS` to `folder` in fp32; `fields` override its sizes, except for the real one."""
     if name == "smollm2":
         write_smollm2(folder, dtype=torch.float32)
         return folder

@@ -1,7 +1,7 @@
-"""A training run watched from outside: what its steps cost, found at the moments when metrics.jsonl grows by a line.
+"""Measures the steps of a training run from outside, timed by the lines that metrics.jsonl gains.
 
-Whatever writes {"step": n, "seconds/<stage>": s, "throughput/tokens_per_s": t, ...} at the end of each step is measured
-in the same way, so a run need not know that it is watched.
+Anything that writes {"step": n, "seconds/<stage>": s, "throughput/tokens_per_s": t, ...} at the end of each step can be
+measured, without any changes to the run.
 """
 
 import subprocess
@@ -21,20 +21,20 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True)
 class Window:
-    """The steps that are measured: those after the first `warm_up` ones."""
+    """The steps that are measured: `steps` steps after the first `warm_up` ones."""
 
     warm_up: int
     steps: int
 
     @property
     def run_steps(self) -> int:
-        """Steps of the whole run: one more, so that what follows the last step does not touch the window."""
+        """Steps of the whole run: one extra, so that work after the last step is outside the window."""
         return self.warm_up + self.steps + 1
 
 
 @dataclass(frozen=True)
 class Observation:
-    """One run. All but `peak_memory_bytes`, which is that of the whole run, is of the steps in the window."""
+    """One run. Everything is of the steps in the window, except `peak_memory_bytes`, which is of the whole run."""
 
     cpu_seconds_per_step: float
     wall_seconds_per_step: float
@@ -53,7 +53,7 @@ class _StepEnd:
 
 
 class RunFailed(RuntimeError):  # noqa: N818 - says what happened
-    """A watched run ended with an error; the message ends with its last lines."""
+    """A watched run failed; the message ends with its last lines."""
 
 
 def observe(command: Sequence[str], environment: Mapping[str, str], output_dir: Path, window: Window) -> Observation:
@@ -61,7 +61,7 @@ def observe(command: Sequence[str], environment: Mapping[str, str], output_dir: 
     output_dir.mkdir(parents=True)
     log = output_dir / "output.log"
     with log.open("wb") as file:
-        # In a session of its own, so that an interrupt reaches it once, from here.
+        # In a separate session, so that an interrupt reaches it only once, from here.
         process = subprocess.Popen(
             command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -78,7 +78,7 @@ def observe(command: Sequence[str], environment: Mapping[str, str], output_dir: 
 
 
 def _watch(process: subprocess.Popen[bytes], metrics: Path) -> tuple[list[_StepEnd], int]:
-    """The ends of steps 1, 2, ... and the most memory that was seen, until the process ends."""
+    """The ends of steps 1, 2, ... and the peak memory seen, until the process ends."""
     tree = ProcessTree(process.pid)
     step_ends: list[_StepEnd] = []
     with PeakMemory(tree) as peak_memory:

@@ -1,6 +1,6 @@
-"""How evenly sequences of very different lengths are dealt to data-parallel ranks, beside verl's Karmarkar-Karp.
+"""How evenly sequences of varied lengths are distributed over data-parallel ranks, versus verl's Karmarkar-Karp.
 
-Cost is that of a model's matrix products and attention; seconds are those of dealing. Nothing is computed.
+The cost counts a model's matrix products and attention; the seconds are those of the distribution. Nothing is computed.
 """
 
 import argparse
@@ -24,16 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def sample_lengths(sequences: int, mean: float, sigma: float, longest: int) -> list[int]:
-    """Log-normal lengths of prompt and response, cut at the longest."""
+    """Log-normal lengths of prompt plus response, capped at `longest`."""
     generator = np.random.default_rng(0)
     drawn = generator.lognormal(np.log(mean) - sigma**2 / 2, sigma, sequences)
     return np.clip(drawn, 16, longest).astype(int).tolist()
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Parts of about the same cost by the largest differencing method, in k-way form (Karmarkar and Karp 1982).
+    """Partition into `parts` of similar cost by the k-way largest differencing method (Karmarkar and Karp 1982).
 
-    As verl's `seqlen_balancing.karmarkar_karp`: the two states that are most uneven are merged, largest with smallest.
+    As verl's `seqlen_balancing.karmarkar_karp`: the two most uneven states are merged, largest part with smallest.
     """
     order = count()
     states = []
@@ -50,7 +50,7 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
 
 
 def as_verl(lengths: Sequence[int], ranks: int, max_tokens: int, attention: float) -> Cut:
-    """Sequences to ranks by Karmarkar-Karp, then on each rank to as many micro-batches as the fullest rank needs."""
+    """Distribute sequences by Karmarkar-Karp, then split each rank's into as many micro-batches as the fullest has."""
     costs = costs_of(lengths, attention)
     of_ranks = karmarkar_karp(costs, ranks)
     micro_batches = max(ceil(sum(lengths[index] for index in members) / max_tokens) for members in of_ranks)
@@ -64,12 +64,12 @@ def as_verl(lengths: Sequence[int], ranks: int, max_tokens: int, attention: floa
 
 
 def by_cost(lengths: Sequence[int], ranks: int, max_tokens: int, attention: float) -> Cut:
-    """As a training run deals."""
+    """Distribute as a training run does."""
     return assign(lengths, ranks, max_tokens, attention_length=attention)
 
 
 def by_tokens(lengths: Sequence[int], ranks: int, max_tokens: int, _attention: float) -> Cut:
-    """As if attention cost nothing."""
+    """Distribute as if attention were free."""
     return assign(lengths, ranks, max_tokens)
 
 
@@ -81,7 +81,7 @@ CONTENDERS: Mapping[str, Callable[[Sequence[int], int, int, float], Cut]] = {
 
 
 def costs_of(lengths: Sequence[int], attention: float) -> list[float]:
-    """Cost of each sequence, in tokens without attention."""
+    """Cost of each sequence, in units of a token's cost without attention."""
     return [length + length**2 / attention for length in lengths]
 
 
@@ -95,7 +95,7 @@ def measure(deal: Callable[[], Cut], lengths: Sequence[int], attention: float) -
     costs = costs_of(lengths, attention)
     of_micro_batches = np.array([[sum(costs[i] for i in members) for members in rank] for rank in cut])
     of_ranks = of_micro_batches.sum(1)
-    # Where experts are shared out all ranks meet in every layer: each micro-batch takes as long as its slowest rank's.
+    # With expert parallelism all ranks synchronise in every layer: a micro-batch takes as long as its slowest rank's.
     in_step = of_micro_batches.max(0).sum()
     largest = max(sum(lengths[i] for i in members) for rank in cut for members in rank)
     slowest, together = of_ranks.max() / of_ranks.mean(), in_step / of_ranks.mean()

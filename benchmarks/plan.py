@@ -1,6 +1,6 @@
-"""Predictions of `megarl plan` for refits of 671B and 1T parameters, and the time and memory that planning takes.
+"""Predictions of `megarl plan` for refits of 671B and 1T parameters, and the time and memory of planning.
 
-Each case is the command as a user gives it. Beside it, how long a rank takes to find its own part of the same plan.
+Each case is a command as a user would give it. Also measures how long a rank takes to derive its own part of the plan.
 """
 
 import argparse
@@ -33,7 +33,7 @@ _DEEPSEEK = (
     "--model deepseek_v3 --gpus 512 --tp 4 --pp 16 --ep 32 --etp 1"
     " --decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2"
 )
-# On an H100 its trainer would not fit.
+# On H100s its trainer would not fit.
 _KIMI = (
     "--model kimi_k2 --gpus 256 --tp 8 --pp 8 --ep 32 --etp 1 --decoder-last-pipeline-num-layers 5"
     " --device H200 --memory-gbyte 3350"
@@ -72,7 +72,7 @@ _NOTES = """\
 
 @dataclass(frozen=True)
 class Result:
-    """Output of the command for a case, and its cost."""
+    """Output and cost of the command for a case."""
 
     name: str
     facts: Mapping[str, Any]
@@ -111,7 +111,7 @@ def _run(name: str, words: str) -> Result:
 
 
 def refit_of(words: str) -> PlannedRefit:
-    """Return the refit that `megarl plan` plans where it is given these words."""
+    """Return the refit that `megarl plan` plans when given these words."""
     options, overrides = build_parser().parse_known_args(["plan", *shlex.split(words)])
     options.overrides = overrides
     plan_recipe.complete(options)
@@ -119,7 +119,7 @@ def refit_of(words: str) -> PlannedRefit:
 
 
 def _own_parts(words: str) -> tuple[float, float]:
-    """The most seconds that a source rank and a destination rank take for their own part, of three of each."""
+    """Maximum seconds that a source and a destination rank take for their own part, of three ranks each."""
     refit = refit_of(words)
     source, destination = refit.layouts()
     topology = refit.cluster.topology(source.ranks, refit.destinations, colocated=refit.colocated)
@@ -136,7 +136,7 @@ def _own_parts(words: str) -> tuple[float, float]:
 
 
 def page(results: list[Result], machine: str) -> str:
-    """The Markdown page."""
+    """The page in Markdown."""
     out = io.StringIO()
     console = Console(file=out, width=200, highlight=False)
     print("# Refits of 671B and 1T parameters, planned\n", file=out)

@@ -1,8 +1,8 @@
-"""Memory of a rank as `megarl plan` counts it, beside what the real modules and optimizer of small models allocate.
+"""Memory of a rank as `megarl plan` counts it, compared with allocations by the real modules and optimizer.
 
-Every parallel size is tried on CPU ranks, with and without recomputation: weights, gradients and optimizer state by
-their storages, activations by the tensors that autograd keeps for the backward pass, each storage once, at the most.
-Writes Markdown.
+Small models are run with every kind of parallelism on CPU ranks, with and without recomputation. Weights, gradients and
+optimizer state are measured by their storages; activations by the peak of what autograd keeps for the backward pass,
+each storage once. Writes Markdown.
 """
 
 import argparse
@@ -38,9 +38,9 @@ from megatron_ext.options.options import MegatronOptions  # noqa: E402
 from megatron_ext.packing.packing import RaggedBatch  # noqa: E402
 
 WITHIN = 0.1
-"""Aim: a count is at most so far from what was measured."""
+"""Target: maximum relative error of a count."""
 SEQUENCES, LENGTH, MICRO_BATCHES = 4, 128, 3
-"""Sequences of a micro-batch, tokens of a sequence."""
+"""Sequences per micro-batch, tokens per sequence, micro-batches per step."""
 PARTS = ("weights", "gradients", "optimizer", "gathered", "activations")
 
 _SMALL = {
@@ -88,7 +88,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
 }
-"""config.json of small models, of widths that no two parts share."""
+"""config.json of small models whose parts all have different widths."""
 LAYOUTS: Mapping[str, ParallelSizes] = {
     "one rank": ParallelSizes(),
     "TP 2": ParallelSizes(world_size=2, tensor_model_parallel_size=2),
@@ -113,15 +113,15 @@ class Measured(NamedTuple):
     gradients: int
     optimizer: int
     gathered: int
-    """Whole weights and gradients of FSDP2, at the most; 0 without."""
+    """Peak of FSDP2's gathered weights and gradients; 0 without FSDP2."""
     activations: int
     expert_load: float
-    """Tokens of the busiest rank's experts in any layer, of the mean."""
+    """Tokens of the busiest rank's experts in any layer, relative to the mean."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A rank as it was counted and measured."""
+    """The counted and measured memory of a rank."""
 
     rank: int
     counted: Mapping[str, int]
@@ -129,23 +129,23 @@ class Compared:
 
     @property
     def ratios(self) -> dict[str, float]:
-        """Part -> counted over measured, of all that there is."""
+        """Part -> counted over measured, for all parts that exist."""
         pairs = {part: (self.counted[part], getattr(self.measured, part)) for part in PARTS}
         return {part: counted / measured if measured else inf for part, (counted, measured) in pairs.items() if counted}
 
 
 class _Kept:
-    """A tensor that is kept for the backward pass."""
+    """A tensor kept for the backward pass."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 class _Activations:
-    """The most bytes that autograd keeps whenever a backward pass begins or goes on, weights aside."""
+    """Peak bytes kept by autograd at the start of and during backward passes, without weights."""
 
     def __init__(self, weights: Callable[[], Iterable[torch.UntypedStorage]]) -> None:
-        """`weights` are asked for again: FSDP2 makes memory for whole ones in the first pass."""
+        """`weights` is called repeatedly, since FSDP2 allocates memory for gathered ones in the first pass."""
         self.peak = 0
         self._weights = weights
         self._kept: WeakSet[_Kept] = WeakSet()
@@ -167,25 +167,25 @@ class _Activations:
 
 
 class _Gathered:
-    """Whole weights and gradients that FSDP2 has of `chunks`, at the most, whenever the backward pass of a layer ends.
+    """Peak of FSDP2's gathered weights and gradients in `chunks`, sampled whenever the backward pass of a layer ends.
 
-    torch tells of them nowhere: they are found in its own objects.
+    torch does not report them, so they are found in its internal objects.
     """
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         modules = [each for chunk in chunks for each in chunk.modules() if isinstance(each, FSDPModule)]
         self._groups = [group for each in modules if (group := each._get_fsdp_state()._fsdp_param_group)]
         self.peak = 0
-        """Bytes, of weights and gradients together."""
+        """Bytes of weights and gradients together."""
 
     def weights(self) -> list[torch.UntypedStorage]:
-        """Memory for whole weights, which is empty while they are not gathered."""
+        """Storages for gathered weights, which are empty while the weights are not gathered."""
         parameters = [each for group in self._groups for each in group.fsdp_params]
         return storages_of(chain.from_iterable(each.all_gather_outputs for each in parameters))
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Look whenever the backward pass of a layer ends."""
+        """Sample whenever the backward pass of a layer ends."""
         post_backward = FSDPParamGroup.post_backward
 
         def look_before(group: FSDPParamGroup, *unused: Any) -> None:
@@ -207,7 +207,7 @@ class _Gathered:
 
 
 def measure(rank: int, sizes: ParallelSizes, model: str, transformer: Mapping[str, Any]) -> Measured:
-    """One train step of a rank."""
+    """Run one train step of a rank."""
     torch.manual_seed(0)
     options = MegatronOptions(sizes, torch.bfloat16, transformer=transformer, optimizer={"lr": 1e-3})
     engine = MegatronModel(read_architecture(MODELS[model]), options, rank)
@@ -233,7 +233,7 @@ def measure(rank: int, sizes: ParallelSizes, model: str, transformer: Mapping[st
 
 
 def _gradients(engine: MegatronModel) -> Iterator[Tensor]:
-    """As they are after a step: Megatron's buffers, or with FSDP2 what the optimizer has made of a rank's rows."""
+    """The gradients after a step: Megatron's buffers, or with FSDP2 the optimizer's copies for a rank's rows."""
     for chunk in engine.chunks:
         if isinstance(chunk, FullySharded):
             parameters = (each for group in engine.optimizer.param_groups for each in group["params"])
@@ -259,7 +259,7 @@ def _load(counts: Tensor | None, ranks: int) -> float:
 
 
 def compare(model: str, layouts: Sequence[str], recomputed: Mapping[str, Any]) -> dict[str, list[Compared]]:
-    """Layout -> its ranks; the layouts have the same number of ranks."""
+    """Layout -> its ranks; all layouts have the same number of ranks."""
     cases = [(measure, LAYOUTS[layout], model, recomputed) for layout in layouts]
     return {
         layout: [Compared(rank, count(model, LAYOUTS[layout], recomputed, rank, found), found) for rank, found in ranks]
@@ -270,7 +270,7 @@ def compare(model: str, layouts: Sequence[str], recomputed: Mapping[str, Any]) -
 def count(
     model: str, sizes: ParallelSizes, recomputed: Mapping[str, Any], rank: int, measured: Measured
 ) -> dict[str, int]:
-    """Bytes that the plan counts for a rank, whose experts have as many tokens as were measured."""
+    """Bytes that the plan counts for a rank, whose experts get the measured number of tokens."""
     options = replace(TrainingOptions.of(recomputed), kernels=PLAIN, expert_load=measured.expert_load)
     stages = trainer_memory(
         read_architecture(MODELS[model]),
@@ -283,7 +283,7 @@ def count(
 
 
 def table() -> Iterator[str]:
-    """The lines of the table: the rank whose activations are farthest off, of each layout."""
+    """Yield the table, with each layout's rank whose activations have the largest error."""
     yield "| model | layout | recomputed | " + " | ".join(f"{part}, kB" for part in PARTS) + " | farthest off |"
     yield "|---|---|---|" + "---:|" * (len(PARTS) + 1)
     for model in MODELS:
@@ -301,7 +301,7 @@ def table() -> Iterator[str]:
 
 
 def suits(model: str, layout: str) -> bool:
-    """Whether a model has what a layout cuts."""
+    """Whether a model can be sharded by a layout."""
     return "EP" not in layout or model != "qwen3"
 
 

@@ -1,4 +1,4 @@
-"""Cost of a process and all its descendants: CPU seconds and memory, from Linux' /proc."""
+"""Cost of a process and all its descendants: CPU seconds and memory, from Linux's /proc."""
 
 import threading
 from contextlib import suppress
@@ -9,14 +9,14 @@ import psutil
 
 
 class ProcessTree:
-    """The process `pid` and its descendants, those included that have ended since they were last looked at."""
+    """The process `pid` and its descendants, including those that have ended since they were last sampled."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
         self._cpu_seconds: dict[psutil.Process, float] = {}
 
     def cpu_seconds(self) -> float:
-        """User and system time of all processes so far; one that has ended counts as when it was last seen."""
+        """User and system time of all processes so far; an ended one counts as when it was last sampled."""
         for process in self._alive():
             with suppress(psutil.NoSuchProcess):
                 times = process.cpu_times()
@@ -24,7 +24,7 @@ class ProcessTree:
         return sum(self._cpu_seconds.values())
 
     def memory_bytes(self) -> int:
-        """Resident memory now, with a page that n of the processes share counted once and not n times (PSS)."""
+        """Resident memory now (PSS): a page shared by n of the processes counts once and not n times."""
         total = 0
         for process in self._alive():
             with suppress(psutil.NoSuchProcess):
@@ -39,9 +39,9 @@ class ProcessTree:
 
 
 class PeakMemory:
-    """The most memory that `tree` held while the context was open, sampled every `every_s` seconds.
+    """Peak memory of `tree` within the context, sampled every `every_s` seconds.
 
-    By a thread of its own: a sample takes tens of milliseconds, and seconds while a process maps its libraries.
+    Sampling has its own thread: it takes tens of milliseconds, and seconds while a process maps its libraries.
     """
 
     def __init__(self, tree: ProcessTree, every_s: float = 2.0) -> None:

@@ -1,6 +1,6 @@
-"""Steps that others have published, beside the seconds that `megarl plan` predicts for the same sizes and work.
+"""Published training steps, compared with the seconds that `megarl plan` predicts for the same sizes and work.
 
-Needs neither GPU nor weights: config.json of the models is in configs/models. Writes Markdown.
+Needs neither GPUs nor weights: the models' config.json files are in configs/models. Writes Markdown.
 """
 
 import argparse
@@ -25,34 +25,34 @@ from megarl.planning.workload import Workload
 NEMO_RL = "https://docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html"
 VERL = "https://github.com/verl-project/verl/blob/main/docs/perf/dpsk.md"
 PROMPT_TOKENS = 100
-"""Not published: a question of OpenMathInstruct-2."""
+"""An estimate, as it is not published: a question of OpenMathInstruct-2."""
 EXPERT_LOAD = 1.2
 _COLUMNS = ("run", "GPUs", "published, s", "predicted, s", "predicted / published", "rollout", "training", "refit")
 
 
 @dataclass(frozen=True)
 class Run:
-    """A published run: `trainer` are its TP, CP, EP, PP and the layers of its first and last stage."""
+    """A published run: `trainer` is its TP, CP, EP, PP and the numbers of layers in its first and last stages."""
 
     name: str
     model: str
     device: str
     gpus: int
-    """In all."""
+    """In total."""
     trainer: tuple[int, int, int, int, int | None, int | None]
     engine_tp: int
     sequence_tokens: int
-    """Mean length of a prompt with its response."""
+    """Mean length of a prompt plus its response."""
     longest: int
-    """Longest sequence, and tokens of a micro-batch, into which sequences are packed."""
+    """Longest sequence, and number of tokens in a micro-batch of packed sequences."""
     seconds: float
     source: str = NEMO_RL
     prompts: int = 32
     samples: int = 16
     staleness: int = 0
-    """With 1 half of the GPUs train and half sample."""
+    """With 1, half of the GPUs train and half sample."""
     others: Mapping[str, Any] = field(default_factory=dict)
-    """More of `Workload`."""
+    """Additional fields of `Workload`."""
     number_format: NumberFormat | None = None
     is_eager: bool = False
     optimizer_bytes: float = 12
@@ -186,7 +186,7 @@ def _trainer(run: Run, ranks: int) -> ParallelSizes:
 
 
 def table() -> Iterator[str]:
-    """The lines of the table."""
+    """Yield the lines of the table."""
     yield f"| {' | '.join(_COLUMNS)} |"
     yield f"|---|---|{'---:|' * (len(_COLUMNS) - 2)}"
     for run in RUNS:

@@ -1,6 +1,6 @@
-"""Whole quickstarts, by model, engine and what the engine holds its weights in: what the policy learned.
+"""Whole quickstarts by model, engine and weight format: what the policy learned.
 
-Each is `megarl quickstart` as anyone runs it: warm-up, GRPO to the last step, and an export that a fresh engine has to
+Each is `megarl quickstart` as users run it: warm-up, GRPO to the last step, and an export that a fresh engine must
 confirm.
 """
 
@@ -26,7 +26,7 @@ HEAD = (
 
 
 def summary_of(family: str, engine: str, weights: str, steps: int | None, output: Path) -> dict[str, Any]:
-    """Summary of a quickstart. Raises CalledProcessError where it fails: it has not learned, say."""
+    """Summary of a quickstart. Raises CalledProcessError if it fails, for example without having learned."""
     held_in = () if weights == AS_TRAINED else ("--weights", weights)
     length = () if steps is None else ("--steps", str(steps))
     options = ("--model", family, "--engine", engine, *held_in, *length, "--output-dir", str(output))
@@ -36,7 +36,7 @@ def summary_of(family: str, engine: str, weights: str, steps: int | None, output
 
 
 def rows(options: argparse.Namespace, scratch: Path) -> Iterator[Sequence[str]]:
-    """The row of each quickstart."""
+    """Yield the row of each quickstart."""
     for family, engine, weights in product(options.models, options.engines, options.weights):
         summary = summary_of(family, engine, weights, options.steps, scratch / f"{family}_{engine}_{weights}")
         accuracies = (f"{summary[f'accuracy_{when}']:.3f}" for when in ("first", "last", "export"))

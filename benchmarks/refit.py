@@ -1,6 +1,6 @@
-"""How fast megarl moves weights into an engine, beside a bare memcpy, gathering, and megatron.core.resharding.
+"""Speed of megarl's refit into an engine, compared with a bare memcpy, gathering, and megatron.core.resharding.
 
-Real processes on one machine, through shared memory: a trainer at TP2 x EP2 x PP2 and an engine at TP2, or others.
+Runs real processes on one machine, through shared memory: a trainer at TP2 x EP2 x PP2 and an engine at TP2, or others.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _scenarios(options: argparse.Namespace, workers: str) -> Iterator[tuple[Scenario, str]]:
-    """Each model, moved into an engine that so many workers cut, with its name."""
+    """Each model, moved into an engine of `workers` workers, with its name."""
     traces: Sequence[Sequence[LoadTrace] | None] = [None] * len(options.models)
     if options.engine == "vllm":
         traces = trace_vllm_layouts([MODELS[model] for model in options.models], ENGINES[workers].world_size)

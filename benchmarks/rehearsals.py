@@ -23,7 +23,7 @@ RECIPES: Mapping[str, Sequence[str]] = {
     "grpo_llama3_1_70b": (),
     "ppo_qwen2_5_7b": (),
 }
-"""Recipe -> options of its rehearsal; the GPUs are those that the recipe is for."""
+"""Recipe -> options of its rehearsal, with the GPUs that the recipe is made for."""
 
 
 def rehearse(name: str) -> Iterator[str]:
@@ -37,7 +37,7 @@ def rehearse(name: str) -> Iterator[str]:
             said, complaints = process.communicate()
             seconds = time.perf_counter() - start
     yield f"## {name}"
-    # Libraries warn of what a CPU lacks.
+    # Skip warnings of libraries about missing GPU features.
     refusals = [line for line in complaints.splitlines() if line.startswith("megarl: ")]
     lines = [f"$ megarl {' '.join(options)}", *said.rstrip().splitlines(), *refusals]
     yield "\n".join(f"    {line}" for line in lines)
@@ -49,7 +49,7 @@ def rehearse(name: str) -> Iterator[str]:
 
 
 def _cpu_seconds() -> float:
-    """CPU time of all processes that were begun here and have ended: what else the machine does is not in it."""
+    """CPU time of all ended child processes, which excludes other load on the machine."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -1,8 +1,8 @@
-"""Router replay: how often engine and trainer choose other experts, and how far their log-probs are apart by that.
+"""Router replay: how often engine and trainer choose different experts, and the resulting log-prob differences.
 
-The quickstart's mixture-of-experts models, warmed up as there, the trainer's two expert-parallel ranks in bf16, each
-trained for a few steps with every engine. With the weights that sampled the tokens of a step, the trainer computes
-their log-probs by its own routing and by the engine's; means over the steps are shown.
+Uses the quickstart's mixture-of-experts models, warmed up in the same way, with the trainer's two expert-parallel ranks
+in bf16, each trained for a few steps with every engine. With the weights that sampled a step's tokens, the trainer
+computes their log-probs by its own routing and by the engine's; means over the steps are shown.
 """
 
 import argparse
@@ -23,7 +23,7 @@ METRICS = {
     "experts/gap_own_routing": ".5f",
     "experts/gap_replayed": ".5f",
 }
-"""Metrics of a step that are shown, and how."""
+"""The step metrics that are shown, and their formats."""
 HEAD = (
     "| model | engine | weights | choices that differ | tokens with one | gap, own routing | replayed |\n"
     "|---|---|---|---:|---:|---:|---:|"
@@ -31,7 +31,7 @@ HEAD = (
 
 
 def rows(options: argparse.Namespace, scratch: Path) -> Iterator[Sequence[str]]:
-    """The row of each run."""
+    """Yield the row of each run."""
     lab = Lab(scratch, options.steps)
     for family, engine, weights in product(options.models, options.engines, options.weights):
         if weights in FORMATS[engine]:

@@ -1,9 +1,9 @@
-"""The gain of a schedule: steps a second in virtual time, with the run's own rule of what is sampled and trained when.
+"""Speedup of schedules: steps per second in virtual time, with the real rule of what is sampled and trained when.
 
-Engines decode responses with heavy-tailed lengths, a trainer takes batches, and a refit stops the engines; keys and
-values of what is in flight are kept at no cost. "In turns" engines and trainer have the same GPUs, and one rests while
-the other works. Beside it three rules that others use: to train on the groups that finish first, to throw away what has
-become too old, and to draw more than a batch needs and cut off what is not among the first to finish.
+Engines decode responses with heavy-tailed lengths, a trainer takes batches, and a refit stops the engines; the KV cache
+of requests in flight is kept at no cost. "In turns" means that engines and trainer share GPUs, and one waits while the
+other works. Three rules of other systems are compared: train on the groups that finish first, discard groups that have
+become too old, and draw more prompts than a batch needs and drop all but the first to finish.
 """
 
 import argparse
@@ -26,11 +26,11 @@ SIGMAS = (0.6, 0.8, 1.0, 1.2, 1.4)
 
 
 OTHERS = ("first finished", "discard", "over-sample")
-"""Names of rules that this project does not have begin so."""
+"""Prefixes of the names of rules that this project does not have."""
 
 
 class Rule(Protocol):
-    """When prompts are drawn, and which finished groups make a batch: what `Schedule` is."""
+    """When prompts are drawn, and which finished groups form a batch: the interface of `Schedule`."""
 
     version: int
 
@@ -55,7 +55,7 @@ class Rule(Protocol):
 
 
 class FirstFinished:
-    """Takes the groups that finish first. With `discard` slots are free at once, and groups that are too old go."""
+    """Takes the groups that finish first. With `discard`, slots are freed at once, and too old groups dropped."""
 
     def __init__(self, prompts_per_step: int, staleness_bound: int, *, discard: bool) -> None:
         self.version, self._bound = 0, staleness_bound
@@ -105,7 +105,7 @@ class FirstFinished:
 
 
 class OverSampled:
-    """Draws more prompts than a batch has, takes the groups that finish first, and cuts the others off."""
+    """Draws more prompts than a batch needs, takes the groups that finish first, and aborts the others."""
 
     staleness_bound = 0
 
@@ -146,7 +146,7 @@ class OverSampled:
 
 @dataclass
 class Workload:
-    """Engines, lengths and seconds."""
+    """Engines, response lengths and durations."""
 
     sigma: float
     prompts: int = 32
@@ -161,7 +161,7 @@ class Workload:
     seed: int = 0
 
     def lengths(self, ordinal: int) -> list[int]:
-        """Tokens of each response to a draw: they follow from the draw alone."""
+        """Tokens of each response to a draw, determined by the draw alone."""
         generator = np.random.default_rng((self.seed, ordinal))
         drawn = generator.lognormal(np.log(self.median_tokens), self.sigma, self.samples)
         return np.clip(drawn, 1, self.longest).astype(int).tolist()
@@ -169,13 +169,13 @@ class Workload:
 
 @dataclass
 class EngineInTime:
-    """Decodes a token of every running response at a time; the oldest draw is admitted first."""
+    """Decodes all running responses token by token; the oldest draw is admitted first."""
 
     work: Workload
     now: float = 0.0
     waiting: list[tuple[int, int, float]] = field(default_factory=list)
     running: list[tuple[float, int]] = field(default_factory=list)
-    """Tokens, counted from the engine's first, at which each response ends, and its draw: a heap."""
+    """A heap of running responses: the engine's token count at which each ends, and its draw."""
     decoded: float = 0.0
 
     @property
@@ -194,7 +194,7 @@ class EngineInTime:
         self.now = now
 
     def keep(self, ordinals: Collection[int]) -> None:
-        """Cut off the responses to all other draws."""
+        """Abort the responses to all other draws."""
         self.waiting = [each for each in self.waiting if each[0] in ordinals]
         self.running = [each for each in self.running if each[1] in ordinals]
         heapq.heapify(self.waiting)
@@ -213,7 +213,7 @@ class Outcome:
     step_s: float
     trained_tokens: float
     drawn_tokens: float
-    """Mean length of the responses to all draws up to the newest that was trained."""
+    """Mean length of the responses to all draws up to the newest that was trained on."""
     staleness: float
     oldest: int
 
@@ -232,7 +232,7 @@ class Simulation:
         self._now = 0.0
 
     def run(self, steps: int) -> Outcome:
-        """Take so many steps; the first ones, in which the engines fill, are not counted."""
+        """Run `steps` steps; the first quarter, in which the engines fill up, is not measured."""
         first, times, trained, ages = steps // 4, list[float](), list[int](), list[int]()
         self._admit()
         for step in range(steps):
@@ -285,7 +285,7 @@ class Simulation:
             self._next(end)
 
     def _next(self, limit: float) -> None:
-        """Go to the end of the next response, or to the limit."""
+        """Advance to the end of the next response, or to the limit."""
         engine = min(self._engines, key=EngineInTime.next_end)
         self._now = min(limit, engine.next_end())
         for each in self._engines:
@@ -301,7 +301,7 @@ class Simulation:
 
 
 class Condition(Protocol):
-    """Something that becomes true."""
+    """A condition to wait for."""
 
     def __call__(self) -> bool: ...
 
@@ -314,9 +314,9 @@ class Compared(NamedTuple):
 
     rule: Rule
     waits: bool = False
-    """A refit waits for what is in flight."""
+    """Whether a refit waits for requests in flight."""
     in_turns: bool = False
-    """The engines rest while the trainer learns."""
+    """Whether the engines wait while the trainer trains."""
 
 
 def rules(prompts: int) -> Mapping[str, Compared]:
@@ -338,13 +338,13 @@ def rules(prompts: int) -> Mapping[str, Compared]:
 
 
 def rollout_seconds(work: Workload, steps: int) -> float:
-    """Mean seconds that the engines need for a batch, alone."""
+    """Mean seconds that the engines alone need for a batch."""
     simulation = Simulation(Compared(Schedule(work.prompts)), Workload(**{**vars(work), "refit_s": 0.0}), 0.0)
     return simulation.run(steps).step_s
 
 
 def table(sigma: float, share: float, steps: int) -> tuple[list[str], dict[str, float]]:
-    """Rows for one tail of lengths, and the gain of each rule."""
+    """Rows for one length distribution, and the speedup of each rule."""
     work = Workload(sigma)
     train_s = share * rollout_seconds(work, steps)
     rows, gains, sync = list[str](), dict[str, float](), 0.0
@@ -361,7 +361,7 @@ def table(sigma: float, share: float, steps: int) -> tuple[list[str], dict[str, 
 
 
 def draw(gains: Mapping[float, Mapping[str, float]], file: Path) -> None:
-    """Write the picture of the gains, with engines and trainer on GPUs of their own."""
+    """Write the plot of the speedups, with engines and trainer on separate GPUs."""
     import matplotlib
 
     matplotlib.use("Agg")

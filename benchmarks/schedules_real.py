@@ -1,13 +1,12 @@
-"""The gain of sampling ahead, really: steps a second of whole runs, with a core for the engine and one for the trainer.
+"""Measured speedup of sampling ahead: steps per second of whole runs, with one core each for engine and trainer.
 
-Lengths come from a table with a heavy tail (`schedules_run.py`). Runs of the schedules take turns, each with processes
-of its own; what is counted are the steps after the first ones. All are compared with the first schedule that is given,
-S=0 unless told otherwise. "Overlap alone" is how much longer a step of it is than the longer of its two sides, rollout
-or the rest: twice where the two are equal. A schedule passes it where responses of several batches are sampled
-together, and misses it where the two sides slow each other. "In turns" one rests while the other works, as on GPUs that
-they share.
+Lengths come from a heavy-tailed table (`schedules_run.py`). Runs of the schedules take turns, each in new processes;
+the first steps are not counted. All are compared with the first schedule that is given, S=0 by default. "Overlap alone"
+is the duration of a step of it divided by the longer of its two sides, rollout or the rest: 2 if they are equal. A
+schedule exceeds it if responses of several batches are sampled together, and falls short of it if the two sides slow
+each other down. "In turns" one waits while the other works, as on shared GPUs.
 
-A larger model, where there are GPUs (settings are those of any run):
+A larger model on GPUs (settings are those of any run):
 
     .venv/bin/python benchmarks/schedules_real.py --model dense_1b --dtype bf16 --schedules "S=0" "S=1" "S=1, keep"
 """
@@ -46,7 +45,7 @@ LONGEST = 288
 
 
 def workload(folder: Path, arguments: argparse.Namespace) -> list[str]:
-    """The command line of a run, but for its schedule, length and folder."""
+    """The command line of a run, without its schedule, length and folder."""
     logging.disable_progress_bar()
     layers = {"num_hidden_layers": 4} if arguments.model in TINY else {}
     model = endless(write_model(arguments.model, folder / "model", vocab_size=63, **layers))
@@ -66,7 +65,7 @@ def workload(folder: Path, arguments: argparse.Namespace) -> list[str]:
 
 
 def endless(model: Path) -> Path:
-    """The model with an end token that is beyond its vocabulary."""
+    """The model with an end token outside its vocabulary."""
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     last, number = max(vocabulary.items(), key=lambda each: each[1])
     ends = {"config.json": number, "generation_config.json": number, "tokenizer_config.json": last}
@@ -78,14 +77,14 @@ def endless(model: Path) -> Path:
 
 
 def mean_of(name: str, output: Path, window: Window) -> float:
-    """The mean of a metric over the steps in which there is one, 0 if there is none."""
+    """The mean of a metric over the steps that have it; 0 if none has."""
     lines = read_history(output)[window.warm_up : window.warm_up + window.steps]
     values = [line[name] for line in lines if line.get(name) is not None]
     return sum(values) / max(1, len(values))
 
 
 def mean_seconds(output: Path, window: Window) -> dict[str, float]:
-    """Seconds that each stage takes in a step: the mean, as a few have responses of many times the usual length."""
+    """Mean seconds of each stage per step, and not the median, as a few steps have many times longer responses."""
     lines = read_history(output)[window.warm_up : window.warm_up + window.steps]
     stages = [name for name in lines[0] if name.startswith("seconds/")]
     return {name.removeprefix("seconds/"): sum(line.get(name, 0.0) for line in lines) / len(lines) for name in stages}

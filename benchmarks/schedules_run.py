@@ -1,6 +1,6 @@
-"""`megarl train` with the length of each response from a table: a model whose end token never comes is cut there.
+"""`megarl train` with response lengths from a table: the model never samples its end token, and is cut off there.
 
-The table is that of a heavy tail: a few responses of a step are many times as long as most.
+The table is heavy-tailed: a few responses of a step are many times longer than most.
 """
 
 import sys
@@ -19,7 +19,7 @@ MEDIAN_TOKENS, SIGMA = 16, 1.3
 
 
 def tokens_of(ordinal: int, longest: int) -> int:
-    """Tokens of each response to a draw, which follow from the draw alone."""
+    """Tokens of each response to a draw, determined by the draw alone."""
     drawn = np.random.default_rng((0, ordinal)).lognormal(np.log(MEDIAN_TOKENS), SIGMA)
     return int(np.clip(drawn, 1, longest))
 
@@ -29,7 +29,7 @@ def _of_the_table(
 ) -> list[SamplingParameters]:
     usual = sampling_parameters(config, stop_token_ids, ordinals)
     return [
-        # vLLM takes no token to stop at that is beyond the vocabulary.
+        # vLLM does not accept a stop token outside the vocabulary.
         replace(each, max_tokens=tokens_of(ordinal, each.max_tokens), stop_token_ids=())
         for each, ordinal in zip(usual, ordinals, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""An engine that answers by a script: responses of drawn lengths, at a steady pace, without a model."""
+"""A scripted engine: responses of random lengths at a steady pace, without a model."""
 
 import time
 from collections import deque
@@ -21,11 +21,10 @@ _NOTHING = (-1, Request([], SamplingParameters()))
 
 
 class ScriptedEngine:
-    """Answers a request every `pace_s`, in the order in which they come, and `only` so many, if that is said.
+    """Answers one request every `pace_s`, in the order of arrival, and at most `only` of them, if given.
 
-    Meanwhile it tells of the tokens of all that it was asked for, as real engines do
-    (`megarl.rollout.progress_reporter`): each sample has as many as its share of the time until its answer. With `only`
-    it tells the first half of each other one.
+    Meanwhile it reports tokens of all requests, as real engines do (`megarl.rollout.progress_reporter`): each sample's
+    tokens grow linearly until its answer. With `only` it reports the first half of every other request.
     """
 
     def __init__(self, _model_path: Path, arguments: Mapping[str, Any]) -> None:
@@ -35,22 +34,22 @@ class ScriptedEngine:
         self._told = self._version = 0
 
     def start(self) -> None:
-        """Be up."""
+        """Do nothing: it is ready at once."""
 
     def version(self) -> int:
-        """The version of the weights that there are not."""
+        """The version of its imaginary weights."""
         return self._version
 
     def serve(self, version: int) -> None:
-        """Say of all tokens from now on that this version has sampled them."""
+        """Attribute all tokens from now on to this version."""
         self._version = version
 
     def worker_parts(self) -> Sequence[int]:
-        """One worker."""
+        """Return one worker."""
         return [0]
 
     def told(self) -> int:
-        """How often it told of new tokens of a sample."""
+        """How often it reported new tokens of a sample."""
         return self._told
 
     def submit(self, requests: Mapping[int, Request]) -> None:
@@ -77,7 +76,7 @@ class ScriptedEngine:
                 answer = self._answer(request)
                 if answered == self._only:
                     yield [_first_half(number, sample, turn) for sample, turn in enumerate(answer)]
-                    continue  # it goes on for ever
+                    continue  # never answered
                 answered += 1
                 due = max(due, now) + self._pace_s
                 growing.append(_Growing(number, answer, now, due))
@@ -104,7 +103,7 @@ class ScriptedEngine:
 
 @dataclass
 class _Growing:
-    """A request until its answer is due."""
+    """A request until it is answered."""
 
     number: int
     answer: list[Turn]
@@ -116,14 +115,14 @@ class _Growing:
         self.told = np.zeros_like(self.lengths)
 
     def take_new(self, now_s: float) -> Array:
-        """How many tokens each of its samples has, beyond those that were told of."""
+        """The number of new tokens of each sample since the last report."""
         there = (self.lengths * (now_s - self.begin_s) / (self.end_s - self.begin_s)).astype(np.int64)
         new, self.told = there - self.told, there
         return new
 
 
 def _news(growing: Iterable[_Growing], now_s: float) -> Iterator[Progress]:
-    """New tokens of all, in pieces as real ones are; which tokens, nobody looks."""
+    """New tokens of all requests, in pieces of realistic size; nobody reads the token ids."""
     whose = [(each.number, sample, new) for each in growing for sample, new in enumerate(each.take_new(now_s).tolist())]
     news = np.array([each for each in whose if each[2]], dtype=np.int32).reshape(-1, 3)
     for piece in np.split(news, np.flatnonzero(np.diff(news[:, 2].cumsum() // AT_ONCE)) + 1):
@@ -148,5 +147,5 @@ def _turn(request: Request, generator: np.random.Generator, length: int, version
         np.full(length, version, dtype=np.int32),
         "stop",
     )
-    # As all engines do.
+    # As in all engines.
     return replace(turn, text="7" * length) if length >= _WITH_TEXT else turn

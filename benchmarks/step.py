@@ -1,10 +1,10 @@
-"""Cost of a quickstart step on a CPU, beside a step of TRL's GRPOTrainer on the same job.
+"""Cost of a quickstart step on a CPU, compared with a step of TRL's GRPOTrainer on the same job.
 
-Both start from the same model, take the same prompts, with 8 responses each, and make one update of the same loss in
-fp32: a tiny model after its warm-up, 64 prompts a step, or a pretrained one of 135 million parameters, 4 prompts, with
-responses of similar length or of a spread of lengths. TRL samples with HuggingFace's generate, as its vLLM mode needs a
-GPU. The programs take turns, each run is a process tree of its own on the same cores, and measurement begins after
-the warm-up steps.
+Both start from the same model, take the same prompts with 8 responses each, and make one update of the same loss in
+fp32: a tiny model after its warm-up with 64 prompts per step, or a pretrained one of 135 million parameters with 4
+prompts, and responses of similar or of varied lengths. TRL samples with HuggingFace's generate, as its vLLM mode needs
+a GPU. The programs take turns, each run is a separate process tree on the same cores, and measurement begins after the
+warm-up steps.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _NO_PEER = "TRL is not installed, so megarl stands alone: `make benchmark-setup`
 
 @dataclass(frozen=True)
 class Program:
-    """One of those that are compared; `command` takes `megarl train`'s arguments."""
+    """A compared program; `command` takes `megarl train`'s arguments."""
 
     name: str
     command: tuple[str, ...]
@@ -38,7 +38,7 @@ class Program:
 
 
 def programs(trl_threads: Sequence[int]) -> list[Program]:
-    """megarl, and TRL once for each number of threads if it is installed."""
+    """megarl, and TRL once per number of threads, if it is installed."""
     found = [Program("megarl", (*MEGARL, "train"), threads=None)]
     if util.find_spec("trl") is not None:
         command = (sys.executable, str(Path(__file__).with_name("trl_grpo.py")))

@@ -1,4 +1,4 @@
-"""The table of `step.py`: medians over the runs, and how the others compare with the first."""
+"""The table of `step.py`: medians over the runs, and the other programs relative to the first."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -26,11 +26,11 @@ _ROWS: tuple[Row, ...] = (
     ("peak memory, MiB", "{:,.0f}", lambda run: run.peak_memory_bytes / 2**20),
     ("mean reward", "{:.3f}", lambda run: run.reward_mean),
 )
-"""Name of a row, format of its numbers, and its value in a run (None: the program does not report one)."""
+"""Name of a row, format of its numbers, and its value in a run (None: not reported by the program)."""
 
 
 def step_table(observations: Mapping[str, Sequence[Observation]]) -> Table:
-    """A row for each quantity, a column for each program, in Markdown."""
+    """The table in Markdown, with a row per quantity and a column per program."""
     table = Table("median over runs", *observations, box=box.MARKDOWN)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -47,11 +47,11 @@ _RATIOS: tuple[tuple[str, Callable[[Observation], float]], ...] = (
     ("seconds a token", lambda run: 1 / run.tokens_per_s),
     ("CPU seconds a token", lambda run: run.cpu_seconds_per_step / run.tokens_per_step),
 )
-"""Costs that programs are compared by, per token and not per step: responses differ a little in length."""
+"""Compared costs, per token and not per step, as responses differ slightly in length."""
 
 
 def ratios(observations: Mapping[str, Sequence[Observation]]) -> list[str]:
-    """A sentence for each program after the first and each of `_RATIOS`: its own divided by that of the first."""
+    """A sentence per program after the first and entry of `_RATIOS`: its cost divided by the first program's."""
     (first, first_runs), *others = observations.items()
     return [
         _ratio_sentence(what, f"{name} / {first}", [value(run) for run in runs], [value(run) for run in first_runs])

@@ -1,10 +1,10 @@
-"""Tokens a second of log-probs and of an update, on one rank: with and without shared prefixes; beside transformers.
+"""Tokens per second of log-probs and of an update, on one rank: with and without shared prefixes; versus transformers.
 
-The first table has a group of responses to each prompt, whose tokens count as often as a plain computation meets them.
-The second has sequences of a spread of lengths, 1 to 8, on this project's rank and on the same model in transformers
-with AdamW, where rows are padded to the longest, and beside it the most memory that a process has with one of the two
-alone, and the share of the device's peak in bf16. Runs alternate, figures are medians; what is measured is CPU time or,
-on a GPU, wall time. Writes Markdown. A GPU is used where there is one:
+The first table has groups of responses to each prompt, whose tokens count as often as a plain computation processes
+them. The second has sequences whose lengths vary by a factor of 8, on this project's rank and on the same model in
+transformers with AdamW, where rows are padded to the longest. It also has the peak memory of a process with only one of
+the two, and the share of the device's peak in bf16. Runs alternate, figures are medians; measured is CPU time or, on a
+GPU, wall time. Writes Markdown. A GPU is used if there is one:
 
     .venv/bin/python benchmarks/train_step.py --dtype bf16 --models dense_1b moe_2b --prefix-model dense_1b \
         --response 512 --max-tokens 32768
@@ -56,7 +56,7 @@ VOCABULARY = 50
 LEARNING_RATE = 1e-5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CLOSE_ENOUGH = {"fp32": 1e-3, "bf16": 0.05}
-"""Relative difference of log-probs and of gradient norms that contenders may have."""
+"""Allowed relative difference of the contenders' log-probs and gradient norms."""
 OPTIMIZER = {"lr": LEARNING_RATE, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8, "weight_decay": 0.01}
 
 
@@ -68,13 +68,13 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, batch: RaggedBatch) -> "Work":
-        """With what the sequences begin with in common."""
+        """Make the work, finding the sequences' shared prefixes."""
         tokens = batch.tokens.split(batch.lengths.tolist())
         return cls(batch, Prefixes.of([each.numpy() for each in tokens]))
 
 
 def groups(prompts: int, prompt: int, response: int, samples: int) -> Work:
-    """Responses of `samples` to each prompt; their tokens alone are trained on."""
+    """`samples` responses to each prompt, of which only the responses are trained on."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(count: int, length: int) -> Tensor:
@@ -128,18 +128,18 @@ class MegatronRank:
         return assign(work.batch.lengths, 1, self._max_tokens, attention_length=length, prefixes=known)[0]
 
     def log_probs(self, work: Work) -> float:
-        """Compute them; their mean over the tokens that are asked for."""
+        """Compute log-probs; return their mean over the tokens that are asked for."""
         found = self._model.log_probs(work.batch, self._cut(work), temperature=1.0)
         assert found is not None
         return float((found.log_probs * work.batch.fields["weights"]).sum())
 
     def update(self, work: Work) -> float:
-        """One optimizer step; the gradient norm."""
+        """Take one optimizer step; return the gradient norm."""
         return self._model.train_step(work.batch, self._cut(work), SftObjective()).gradient_norm
 
 
 class PaddedTransformers:
-    """The same model in transformers: rows in the order in which they come, padded to the longest of a micro-batch."""
+    """The same model in transformers: rows in their given order, padded to the longest of a micro-batch."""
 
     def __init__(self, folder: Path, max_tokens: int, dtype: torch.dtype, *, by_mkl: bool = False) -> None:
         self._by_mkl = by_mkl
@@ -150,7 +150,7 @@ class PaddedTransformers:
         self._max_tokens = max_tokens
 
     def _micro_batches(self, work: Work) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Tokens, mask and weights, of as many rows as `max_tokens` hold, padding included."""
+        """Tokens, mask and weights of as many rows as fit into `max_tokens`, padding included."""
         lengths = work.batch.lengths.tolist()
         rows = max(1, self._max_tokens // max(lengths))
         tokens, weights = (each.split(lengths) for each in (work.batch.tokens, work.batch.fields["weights"]))
@@ -189,7 +189,7 @@ class PaddedTransformers:
 
 @contextmanager
 def _multiplying(*, by_mkl: bool) -> Iterator[None]:
-    """Inside, matrices are multiplied as `device.install` left it, or by torch's own choice, MKL."""
+    """Within the context, multiply matrices as set up by `device.install`, or with MKL, torch's default."""
     matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     chosen = matmul.fp32_precision
     if by_mkl:
@@ -206,9 +206,9 @@ Contender = MegatronRank | PaddedTransformers
 def compare(
     contenders: Mapping[str, Contender], work: Work, repeats: int, close_enough: float = CLOSE_ENOUGH["fp32"]
 ) -> dict[str, float]:
-    """Seconds, by contender and stage, the median of alternating runs after one that does not count.
+    """Seconds by contender and stage: the median of alternating runs after one warm-up run.
 
-    Raises ValueError where they compute something else.
+    Raises ValueError if their results differ.
     """
     stages: dict[str, Callable[..., float]] = {
         f"{name} {stage}": getattr(contender, stage)
@@ -236,7 +236,7 @@ def _clock() -> float:
 
 
 def _peak_memory(contender: Callable[[], Contender], work: Work) -> int:
-    """The most memory of this process, which is a new one."""
+    """Peak memory of this process, which must be new."""
     torch.set_num_threads(1)
     parallel.initialize(ParallelSizes(), 0, f"tcp://127.0.0.1:{free_port('127.0.0.1', 0)}")
     one = contender()
@@ -247,13 +247,13 @@ def _peak_memory(contender: Callable[[], Contender], work: Work) -> int:
 
 
 def memory_alone(contender: Callable[[], Contender], work: Work) -> int:
-    """The most memory of a process with nothing else, in log-probs and an update."""
+    """Peak memory of a new process that computes only log-probs and an update."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(_peak_memory, contender, work).result()
 
 
 def shared_prefixes(folder: Path, options: argparse.Namespace) -> list[str]:
-    """A row for each shape of a group."""
+    """Table rows, one per shape of a group."""
     write_model(options.prefix_model, folder)
     contenders = {
         name: MegatronRank(folder, options.max_tokens, DTYPES[options.dtype], shared=name == "shared")
@@ -282,7 +282,7 @@ def shared_prefixes(folder: Path, options: argparse.Namespace) -> list[str]:
 
 
 def beside_transformers(folder: Path, options: argparse.Namespace) -> list[str]:
-    """A row for each model."""
+    """Table rows, one per model."""
     lines = [
         "| model | sequences | tokens | log-probs, megarl | transformers | ratio | update, megarl | transformers"
         " | ratio | GB, megarl | transformers | MFU of log-probs, megarl | of an update |",
@@ -312,7 +312,7 @@ def beside_transformers(folder: Path, options: argparse.Namespace) -> list[str]:
 
 
 def _mfu(folder: Path, work: Work, seconds: Mapping[str, float], peak_tflops: float | None) -> list[str]:
-    """The share of the peak that log-probs and an update reach; a dash where no peak is known."""
+    """The share of peak FLOPS that log-probs and an update reach; a dash if the peak is unknown."""
     peak = 1e12 * peak_tflops if peak_tflops else peak_bf16_flops(device.name())
     if peak is None:
         return ["-", "-"]

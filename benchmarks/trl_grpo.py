@@ -1,7 +1,7 @@
-"""TRL's GRPOTrainer on the job of a megarl recipe; a program of its own, which `step.py` runs and watches.
+"""TRL's GRPOTrainer on the job of a megarl recipe; a separate program, which `step.py` runs and measures.
 
 It takes `megarl train`'s arguments: model, data, lengths, sampling, loss and optimizer are those of that configuration,
-the reward is the same built-in one, and metrics.jsonl gets the same lines as there.
+the reward is the same built-in one, and metrics.jsonl gets the same lines.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from megarl.tracking.clock import Clock
 
 
 class TimedGRPOTrainer(GRPOTrainer):
-    """TRL's trainer, which takes the time of its rollouts, its rewards and all that comes before its update."""
+    """TRL's trainer, with timing of its rollouts, its rewards and everything before its update."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.clock = Clock()
@@ -51,7 +51,7 @@ class TimedGRPOTrainer(GRPOTrainer):
 
 
 class StepMetrics(TrainerCallback):
-    """Logs every step of `trainer` to `tracker`, from the end of the one before to its own end."""
+    """Logs every step of `trainer` to `tracker`; a step lasts from the previous one's end to its own end."""
 
     def __init__(self, trainer: TimedGRPOTrainer, tracker: Tracker) -> None:
         self._trainer, self._tracker, self._tokens = trainer, tracker, 0
@@ -63,9 +63,9 @@ class StepMetrics(TrainerCallback):
 
 
 def _by_stage(times: dict[str, float]) -> dict[str, float]:
-    """The parts of TRL's step under the names of megarl's stages; TRL has no refit and no time outside its stages.
+    """The times of TRL's step, named as megarl's stages; TRL has no refit and no time outside its stages.
 
-    Its log-probs before the update are in the advantage.
+    Its log-probs before the update are part of the advantage.
     """
     before_update = times.pop("seconds/before_update")
     times.pop("seconds/overhead")
@@ -77,7 +77,7 @@ def _by_stage(times: dict[str, float]) -> dict[str, float]:
 
 
 def grpo_config(config: MegarlConfig) -> GRPOConfig:
-    """The same job in TRL's words."""
+    """The same job as TRL's configuration."""
     optimizer, rollout, algorithm, loop = config.megatron, config.rollout, config.algorithm, config.loop
     clip = {**option_defaults(clipped), **algorithm.policy_loss_options}
     return GRPOConfig(
@@ -103,11 +103,11 @@ def grpo_config(config: MegarlConfig) -> GRPOConfig:
         loss_type="dapo",  # the mean over all tokens of the batch
         scale_rewards="group" if algorithm.advantage_options.get("normalize_by_std", True) else "none",
         router_aux_loss_coef=0.0,
-        # The fastest of transformers' ways to run experts on a CPU: with its default a step took a fifth more CPU time.
+        # transformers' fastest way to run experts on a CPU: with its default a step took a fifth more CPU time.
         model_init_kwargs={"dtype": "float32", "experts_implementation": "eager"},
         bf16=False,
         use_cpu=True,
-        # TRL's defaults that would only cost it time here.
+        # TRL's defaults here would only cost time.
         gradient_checkpointing=False,
         save_strategy="no",
         logging_strategy="no",
@@ -123,7 +123,7 @@ def rewards_of(
     reward_model: Sequence[Mapping[str, Any]],
     **_: Any,
 ) -> list[float]:
-    """One of megarl's rewards as TRL calls one: with columns of the data set, and completions as chats."""
+    """One of megarl's rewards with TRL's interface: columns of the data set, and completions as chats."""
     return [
         reward(data_source=source, solution_str=chat[-1]["content"], ground_truth=truth["ground_truth"], extra_info={})
         for chat, source, truth in zip(completions, data_source, reward_model, strict=True)

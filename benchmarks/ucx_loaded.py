@@ -1,4 +1,4 @@
-"""Loads UCX where ranks are forked from: it measures the processor's clock then, for 0.4 s."""
+"""Imports UCX in the process that ranks are forked from, since on import it measures the clock rate for 0.4 s."""
 
 from megarl.resharding.direct.transports.nixl_agent import NixlAgent
 

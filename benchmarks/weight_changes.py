@@ -36,7 +36,7 @@ from megarl.tracking.versions import versions  # noqa: E402
 from megarl.train import train_step  # noqa: E402
 
 _BF16 = ("model.dtype=bf16", "rollout.engine_args.dtype=bfloat16")
-# It changes no gradient.
+# Does not change the gradients.
 _LITTLE_MEMORY = ("loop.max_tokens_per_micro_batch=512",)
 _VERSIONS = ("python", "megarl", "torch", "megatron-core")
 PIECES = {"pieces of 4 kB": 4096, "of 64 kB": 65_536, "messages of 16 MiB": 2**24}
@@ -44,7 +44,7 @@ PIECES = {"pieces of 4 kB": 4096, "of 64 kB": 65_536, "messages of 16 MiB": 2**2
 
 @dataclass(frozen=True)
 class Run:
-    """A job, with its learning rate and the type of its parameters; the optimizer's are always float32."""
+    """A job, with its learning rate and the dtype of its parameters; optimizer state is always float32."""
 
     model: str
     dtype: str
@@ -52,7 +52,7 @@ class Run:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Over those of the workload."""
+        """Overrides on top of the workload's."""
         rate = (f"megatron.lr={self.lr}", "megatron.min_lr=0", "megatron.lr_decay_style=constant")
         return (*rate, *_LITTLE_MEMORY, *(_BF16 if self.dtype == "bf16" else ()))
 
@@ -67,17 +67,17 @@ RUNS = (
 
 @dataclass(frozen=True)
 class Change:
-    """Differences between two versions, each as a share of all."""
+    """Differences between two versions, each as a share of the total."""
 
     elements: float
     pieces: Sequence[float]
     tensors: float
     delta: float
-    """Bytes of the deflated difference."""
+    """Size of the deflated difference."""
 
 
 def measure(run: Run, workload: Workload, steps: int, folder: Path) -> dict[Run, list[Change]]:
-    """The changes of each step; of the pretrained model in bf16, also those that come to an engine in block FP8."""
+    """The changes of each step; for the pretrained model in bf16 also those in a block-FP8 engine."""
     _, recipe, *overrides = workload.of_run(folder / "run", steps)
     config = compose(recipe, [*overrides, *run.overrides])
     with open_job(RunSetup.read(config, "train")) as job:
@@ -95,7 +95,7 @@ def measure(run: Run, workload: Workload, steps: int, folder: Path) -> dict[Run,
 
 
 def _in_blocks(weights: Mapping[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
-    """Codes and scales in place of the matrices of these names."""
+    """The weights with codes and scales instead of the matrices `names`."""
     found: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if name in names:

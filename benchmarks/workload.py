@@ -1,4 +1,4 @@
-"""Jobs of the quickstart, made again for a benchmark: a tiny model after its warm-up, or the real one."""
+"""Jobs of the quickstart, set up for a benchmark: a tiny model after its warm-up, or the real one."""
 
 import os
 import subprocess
@@ -19,24 +19,24 @@ from megarl.quickstart.smollm2 import write_smollm2
 from megarl.quickstart.tiny_models import write_tiny_model
 
 REWARD = f"{digits.__file__}:share_of_digits"
-"""Every response gets one, and they differ, so that each has an advantage to train on."""
-# As in the quickstart: the two ranks hold different experts, and a dense model has none to cut.
+"""A reward in which all responses differ, so that each has an advantage to train on."""
+# As in the quickstart: the two ranks hold different experts, and a dense model has none to shard.
 TINY: Mapping[str, tuple[str, ...]] = {
     "qwen3_moe": (),
     "qwen3": ("megatron.expert_model_parallel_size=1",),
 }
-"""The tiny models to choose from, with what their layout needs."""
+"""The available tiny models, with the overrides for their layouts."""
 COUNT = "Count from {first} to 100."
 SHORT = "What is {first} + {second}? Answer with the number only."
 REAL: Mapping[str, tuple[tuple[str, ...], int]] = {
     "smollm2_equal": ((COUNT,), 16),
     "smollm2_spread": ((SHORT, SHORT, SHORT, COUNT), 128),
 }
-"""Workloads of the real model: what it is asked in turn, and the longest response.
+"""Workloads of the real model: its prompts, used in turn, and the longest response.
 
-Nobody counts to 100 in 16 tokens, so seven responses in eight of the first end at the limit before any training; with
-each step more of them are short. In the second, sums take about 14 tokens, of which there are three in four, and
-counting goes on to the limit: 1 to 8 and more.
+Counting to 100 takes more than 16 tokens, so in the first workload seven of eight responses reach the limit before any
+training; with each step more of them become shorter. In the second, three of four prompts are sums, which take about 14
+tokens, and counting continues to the limit: lengths vary by a factor of 8 and more.
 """
 MODELS = (*TINY, *REAL)
 MEGARL = (sys.executable, "-m", "megarl.cli.main")
@@ -49,12 +49,12 @@ class Workload:
     arguments: tuple[str, ...]
 
     def of_run(self, output_dir: Path, steps: int) -> list[str]:
-        """The arguments of one run of `steps` steps. It has no held-out prompts, so no step is an evaluation."""
+        """The arguments of one run of `steps` steps, without held-out prompts and so without evaluations."""
         return [*self.arguments, f"output_dir='{output_dir}'", f"loop.steps={steps}", "checkpoint.every=0"]
 
 
 def environment(threads: int | None) -> dict[str, str]:
-    """The environment of a run: `threads` for the maths of a process (None: as it likes), no GPU, no network."""
+    """The environment of a run: `threads` math threads per process (None: the default), no GPU, no network."""
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return {
         **inherited,
@@ -72,7 +72,7 @@ def prepare(model: str, folder: Path) -> Workload:
 
 
 def _real(wordings: Sequence[str], longest: int, folder: Path) -> Workload:
-    """The pretrained model in float32, as TRL trains on a CPU, and prompts that it answers at length or shortly."""
+    """The pretrained model in float32, as TRL trains on a CPU, and prompts with long or short answers."""
     write_smollm2(folder / "model", dtype=torch.float32)
     numbers = np.random.default_rng(0).integers(2, 40, (1000, 2)).tolist()
     rows = [
@@ -99,7 +99,7 @@ def _real(wordings: Sequence[str], longest: int, folder: Path) -> Workload:
 
 
 def _tiny(model: str, folder: Path) -> Workload:
-    """A tiny model, warmed up as the quickstart does."""
+    """A tiny model, warmed up as in the quickstart."""
     untrained = write_tiny_model(model, folder / "model")
     files = write_arithmetic(folder / "data")
     warm_up = [
@@ -113,7 +113,7 @@ def _tiny(model: str, folder: Path) -> Workload:
     return Workload(
         (
             *("--config-name", "quickstart", *TINY[model]),
-            # The rate would fall to its end within the few steps of a benchmark.
+            # The learning rate would decay to its end within the few steps of a benchmark.
             "megatron.lr_decay_style=constant",
             f"model.path='{folder / 'warm_up' / EXPORT}'",
             f"data.train_files=['{files.train}']",

@@ -1,4 +1,4 @@
-"""Speed of the disk itself: sequential writes of bytes that are in memory, until they are on the disk.
+"""Speed of the disk itself: sequential writes from memory, until the bytes are on the disk.
 
 python -m conversion.disk --bytes N --writers N --out DIR
 
@@ -14,13 +14,13 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 _BUFFER_BYTES = 16 << 20
-# Larger writes take larger pages into the page cache. A virtual machine may have to get those back from its host first,
+# Larger writes use larger pages in the page cache, which a virtual machine may first have to get from its host again,
 # at a third of the speed.
 _PIECE_BYTES = 128 << 10
 
 
 def write(file: Path, size: int, barrier: Barrier) -> None:
-    """Write `size` random bytes to `file` and wait until they are on the disk, from when all at the barrier are."""
+    """Write `size` random bytes to `file` and sync, starting when all processes are at the barrier."""
     buffer = memoryview(os.urandom(_BUFFER_BYTES))
     barrier.wait()
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)

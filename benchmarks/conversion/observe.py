@@ -1,4 +1,4 @@
-"""A command watched from outside: its seconds, and the memory of its processes that no file backs."""
+"""Measures a command from outside: its seconds, and the anonymous memory of its processes."""
 
 import json
 import resource
@@ -23,16 +23,16 @@ class Observation:
 
     seconds: float
     cpu_seconds: float
-    """User and system time of it and of all its descendants."""
+    """User and system time, including all descendants."""
     peak_anonymous_bytes: int
-    """Peak of all its processes together. Memory that they share after a fork counts once for each."""
+    """Peak of all its processes together. Memory shared after a fork counts once per process."""
     peak_anonymous_bytes_of_a_process: int
     last_line: dict[str, Any]
-    """The JSON of the last line that it printed; empty where it prints none."""
+    """The JSON of the last line that it printed; empty if there is none."""
 
 
 class RunFailed(RuntimeError):  # noqa: N818 - says what happened
-    """A command ended with an error; the message ends with its last lines."""
+    """A command failed; the message ends with its last lines."""
 
 
 def observe(command: Sequence[str], environment: Mapping[str, str]) -> Observation:
@@ -63,9 +63,9 @@ def _cpu_seconds_of_children() -> float:
 
 
 class AnonymousMemory:
-    """The most anonymous and shared memory of a process and its descendants while the context was open, sampled.
+    """Peak anonymous and shared memory of a process and its descendants within the context, sampled.
 
-    Pages of files, which the kernel may drop at any time, are not counted.
+    File pages, which the kernel may drop at any time, are not counted.
     """
 
     def __init__(self, pid: int) -> None:
@@ -93,7 +93,7 @@ class AnonymousMemory:
 
 
 def _anonymous_bytes(pid: int) -> int:
-    # A process that has ended has no status, or one without these lines.
+    # An ended process has no status, or one without these lines.
     total = 0
     with suppress(FileNotFoundError, ProcessLookupError):
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():

@@ -1,11 +1,10 @@
-"""Load a checkpoint into a GPTModel and export it again with somebody else's converter, on a CPU.
+"""Load a checkpoint into a GPTModel and export it again with another project's converter, on a CPU.
 
     python -m conversion.peers mbridge --hf DIR --out DIR
 
-Run in an environment of its own, see `programs.py`. The last line is JSON: the seconds of `load` (HuggingFace files
+Run it in a separate environment, see `programs.py`. The last line is JSON: the seconds of `load` (HuggingFace files
 into the model) and of `export` (the model into HuggingFace files), without imports and building the model; the
-seconds until the exported files are on the disk, for which the peers do not wait; and how many tensors are not in
-them.
+seconds until the exported files are on the disk, for which the peers do not wait; and the number of missing tensors.
 """
 
 import argparse
@@ -28,14 +27,14 @@ from megatron_ext import device
 
 CPU_CONFIG: Mapping[str, Any] = {
     "use_cpu_initialization": True,
-    # The values are overwritten by what is measured.
+    # The weights are overwritten when the checkpoint is loaded.
     "perform_initialization": False,
     "gradient_accumulation_fusion": False,
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
     "moe_permute_fusion": False,
 }
-"""Fields of TransformerConfig that the peers set for a GPU; none plays a part in copying weights."""
+"""Fields of TransformerConfig that the peers set for a GPU; none matters for copying weights."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def _let_mbridge_run_on_cpu() -> None:
         return safetensors.safe_open(file, framework=framework, device="cpu")
 
     DeepseekV3Bridge.TransformerConfigClass = RenamedField
-    # It reads tensors to the GPU, and dequantises them with a Triton kernel.
+    # mbridge reads tensors to the GPU, and dequantises them with a Triton kernel.
     dequant_fp8_safetensor_io.safe_open = open_on_cpu
     dequant_fp8_safetensor_io.weight_dequant = _dequantise
 
@@ -149,7 +148,7 @@ def run_megatron_bridge(source: Path, out: Path) -> Outcome:
         models = provider.provide_distributed_model(wrap_with_ddp=False)
         return _measure(
             lambda: bridge.load_hf_weights(models),
-            # Not strict: else it leaves out every file in which it lacks one tensor.
+            # Not strict, which would skip every file with a missing tensor.
             lambda: bridge.save_hf_pretrained(models, out, show_progress=False, strict=False),
             source,
             out,

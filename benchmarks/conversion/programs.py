@@ -1,4 +1,4 @@
-"""Programs to compare: the command of each, and the phases that its runs report."""
+"""The programs to compare: the command of each, and the phases that its runs report."""
 
 import os
 import shlex
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PEERS = ROOT / ".venv-peers"
 MEGARL = (sys.executable, "-m", "megarl.cli.main")
 Form = Literal["bf16", "FP8", "Megatron"]
-"""A HuggingFace checkpoint in bf16 or in block FP8, or a Megatron checkpoint in bf16, all of the same model."""
+"""A HuggingFace checkpoint in bf16 or block FP8, or a Megatron checkpoint in bf16, all of the same model."""
 
 _MODULES = {"PYTHONPATH": str(ROOT / "benchmarks")}
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -24,7 +24,7 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALL
 
 @dataclass(frozen=True)
 class Phase:
-    """Something a run did. `reads` and `writes`: whether it went through all bytes of its source and of its output."""
+    """A part of a run. `reads` and `writes`: whether it processed all bytes of its source and of its output."""
 
     name: str
     seconds: float
@@ -34,7 +34,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Program:
-    """`command(source, out)` reads the folder `source`, in the form `form`, and makes the folder `out`."""
+    """`command(source, out)` reads the folder `source`, in the form `form`, and writes the folder `out`."""
 
     name: str
     group: str
@@ -45,7 +45,7 @@ class Program:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of a run: one thread for the maths of a process, no GPU, no network."""
+        """The environment of a run: one math thread per process, no GPU, no network."""
         return {**os.environ, **_NO_GPU, "OMP_NUM_THREADS": "1", **self.variables}
 
 
@@ -74,7 +74,7 @@ def our_programs(workers: Sequence[int]) -> Iterator[Program]:
 
 
 def why_no_peers(shape: str) -> str | None:
-    """Why mbridge and megatron-bridge cannot be measured; None where they can."""
+    """Why mbridge and megatron-bridge cannot be measured; None if they can."""
     if shape != "narrow":
         return (
             "mbridge and megatron-bridge are not measured: with multi-token prediction mbridge takes no other number of"
@@ -86,7 +86,7 @@ def why_no_peers(shape: str) -> str | None:
 
 
 def peer_programs(shape: str) -> Iterator[Program]:
-    """mbridge and megatron-bridge, which load into a model in memory and export from it; none where they cannot."""
+    """mbridge and megatron-bridge, which load into a model in memory and export from it; empty if they cannot run."""
     if why_no_peers(shape) is not None:
         return
     variables = {"PYTHONPATH": f"{PEERS}:{ROOT / 'benchmarks'}"}
@@ -103,7 +103,7 @@ def _ours(verb: str, form: Form, into: Form, workers: int, *options: str) -> Pro
 def _megarl(verb: str, workers: int, options: Sequence[str], source: Path, out: Path) -> Sequence[str]:
     places: tuple[str, ...] = ("--hf", str(source), "--out", str(out))
     if verb == "export":
-        # As many files as the source of a conversion has: two threads that write one wait for each other.
+        # As many files as a conversion's source has, as two threads that write to one file wait for each other.
         shard_size = folder_bytes(source) // MIN_FILES + 1
         places = ("--megatron", str(source), "--out", str(out), "--shard-size", str(shard_size))
     return (*MEGARL, verb, *places, "--json", "--workers", str(workers), *options)
@@ -125,7 +125,7 @@ def _copy(processes: int, source: Path, out: Path) -> Sequence[str]:
 
 
 def deal(files: Sequence[Path], hands: int) -> list[list[Path]]:
-    """Share files out so that each hand gets about as many bytes, the largest file first."""
+    """Distribute files so that all hands get about equally many bytes, largest file first."""
     dealt: list[list[Path]] = [[] for _ in range(hands)]
     sizes = [0] * hands
     for file in sorted(files, key=lambda file: -file.stat().st_size):
@@ -143,7 +143,7 @@ def _peer_phases(peer: str, form: Form, seen: Observation) -> Sequence[Phase]:
     said = seen.last_line
     load = Phase(f"{peer} load, {form} to a model", said["load_seconds"], writes=False)
     if form == "FP8":
-        # A model in bf16 has no scales, so no file of the index becomes complete, and nothing is written.
+        # A model in bf16 has no scales, so no file of the index is complete, and nothing is written.
         return (load,)
     missing = f" ({said['tensors_not_written']} tensors missing)" if said["tensors_not_written"] else ""
     export, synced = said["export_seconds"], said["export_seconds"] + said["sync_seconds"]

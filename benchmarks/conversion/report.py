@@ -1,4 +1,4 @@
-"""The Markdown page of `convert.py`'s results."""
+"""Builds the Markdown page of `convert.py`'s results."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,7 +58,7 @@ _NOTES = """\
 
 
 def sentences(runs: Sequence[Run], workers: Sequence[int]) -> Iterator[str]:
-    """How the peers compare with us, and how everything scales: ratios of seconds, round by round."""
+    """How the peers compare with us, and how everything scales: ratios of seconds per round."""
     seconds: dict[str, dict[int, float]] = {}
     for run in runs:
         for phase in run.phases:
@@ -76,7 +76,7 @@ def sentences(runs: Sequence[Run], workers: Sequence[int]) -> Iterator[str]:
 
 
 def dry_run_sentence(seen: Sequence[Observation]) -> str:
-    """Cost of planning the conversion of the whole model, as a sentence."""
+    """The cost of planning the conversion of the whole model, as a sentence."""
     inside, command = median(each.last_line["seconds"] for each in seen), [each.seconds for each in seen]
     memory = max(each.peak_anonymous_bytes for each in seen)
     return (
@@ -102,7 +102,7 @@ def page(
 
 
 def markdown(runs: Sequence[Run]) -> str:
-    """The table of the runs as Markdown, as wide as it is, numbers to the right."""
+    """The table of the runs as Markdown, as wide as needed, with right-aligned numbers."""
     text = io.StringIO()
     Console(file=text, width=400).print(table(summarise(runs)))
     header, rule, *rows = (line for line in text.getvalue().splitlines() if line.strip())

@@ -1,4 +1,4 @@
-"""Programs take turns: A B C A B C ..., each from the same state of the disk and of the page cache."""
+"""Runs programs in turn, A B C A B C ..., each from the same state of disk and page cache."""
 
 import os
 import shutil
@@ -33,7 +33,7 @@ def run_rounds(
     folder: Path,
     report: Callable[[Run], None],
 ) -> Iterator[Run]:
-    """Run every program once a round, each round beginning with another; what a run writes to `folder` is deleted."""
+    """Run every program once per round, starting with another one each time; each run's output folder is deleted."""
     for round_number in range(rounds):
         first = round_number % len(programs)
         for program in (*programs[first:], *programs[:first]):
@@ -43,11 +43,11 @@ def run_rounds(
 
 
 def run_once(program: Program, round_number: int, source: Path, out: Path) -> Run:
-    """One run that makes the folder `out`, which is deleted afterwards. Its source is in the page cache.
+    """Run a program once; its output folder `out` is deleted afterwards. The source is in the page cache.
 
-    Nothing that was written before it still waits for the disk, and the memory that the last run's files took is free
-    for some seconds: a virtual machine gives it back to its host, and getting it again takes time, which would be a
-    command's that starts with imports and not that of one that writes at once.
+    The run starts when earlier writes are on the disk, and some seconds after the last run's files were deleted. By
+    then a virtual machine has returned their memory to its host; getting it again would otherwise cost time only in
+    some runs, depending on how soon a command writes.
     """
     os.sync()
     read_through(source)
@@ -59,7 +59,7 @@ def run_once(program: Program, round_number: int, source: Path, out: Path) -> Ru
 
 
 def read_through(folder: Path) -> None:
-    """Bring the files of a folder into the page cache."""
+    """Read the files of a folder into the page cache."""
     buffer = bytearray(_PIECE_BYTES)
     for file in sorted(folder.rglob("*")):
         if file.is_file():

@@ -1,11 +1,11 @@
-"""Checkpoints of any size in HuggingFace form, with random values, made without a model.
+"""Synthetic checkpoints of any size in HuggingFace form, with random values, written without a model.
 
     python -m benchmarks.conversion.synthetic --size-gb 1.2 --out DIR [--shape narrow] [--fp8]
 
-They are DeepSeek-V3 (arXiv 2412.19437) made small, with 8 experts instead of 256 and its layer of multi-token
-prediction, in one of two shapes: "shallow" has as many layers as the size allows, with tensors of about 2 MB in the
-mean; "narrow" has all 61 layers at any size, in about 2,300 small tensors. `--fp8` writes the same model in the form of
-its release: e4m3 codes with a scale for every 128x128 block. Only one file's tensors are in memory at a time.
+They are small DeepSeek-V3s (arXiv 2412.19437), with 8 experts instead of 256 and its multi-token-prediction layer, in
+one of two shapes: "shallow" has as many layers as fit the size, with tensors of about 2 MB on average; "narrow" has all
+61 layers at any size, in about 2,300 small tensors. `--fp8` writes the same model as released: e4m3 codes with a scale
+for every 128x128 block. Only one file's tensors are in memory at a time.
 """
 
 import argparse
@@ -83,7 +83,7 @@ DEEPSEEK_V3: Mapping[str, Any] = {
     "torch_dtype": "bfloat16",
     "use_cache": True,
 }
-"""The released config.json of the model with 671 thousand million parameters, but for its quantization_config."""
+"""The released config.json of the model with 671 billion parameters, without its quantization_config."""
 MIN_FILES = 8
 _MAX_FILE_BYTES = 256_000_000
 _WIDTH_STEP = 128
@@ -94,10 +94,10 @@ _FP8_NAN = 0x7F
 
 
 def shallow_config(size_bytes: int) -> dict[str, Any]:
-    """The config.json of a DeepSeek-V3 of few layers whose tensors have about `size_bytes` in bf16.
+    """The config.json of a shallow DeepSeek-V3 whose tensors have about `size_bytes` in bf16.
 
-    Layers are added as long as they fit, then words. The first layer is dense, and there is another, which the one of
-    multi-token prediction is like.
+    Layers are added while they fit, then vocabulary. There are at least a dense first layer and one MoE layer, as which
+    the multi-token-prediction layer is built.
     """
     layers = 2
     while _size_bytes(_shallow(layers + 1, _VOCABULARY)) <= size_bytes:
@@ -117,9 +117,9 @@ def _shallow(layers: int, vocabulary: int) -> dict[str, Any]:
 
 
 def narrow_config(size_bytes: int) -> dict[str, Any]:
-    """The config.json of a narrow DeepSeek-V3 of 61 layers whose tensors have about `size_bytes` in bf16.
+    """The config.json of a narrow 61-layer DeepSeek-V3 whose tensors have about `size_bytes` in bf16.
 
-    The width of the experts comes as near to the size as steps of 32 allow, at a hidden size about three times as wide.
+    The width of the experts approximates the size in steps of 32, at a hidden size about three times as wide.
     """
     hidden = _WIDTH_STEP
     while _size_bytes(_small(hidden + _WIDTH_STEP, (hidden + _WIDTH_STEP) // 3)) <= size_bytes:
@@ -129,7 +129,7 @@ def narrow_config(size_bytes: int) -> dict[str, Any]:
 
 
 SHAPES: Mapping[str, Callable[[int], dict[str, Any]]] = {"shallow": shallow_config, "narrow": narrow_config}
-"""Makers of a config.json for a size in bytes."""
+"""Functions that make a config.json for a size in bytes."""
 
 
 def _small(hidden: int, expert_width: int) -> dict[str, Any]:
@@ -163,7 +163,7 @@ def _size_bytes(config: Mapping[str, Any]) -> int:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of a file: its values are drawn from `seed`, so that a copy has those of its original."""
+    """A tensor of a file: its values are drawn from `seed`, so that copies are equal."""
 
     shape: Shape
     dtype: torch.dtype
@@ -178,7 +178,7 @@ class _Stored:
     def draw(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.seed)
         if self.dtype is torch.float8_e4m3fn:
-            # Every code but the two that are NaN.
+            # Every code except the two NaNs.
             magnitude = torch.randint(0, _FP8_NAN, self.shape, generator=generator, dtype=torch.uint8)
             sign = torch.randint(0, 2, self.shape, generator=generator, dtype=torch.uint8)
             return (magnitude | sign << 7).view(torch.float8_e4m3fn)
@@ -188,8 +188,8 @@ class _Stored:
 def write_checkpoint(config: Mapping[str, Any], folder: Path, *, fp8: bool = False, seed: int = 0) -> int:
     """Write a checkpoint of `config` to the new folder `folder`: weights, index, config.json and a tokenizer.
 
-    Matrices are in bf16, or with `fp8` those of the layers' linear modules in block FP8. The same arguments give the
-    same bytes. Returns the bytes of its tensors; raises FileExistsError where `folder` exists.
+    Matrices are in bf16; with `fp8` those of the layers' linear modules are in block FP8. The same arguments give the
+    same bytes. Returns the bytes of its tensors; raises FileExistsError if `folder` exists.
     """
     folder.mkdir(parents=True)
     stored = dict(_stored_tensors(read_architecture(config), fp8=fp8, seed=seed))
@@ -225,12 +225,12 @@ def _stored_tensors(architecture: Architecture, *, fp8: bool, seed: int) -> Iter
 
 
 def _is_quantised(name: str) -> bool:
-    # The released checkpoints leave the projection before a layer of multi-token prediction in bf16.
+    # Released checkpoints keep the projection of a multi-token-prediction layer in bf16.
     return "_proj" in name and name.endswith(".weight") and "eh_proj" not in name
 
 
 def _cut_into_files(stored: Mapping[str, _Stored], max_bytes: int, num_layers: int) -> list[list[str]]:
-    """Names by file, in order. As in the released checkpoint, multi-token prediction is in files of its own."""
+    """Names by file, in order. As in the released checkpoint, multi-token prediction has separate files."""
     predictions = {
         name for name in stored if name.startswith("model.layers.") and int(name.split(".")[2]) >= num_layers
     }

@@ -1,4 +1,4 @@
-"""The table of `convert.py`: medians over the runs, and each speed divided by that of `cp` in the same round."""
+"""The table of `convert.py`: medians over the runs, and speeds relative to `cp` in the same round."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rich.table import Table
 from conversion.rounds import Run
 
 CP = "cp + sync, 1 process"
-"""The program that the others are divided by."""
+"""The program that the others are compared with."""
 _MB = 1e6
 _COLUMNS = (
     "median over rounds",
@@ -28,13 +28,13 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Summary:
-    """A phase of a program over all rounds. A speed that has no meaning is None."""
+    """A phase of a program over all rounds; speeds that make no sense are None."""
 
     name: str
     seconds: Sequence[float]
     written_bytes_per_s: float | None
     written_over_cp: float | None
-    """Bytes written a second, divided by those of `cp` in the same round; the median of these ratios."""
+    """Bytes written per second divided by those of `cp` in the same round; the median of these ratios."""
     read_over_cp: float | None
     command_seconds: float
     cpu_seconds: float
@@ -44,7 +44,7 @@ class Summary:
 
 
 def summarise(runs: Sequence[Run]) -> list[Summary]:
-    """One summary for each phase of each program, in the order of their first runs in round 0."""
+    """One summary per phase of each program, in the order of their first runs in round 0."""
     cp = {run.round: run.written_bytes / run.phases[0].seconds for run in runs if run.program == CP}
     found: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
@@ -79,7 +79,7 @@ def _ratio(speeds: Sequence[float], rounds: Sequence[int], cp: Mapping[int, floa
 
 
 def table(summaries: Sequence[Summary]) -> Table:
-    """A row for each phase, in Markdown."""
+    """The table in Markdown, with a row per phase."""
     made = Table(*_COLUMNS, box=box.MARKDOWN)
     for column in made.columns[1:]:
         column.justify = "right"

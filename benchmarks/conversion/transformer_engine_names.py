@@ -1,7 +1,7 @@
-"""Transformer Engine's modules without their kernels: the parameters, under their names and in their shapes.
+"""Transformer Engine's modules without their kernels: only parameters, with the same names and shapes.
 
-The peers build a GPTModel of Transformer Engine's specs before they load or export anything, and Transformer Engine
-needs a GPU. They measure the copying of weights here: no module of this file can be called.
+The peers build a GPTModel from Transformer Engine's specs before they load or export anything, and Transformer Engine
+needs a GPU. Here they only copy weights, so no module of this file is ever called.
 """
 
 import sys
@@ -17,14 +17,14 @@ import torch
 from torch.nn import Module, Parameter
 
 VERSION = "1.12.0"
-"""Whose interface megatron-core takes it for: before 1.13 it asks for none of the fused operations."""
+"""The version that megatron-core sees: before 1.13 it requests none of the fused operations."""
 
 
 _NO_STATE = torch.empty(0, dtype=torch.uint8)
 
 
 class _WithExtraState(Module):
-    """Transformer Engine keeps the state of its FP8 recipe, here none, beside the parameters."""
+    """Has extra state, as Transformer Engine stores the state of its FP8 recipe (here none) with the parameters."""
 
     def get_extra_state(self) -> torch.Tensor:
         return _NO_STATE
@@ -95,7 +95,7 @@ class DotProductAttention(_WithExtraState):
 
 
 class _Permissive(ModuleType):
-    """A module of which anything can be imported; what is not here is an empty class."""
+    """A module from which anything can be imported; missing names are empty classes."""
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -105,7 +105,7 @@ class _Permissive(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds `transformer_engine` and whatever is imported below it."""
+    """Finds `transformer_engine` and everything below it."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:  # noqa: ARG002
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "transformer_engine" else None
@@ -120,7 +120,7 @@ class _Finder(MetaPathFinder, Loader):
 _LAYERS = (RMSNorm, Linear, LayerNormLinear, GroupedLinear, DotProductAttention)
 _CONTENTS: Mapping[str, Mapping[str, Any]] = {
     "transformer_engine": {"__version__": VERSION},
-    # Every TransformerBlock makes one.
+    # Every TransformerBlock creates one.
     "transformer_engine.pytorch.cpu_offload": {"get_cpu_offload_context": lambda *_, **__: (nullcontext(), None)},
     "transformer_engine.pytorch": {layer.__name__: layer for layer in _LAYERS},
 }
@@ -132,7 +132,7 @@ _IMPORTED_WITH_THE_PACKAGE = (
 
 
 def install() -> None:
-    """Make `import transformer_engine` find these. Raises RuntimeError if megatron was imported before."""
+    """Make `import transformer_engine` find these modules. Raises RuntimeError if megatron was already imported."""
     if "megatron.core" in sys.modules:
         raise RuntimeError("Transformer Engine's names must be there before the first import of megatron")
     sys.meta_path.insert(0, _Finder())

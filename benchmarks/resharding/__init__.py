@@ -1,1 +1,1 @@
-"""Refits to measure: a trainer and an engine of processes, the contenders, and their report."""
+"""Refits to measure: a trainer and an engine as processes, the contenders, and their report."""

@@ -1,4 +1,4 @@
-"""The forecast of a refit between processes that share the cores of this machine, from rates that were measured."""
+"""Forecasts a refit between processes that share the cores of this machine, from measured rates."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from resharding.scenario import DTYPE, Scenario
 
 @dataclass(frozen=True)
 class Way:
-    """A refit to forecast: its transport, the ways that UCX may take, and the form of the engine's weights."""
+    """A refit to forecast: its transport, the UCX transports allowed, and whether the engine's weights are FP8."""
 
     transport: str
     ucx_tls: str
@@ -26,7 +26,7 @@ class Way:
 
     @property
     def is_read_by_worker(self) -> bool:
-        """Whether the thread that unpacks receives the bytes, too: NIXL has no thread in an agent that only reads."""
+        """Whether the unpacking thread also receives the bytes: NIXL has no thread in an agent that only reads."""
         return self.transport == "rdma"
 
 
@@ -62,9 +62,10 @@ def forecast(scenario: Scenario, way: Way, rates: CoreRates, costs: WayCosts, co
 
 
 def _seconds_per_byte(scenario: Scenario, plan: Plan, rates: CoreRates, way: Way) -> tuple[float, float]:
-    """Seconds of packing and of unpacking a byte of the refit.
+    """Seconds per byte for packing and for unpacking in this refit.
 
-    Some lie in rows with gaps, some are quantised, and of some that are read one by one only the checksums are taken.
+    Some bytes are in rows with gaps, some are quantised, and for bytes that are read one-sided only checksums are
+    computed.
     """
     names = FP8_BLOCK.quantised_names(scenario.architecture) if way.is_fp8 else frozenset[str]()
     dtypes = scenario.architecture.hf_dtypes(DTYPE)
@@ -88,6 +89,6 @@ def _seconds_per_byte(scenario: Scenario, plan: Plan, rates: CoreRates, way: Way
 
 
 def _is_contiguous(box: Box, shape: Shape) -> bool:
-    """Whether a box of a contiguous tensor of `shape` is one stretch of its memory."""
+    """Whether a box of a contiguous tensor of `shape` is contiguous itself."""
     inner = next((number for number, length in enumerate(box.shape) if length > 1), len(shape))
     return box.shape[inner + 1 :] == tuple(shape[inner + 1 :])

@@ -1,4 +1,4 @@
-"""An engine that holds block FP8 and is cut like Megatron: codes in place of values, and scales beside them."""
+"""An engine with block FP8 weights that is sharded like Megatron: codes instead of values, and scales in addition."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from converters.number_formats import FP8_BLOCK
 
 
 def fp8_traces(architecture: Architecture, layout: Layout) -> list[LoadTrace]:
-    """Traces of the workers of such an engine, from the layout of one that holds bfloat16."""
+    """Traces of such an engine's workers, from the layout of an engine in bfloat16."""
     return [_trace(architecture, layout, rank) for rank in range(layout.ranks)]
 
 

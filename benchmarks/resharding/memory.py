@@ -1,4 +1,4 @@
-"""Memory that no file backs, of processes that are watched from outside."""
+"""Anonymous and shared memory of processes, measured from outside."""
 
 import ctypes
 import threading
@@ -12,7 +12,7 @@ _SAMPLE_EVERY_S = 0.003
 
 @dataclass(frozen=True)
 class Held:
-    """Memory of a process, in bytes; shared memory counts in each process that has touched it."""
+    """Memory of a process in bytes; shared memory counts in each process that has touched it."""
 
     anonymous: int
     shared: int
@@ -21,12 +21,12 @@ class Held:
         return Held(self.anonymous - other.anonymous, self.shared - other.shared)
 
     def most(self, other: "Held") -> "Held":
-        """The greater of both, each for itself."""
+        """The elementwise maximum."""
         return Held(max(self.anonymous, other.anonymous), max(self.shared, other.shared))
 
 
 def held_by(pid: int) -> Held:
-    """RssAnon and RssShmem of a process that runs."""
+    """RssAnon and RssShmem of a running process."""
     found = {}
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -36,12 +36,12 @@ def held_by(pid: int) -> Held:
 
 
 def give_back() -> None:
-    """Return what this process has freed to the kernel, so that taking it again can be seen."""
+    """Return this process's freed memory to the kernel, so that new allocations become visible."""
     ctypes.CDLL(None).malloc_trim(0)
 
 
 class Growth:
-    """How much more each process held at most while the context was open than at its beginning, sampled."""
+    """Peak growth of each process's memory within the context, sampled."""
 
     def __init__(self, held: Callable[[], Sequence[Held]]) -> None:
         self._held = held

@@ -1,4 +1,4 @@
-"""The models of `refit.py`: two families, made small in depth and in the number of experts, not in their tensors."""
+"""The models of `refit.py`: two families with fewer layers and experts, but tensors of the original sizes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +15,11 @@ TRAINERS: Mapping[str, ParallelSizes] = {
     ),
     "one rank": ParallelSizes(world_size=1),
 }
-"""Trainers with whole experts."""
+"""Trainers with unsplit experts."""
 ENGINES: Mapping[str, ParallelSizes] = {
     f"TP{workers}": ParallelSizes(world_size=workers, tensor_model_parallel_size=workers) for workers in (2, 1, 3, 4)
 }
-"""Engines, experts cut too."""
+"""Engines, which also split experts."""
 TRAINER = "TP2 x EP2 x PP2"
 ENGINE = "TP2"
 DEFAULT_MODELS = ("qwen3_moe", "deepseek_v3")
@@ -62,11 +62,11 @@ _QWEN3_MOE: Mapping[str, Any] = {
     "use_sliding_window": False,
 }
 MODELS: Mapping[str, Mapping[str, Any]] = {
-    # The widths of Qwen3-30B-A3B: 2 of its 48 layers, 16 of its 128 experts, 4,096 of its words.
+    # The widths of Qwen3-30B-A3B: 2 of its 48 layers, 16 of its 128 experts, a vocabulary of 4,096.
     "qwen3_moe": _QWEN3_MOE,
-    # The same elements in 12 experts: of their 1,024 rows each of four workers has whole blocks of FP8.
+    # The same number of elements in 12 experts, whose 1,024 rows give each of four workers whole FP8 blocks.
     "qwen3_moe_wide": {**_QWEN3_MOE, "moe_intermediate_size": 1024, "num_experts": 12},
-    # The first at half the hidden size, with 6 experts and 2,048 words.
+    # The first at half the hidden size, with 6 experts and a vocabulary of 2,048.
     "qwen3_moe_100mb": {
         **_QWEN3_MOE,
         "hidden_size": 1024,
@@ -83,14 +83,14 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "num_experts_per_tok": 4,
         "vocab_size": 2048,
     },
-    # The first with heads and words that three workers have equal shares of.
+    # The first with heads and a vocabulary that are divisible by three workers.
     "qwen3_moe_thirds": {
         **_QWEN3_MOE,
         "num_attention_heads": 24,
         "num_key_value_heads": 6,
         "vocab_size": 4608,
     },
-    # The widths of Moonlight-16B-A3B, and DeepSeek-V3's latent queries: a dense layer and one of 8 experts.
+    # The widths of Moonlight-16B-A3B with DeepSeek-V3's latent queries: one dense layer and one of 8 experts.
     "deepseek_v3": {
         **_COMMON,
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -122,4 +122,4 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "rope_scaling": None,
     },
 }
-"""config.json of about 400 MB in bf16, or of 100, multi-token prediction off."""
+"""config.json of models of about 400 MB or 100 MB in bf16, without multi-token prediction."""

@@ -1,4 +1,4 @@
-"""A rank of the benchmark: its tensors, the other ranks, and the ways of moving weights that it takes part in."""
+"""A rank of the benchmark: its tensors, and what the contenders need to know of the other ranks."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -18,7 +18,7 @@ DESTINATIONS: tuple[Destination, ...] = get_args(Destination)
 
 
 class Party:
-    """The first ranks are the trainer's, the others the workers of an engine, with tensors for each destination."""
+    """A trainer rank (the first ones), or an engine worker (the others) with tensors for each destination."""
 
     def __init__(self, place: Place, scenario: Scenario) -> None:
         self.place = place
@@ -26,13 +26,13 @@ class Party:
         self.sources = scenario.trainer.ranks
         self.is_source = place.rank < self.sources
         self.number = place.rank if self.is_source else place.rank - self.sources
-        """Among the trainer's ranks, or among the workers."""
+        """Index among the trainer's ranks, or among the workers."""
         self.hf_dtypes = scenario.architecture.hf_dtypes(DTYPE)
         self.tensors: Mapping[str, Tensor] = {}
-        """Tensors of a trainer rank."""
+        """Tensors of a trainer rank, by name."""
         self._is_changed = False
         self.written: Mapping[Destination, Mapping[str, Tensor]] = {}
-        """Tensors of a worker."""
+        """Tensors of a worker, by name."""
         if self.is_source:
             self.tensors = self._empty(scenario.trainer)
             values.fill(scenario.trainer, self.number, self.tensors, self.hf_dtypes)
@@ -43,11 +43,11 @@ class Party:
 
     @property
     def workers(self) -> range:
-        """The ranks of the engine's workers among all ranks."""
+        """Global ranks of the engine's workers."""
         return range(self.sources, self.place.ranks)
 
     def layout(self, destination: Destination) -> Layout:
-        """How the workers cut the model. Raises ValueError for an engine in FP8 that would cut through blocks."""
+        """The workers' layout of the model. Raises ValueError for an FP8 engine that would split blocks."""
         if destination == "engine, FP8":
             if self.scenario.fp8_engine is None:
                 raise ValueError(f"an engine at {self.scenario.engine_name} cuts the model through blocks of FP8")
@@ -55,24 +55,24 @@ class Party:
         return self.scenario.megatron_engine if destination == "megatron" else self.scenario.engine
 
     def change(self, is_changed: bool) -> None:
-        """Let the weights of a trainer rank be those of the scenario, or others in the last bit of some elements."""
+        """Switch a trainer rank's weights between two versions, which differ in the last bit of some elements."""
         if is_changed != self._is_changed:
             values.change(self.tensors)
             self._is_changed = is_changed
 
     def exchange(self, said: Any) -> list[Any]:
-        """Gather the message of every rank, rank by rank."""
+        """All-gather a message, in rank order."""
         heard: list[Any] = [None] * self.place.ranks
         dist.all_gather_object(heard, said)
         return heard
 
     def wipe(self, destination: Destination) -> None:
-        """Forget what was written."""
+        """Overwrite what was written."""
         if not self.is_source:
             values.wipe(self.written[destination])
 
     def wrong(self, destination: Destination) -> list[str]:
-        """The names of a worker's tensors that are not what the trainer's ranks hold."""
+        """Names of a worker's tensors that differ from the trainer's."""
         if self.is_source:
             return []
         layout = self.layout(destination)

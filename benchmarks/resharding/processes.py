@@ -1,4 +1,4 @@
-"""The processes of the ranks: started afresh, told what to do, and measured on one clock."""
+"""The processes of the ranks: spawned, controlled through pipes, and timed on one clock."""
 
 import multiprocessing
 import os
@@ -22,32 +22,32 @@ import torch.distributed as dist
 from resharding.memory import Held, held_by
 
 DEADLINE_S = 120.0
-"""For whatever one process waits for."""
+"""Timeout of everything that a process waits for."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class RankFailedError(RuntimeError):
-    """A process ended, or ended a call with an error; the message holds its traceback."""
+    """A rank's process ended, or a call in it failed; the message contains its traceback."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process is among the others."""
+    """A process's place among the others."""
 
     rank: int
     ranks: int
     pipes: Mapping[int, Connection]
-    """To every other rank."""
+    """Pipes to all other ranks."""
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One call, made by all ranks at once."""
+    """One call, made by all ranks at the same time."""
 
     seconds: float
-    """From the first rank that began to the last that ended."""
+    """From the first rank's start to the last rank's end."""
     cpu_seconds_by_rank: Sequence[float]
-    """CPU time of each rank, in all its threads."""
+    """CPU time of each rank, over all its threads."""
 
     @property
     def cpu_seconds(self) -> float:
@@ -56,20 +56,20 @@ class Timed:
 
 
 class Ranks:
-    """The processes, one for each rank. `call` makes a call in all of them and waits for all."""
+    """The processes, one per rank. `call` makes a call in all of them and waits for all."""
 
     def __init__(self, processes: Sequence[Any], commands: Sequence[Connection]) -> None:
         self._processes = processes
         self._commands = commands
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Results of the method, rank by rank. Raises RankFailedError if a rank fails or does not answer."""
+        """Results of the method, in rank order. Raises RankFailedError if a rank fails or does not answer."""
         for command in self._commands:
             command.send((method, arguments, False))
         return self._answers()
 
     def time(self, method: str, *arguments: Any) -> Timed:
-        """Like `call`, begun by all at once, and measured."""
+        """Like `call`, started by all ranks at the same time, and measured."""
         for command in self._commands:
             command.send((method, arguments, True))
         answers = self._answers()
@@ -97,7 +97,7 @@ class Ranks:
 def _answer(rank: int, pipe: Connection) -> Any:
     try:
         failed, answer = pipe.recv()
-    except (EOFError, ConnectionResetError) as error:  # the latter where it has ended before it read what it was told
+    except (EOFError, ConnectionResetError) as error:  # the latter if it ended before reading the call
         raise RankFailedError(f"the process of rank {rank} has ended") from error
     if failed:
         raise RankFailedError(f"rank {rank} failed:\n{answer}")
@@ -106,9 +106,9 @@ def _answer(rank: int, pipe: Connection) -> Any:
 
 @contextmanager
 def running(ranks: int, make: Callable[..., Any], *arguments: Any) -> Iterator[Ranks]:
-    """Processes that have called `make(Place, *arguments)`; `Ranks.call` calls the methods of what it returned.
+    """Start processes that call `make(Place, *arguments)`; `Ranks.call` calls methods of the returned object.
 
-    They are the default group of torch.distributed, over gloo on loopback, and end with the context.
+    They form the default group of torch.distributed, over gloo on loopback, and end with the context.
     """
     context = multiprocessing.get_context("spawn")
     pipes = {(a, b): context.Pipe() for a in range(ranks) for b in range(a + 1, ranks)}
@@ -137,7 +137,7 @@ def running(ranks: int, make: Callable[..., Any], *arguments: Any) -> Iterator[R
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """Set what the processes read before they have begun."""
+    """Set environment variables that the processes read on startup."""
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)
     try:
@@ -159,7 +159,7 @@ def _serve(
 ) -> None:
     timeout = timedelta(seconds=DEADLINE_S)
     torch.set_num_threads(1)
-    # Megatron names all that is not installed, torch what will have another name.
+    # Megatron warns about missing packages, torch about deprecations.
     warnings.simplefilter("ignore")
     try:
         dist.init_process_group(
@@ -179,7 +179,7 @@ def _serve(
 
 def _timed(call: Callable[..., Any], arguments: Sequence[Any], barrier: Barrier) -> tuple[float, float, float]:
     barrier.wait(DEADLINE_S)
-    # One clock for all processes of the machine.
+    # A clock shared by all processes of the machine.
     begun, cpu = time.monotonic(), time.process_time()
     call(*arguments)
     return begun, time.monotonic(), time.process_time() - cpu
@@ -191,14 +191,14 @@ def say(pipe: Connection, number: int = 0) -> None:
 
 
 def hear(pipe: Connection) -> int:
-    """The next byte. Raises RankFailedError if none comes."""
+    """Wait for the next byte. Raises RankFailedError if none comes in time."""
     heard_of([pipe])
     (number,) = pipe.recv_bytes()
     return number
 
 
 def heard_of(pipes: Sequence[Connection]) -> list[Connection]:
-    """The pipes on which something came, at least one. Raises RankFailedError if nothing comes."""
+    """Wait for pipes with data; return at least one. Raises RankFailedError if nothing comes in time."""
     found = cast(list[Connection], wait(pipes, DEADLINE_S))
     if not found:
         raise RankFailedError(f"nobody said anything for {DEADLINE_S:g} s")

@@ -1,4 +1,4 @@
-"""Process of a rank, which runs methods on request."""
+"""The process of a rank, which runs methods on request."""
 
 from resharding.contenders import megatron_core
 from resharding.contenders.direct import DirectChanges
@@ -18,16 +18,16 @@ class Rank:
         self._contenders: dict[str, Contender] = {}
 
     def open(self, name: str) -> None:
-        """Make this rank's part of a contender."""
+        """Create this rank's part of a contender."""
         self._contenders[name] = CONTENDERS[name](self._party)
 
     def change(self, name: str) -> None:
-        """Let some of the weights be others, where changes are what a contender moves."""
+        """Change some of the weights, for a contender that moves only changes."""
         if isinstance(contender := self._contenders[name], DirectChanges):
             contender.change()
 
     def moved_bytes(self, name: str) -> int:
-        """Number of bytes that this rank sends in a run."""
+        """Bytes that this rank sends in a run."""
         return self._contenders[name].moved_bytes
 
     def run(self, name: str) -> None:
@@ -35,11 +35,11 @@ class Rank:
         self._contenders[name].run()
 
     def wipe(self, name: str) -> None:
-        """Forget what was written here."""
+        """Overwrite what was written here."""
         self._contenders[name].wipe()
 
     def wrong(self, name: str) -> list[str]:
-        """Names the tensors or buffers in which the last run left wrong values."""
+        """Names of tensors or buffers with wrong values after the last run."""
         return self._contenders[name].wrong()
 
     def give_back(self) -> None:

@@ -1,7 +1,7 @@
-"""Rates that a forecast of refits takes, each measured alone: packing, unpacking and moving of one contiguous tensor.
+"""The rates that a forecast of refits needs, measured separately: packing, unpacking and moving a contiguous tensor.
 
-Every core has a process, and all of them work at once, since they share the memory. No plan, no pieces, no other rank's
-pace: how these come together is what a forecast has to say.
+Every core has a process, and all work at the same time, since they share memory bandwidth. There is no plan, there are
+no pieces, and no rank waits for another: the forecast has to predict how these combine.
 """
 
 import secrets
@@ -31,45 +31,45 @@ from resharding.contenders.nixl_read import ways
 from resharding.processes import DEADLINE_S, Place, Ranks, hear, say
 
 _ROWS, _COLUMNS = 32_768, 2048
-"""Shape of the tensor of a process, 134 MB of bfloat16: far more than caches hold."""
+"""Shape of a process's tensor, 134 MB in bfloat16: much larger than caches."""
 _ROW_BYTES = 768
-"""Rows of what is not contiguous, with gaps of the same size: so engines cut the experts' second matrices."""
+"""Bytes of a row, with gaps of the same size between rows: how engines split the experts' second matrices."""
 _SMALL_MESSAGES, _SMALL_ELEMENTS = 32, 128
 _VERSION = 1
 
 
 @dataclass(frozen=True)
 class CoreRates:
-    """Bytes of messages that a core packs and unpacks in a second while all cores do; of codes, where it quantises."""
+    """Bytes per second that a core packs and unpacks while all cores do; bytes of codes if it quantises."""
 
     pack: float
     pack_rows: float
-    """The same of what lies in rows with gaps between them, and so below."""
+    """The same for rows with gaps between them, as in the other fields with this suffix."""
     quantise: float
     quantise_rows: float
     unpack: float
     unpack_rows: float
     checksum: float
-    """Checksums alone, at either end, of what skips the buckets."""
+    """Checksums only, at either end, for data that bypass the buckets."""
 
 
 @dataclass(frozen=True)
 class WayCosts:
-    """Seconds of cores that a transport takes."""
+    """CPU seconds of a transport."""
 
     of_byte_sent: float
-    """Cost of a byte on its way, for its sender; 0 through mapped memory."""
+    """Cost per byte for its sender; 0 through mapped memory."""
     of_byte_received: float
     of_message: float
-    """Cost of any message for its sender, and again for its receiver, with caches full of other things."""
+    """Cost per message for its sender, and again for its receiver, with cold caches."""
 
 
 def core_rates(ranks: Ranks) -> CoreRates:
-    """Measure in the processes of `Worker`s."""
+    """Measure the rates in the processes of `Worker`s."""
     elements = _ROWS * _COLUMNS * len(ranks.held()) // 2
 
     def rate(nbytes: int, method: str, what: str) -> float:
-        # Seconds that the cores worked: other work of the machine makes them hardly longer.
+        # CPU seconds, on which other processes of the machine have little effect.
         return nbytes / ranks.time(method, what).cpu_seconds
 
     return CoreRates(
@@ -84,7 +84,7 @@ def core_rates(ranks: Ranks) -> CoreRates:
 
 
 def way_costs(ranks: Ranks, transport: str, ucx_tls: str) -> WayCosts:
-    """Measure in the processes of `Worker`s that have met by this transport."""
+    """Measure the costs in the processes of `Worker`s connected by this transport."""
     pairs = len(ranks.held()) // 2
     by_rank = ranks.time("move", transport, ucx_tls).cpu_seconds_by_rank
     moved = 0 if transport == "shared_memory" else 1 / sum(ranks.call("moved_bytes"))
@@ -94,7 +94,7 @@ def way_costs(ranks: Ranks, transport: str, ucx_tls: str) -> WayCosts:
 
 
 class Worker:
-    """A process: the first half are sources, one for each core, the others destinations, each of one source."""
+    """A process: the first half are sources, one per core; each of the others is the destination of one source."""
 
     def __init__(self, place: Place, bucket_bytes: int) -> None:
         self._half = half = place.ranks // 2
@@ -117,19 +117,19 @@ class Worker:
         self._copying_s = 0.0
 
     def pack(self, what: str) -> None:
-        """Pack the tensor, as a source."""
+        """Pack the tensor, if this is a source."""
         if self._is_source:
             for message in self._blocks[what]:
                 pack(message, with_checksum=True)
 
     def unpack(self, what: str) -> None:
-        """Unpack as many bytes as it has, as a destination."""
+        """Unpack as many bytes as the tensor has, if this is a destination."""
         if not self._is_source:
             for message in self._blocks[what]:
                 unpack(message, with_checksum=True)
 
     def open(self, transport: str, ucx_tls: str) -> None:
-        """Meet by a transport, for `move` and `send_small`."""
+        """Connect by a transport, for `move` and `send_small`."""
         rendezvous = self._rendezvous(transport, None)
         made, arguments = TRANSPORTS[transport], (rendezvous, self._pair, self._bucket_bytes)
         endpoint: Any
@@ -161,7 +161,7 @@ class Worker:
             self._small[transport, ucx_tls] = receiver
 
     def move(self, transport: str, ucx_tls: str) -> None:
-        """Move as many bytes as the tensor has from bucket to bucket, and nothing else."""
+        """Move as many bytes as the tensor has from bucket to bucket, without packing."""
         endpoint: Any = self._endpoints[transport, ucx_tls]
         for number in range(self._messages):
             bucket = number % BUCKETS
@@ -179,11 +179,11 @@ class Worker:
                 hear(self._pipe)
 
     def moved_bytes(self) -> int:
-        """Bytes that `move` moves, as a source."""
+        """Bytes moved by `move`, on a source."""
         return self._messages * self._bucket_bytes if self._is_source else 0
 
     def send_small(self, transport: str, ucx_tls: str) -> None:
-        """Send messages of a few bytes; before each its sender, and then its receiver, copies a bucket of others."""
+        """Send messages of a few bytes; before each one the sender, then the receiver, copies a bucket of others."""
         small, self._copying_s = self._small[transport, ucx_tls], 0.0
         if isinstance(small, Sender):
             small.send_as_ready(_VERSION, self._copied)
@@ -191,7 +191,7 @@ class Worker:
             small.receive(_VERSION)
 
     def copying_seconds(self) -> float:
-        """Seconds of the last `send_small` that went into copying."""
+        """Seconds that the last `send_small` spent on copying."""
         return self._copying_s
 
     def _copied(self, messages: Iterable[MessageId]) -> Iterator[MessageId]:
@@ -238,14 +238,14 @@ class Worker:
 
 
 def typed_transfers() -> dict[str, TypedTransfer]:
-    """The tensors that are packed and unpacked, each as one typed transfer."""
+    """The packed and unpacked tensors, each as one typed transfer."""
     whole = Box.whole((_ROWS, _COLUMNS))
     plain = TypedTransfer("weight", whole, "weight", whole, torch.bfloat16)
     scales = Scales("scales", FP8_BLOCK.scales_box(whole), FP8_BLOCK.name)
     codes = replace(plain, destination_name="codes", dtype=FP8_BLOCK.codes, scales=scales)
     half = Box((0, 0), (_ROWS * _COLUMNS // _ROW_BYTES, _ROW_BYTES // 2))
     rows = TypedTransfer("rows", half, "rows", half, torch.bfloat16)
-    # Its codes, too, are rows with gaps.
+    # Its codes are rows with gaps, too.
     codes_of_rows = replace(codes, source_name="rows", source_box=half, destination_name="rows", destination_box=half)
     half_scales = Scales("scales of rows", FP8_BLOCK.scales_box(half), FP8_BLOCK.name)
     return {

@@ -1,4 +1,4 @@
-"""The Markdown page of `refit.py`'s results."""
+"""Builds the Markdown page of `refit.py`'s results."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Contenders take turns: A B C, B C A, ...; before that each is opened, checked once, and its memory measured."""
+"""Runs contenders in turn: A B C, B C A, ...; before that each is opened, verified once, and its memory measured."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from resharding.scenario import Scenario
 
 
 class WrongValuesError(RuntimeError):
-    """Raised if a contender wrote wrong values."""
+    """A contender wrote wrong values."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Facts:
 
     moved_bytes: int
     trainer_extra_bytes: int
-    """The most that a trainer rank held more than before, from opening to the end of the second run."""
+    """Peak memory growth of a trainer rank from opening to the end of the second run."""
     worker_extra_bytes: int
-    """The same of a worker, without the shared memory that it maps: that belongs to the trainer's ranks."""
+    """The same for a worker, without mapped shared memory, which belongs to the trainer's ranks."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Run:
 def measure(
     scenario: Scenario, contenders: Sequence[str], rounds: int, report: Callable[[str], None]
 ) -> tuple[dict[str, Facts], list[Run]]:
-    """Start the processes of all ranks and let the contenders take turns in them.
+    """Start the processes of all ranks and run the contenders in turn.
 
-    Raises WrongValuesError if one of them is wrong.
+    Raises WrongValuesError if one of them writes wrong values.
     """
     with running(scenario.ranks, Rank, scenario) as ranks:
         facts = {}

@@ -1,4 +1,4 @@
-"""Weights to move: a model, how the trainer's ranks and the engine's workers cut it, and the size of the buckets."""
+"""The weights to move: a model, its layouts on the trainer's ranks and the engine's workers, and the bucket size."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,36 +27,36 @@ DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Scenario:
-    """Small, and travels between processes; every process derives the same from it."""
+    """A small object sent to all processes, from which each derives the same plan."""
 
     config: Mapping[str, Any]
     """The model's config.json."""
     traces: Sequence[LoadTrace] | None
-    """Traces of the engine's workers; without them the engine is cut like Megatron at its sizes."""
+    """Traces of the engine's workers; None for an engine that is sharded like Megatron at its sizes."""
     bucket_bytes: int
     trainer_name: str = TRAINER
     engine_name: str = ENGINE
     device: str = "cpu"
-    """Where all ranks have their tensors: the host, or one GPU."""
+    """Device of all ranks' tensors: the host, or one GPU."""
 
     @property
     def trainer_sizes(self) -> ParallelSizes:
-        """How the trainer cuts the model."""
+        """The trainer's parallel sizes."""
         return TRAINERS[self.trainer_name]
 
     @property
     def engine_sizes(self) -> ParallelSizes:
-        """How the engine cuts it."""
+        """The engine's parallel sizes."""
         return ENGINES[self.engine_name]
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The Megatron model of the config."""
+        """The architecture, as Megatron builds it."""
         return read_architecture(self.config)
 
     @cached_property
     def trainer(self) -> Layout:
-        """Layout of the source ranks, with Transformer Engine's names, which megatron.core.resharding understands."""
+        """Layout of the source ranks, with Transformer Engine's names, which megatron.core.resharding requires."""
         return megatron_layout(self.architecture, self.trainer_sizes, module_names="te")
 
     @cached_property
@@ -73,7 +73,7 @@ class Scenario:
 
     @cached_property
     def fp8(self) -> TransferSpec | None:
-        """The transfer to an engine that holds block FP8, cut like Megatron; None where that cuts through blocks."""
+        """The transfer to a block-FP8 engine that is sharded like Megatron; None if that would split blocks."""
         spec = TransferSpec(
             self.architecture,
             self.trainer_sizes,
@@ -92,16 +92,16 @@ class Scenario:
 
     @cached_property
     def huggingface(self) -> Layout:
-        """Layout of one rank that holds everything."""
+        """Layout of one rank that holds the whole model."""
         return huggingface_layout(self.architecture.hf_shapes)
 
     @property
     def ranks(self) -> int:
-        """Processes: those of the trainer, then those of the engine."""
+        """Number of processes: the trainer's, then the engine's."""
         return self.trainer.ranks + self.engine.ranks
 
     def dtypes(self, layout: Layout, rank: int) -> dict[str, torch.dtype]:
-        """Name -> type of the tensors of a rank, that of the HuggingFace tensors in them."""
+        """Name -> dtype of a rank's tensors, that of the HuggingFace tensors in them."""
         hf = self.architecture.hf_dtypes(DTYPE)
         if layout is self.fp8_engine:
             hf = FP8_BLOCK.checkpoint(self.architecture)[1]
@@ -109,20 +109,20 @@ class Scenario:
 
     @cached_property
     def fp8_engine(self) -> Layout | None:
-        """Layout of the ranks of an engine in block FP8, of codes and scales."""
+        """Layout of a block-FP8 engine's ranks, of codes and scales."""
         if self.fp8 is None:
             return None
         shapes = FP8_BLOCK.checkpoint(self.architecture)[0]
         return traced_layout([trace.shard for trace in self.fp8.traces], shapes)
 
     def outgoing(self, destination: Layout, rank: int) -> MessagesByPeer:
-        """MessagesByPeer that a source rank sends to fill `destination`, by destination rank."""
+        """Messages that a source rank sends to fill `destination`, by destination rank."""
         if self.fp8 is not None and destination is self.fp8_engine:
             return self.fp8.outgoing(rank)
         return outgoing(Plan(self.trainer, destination), rank, self._dtypes(destination), self.bucket_bytes)
 
     def incoming(self, destination: Layout, rank: int) -> MessagesByPeer:
-        """MessagesByPeer that a rank of `destination` gets, by source rank."""
+        """Messages that a rank of `destination` receives, by source rank."""
         if self.fp8 is not None and destination is self.fp8_engine:
             return self.fp8.incoming(rank).direct
         return incoming(Plan(self.trainer, destination), rank, self._dtypes(destination), self.bucket_bytes).direct
@@ -131,7 +131,7 @@ class Scenario:
         return [self.dtypes(destination, worker) for worker in range(destination.ranks)]
 
     def needed_bytes(self, destination: Layout) -> int:
-        """Bytes of all elements that the ranks of `destination` hold."""
+        """Bytes of all elements on the ranks of `destination`."""
         return sum(
             placement.local_box.size * self.dtypes(destination, rank)[placement.local_name].itemsize
             for rank in range(destination.ranks)

@@ -1,4 +1,4 @@
-"""A loopback device that is held to a rate, as a network between machines or sites would be."""
+"""Limits the loopback device to a rate, like that of a network between machines or sites."""
 
 import os
 import shutil
@@ -6,16 +6,16 @@ import sys
 
 _PROGRAMS = ("unshare", "ip", "tc")
 _INSIDE = "MEGARL_BENCHMARK_LOOPBACK_GBIT"
-# A token bucket lets whole packets through: those of loopback have up to 64 KiB.
+# The token bucket must hold whole packets: those of loopback have up to 64 KiB.
 _SCRIPT = """\
 ip link set lo up && tc qdisc add dev lo root tbf rate {gbit:g}gbit burst 1mb latency 200ms && exec "$@"
 """
 
 
 def hold_loopback(gbit: float) -> None:
-    """Restart this program in a network namespace whose loopback device lets `gbit` Gbit/s through, if it is not.
+    """Restart this program in a network namespace with loopback limited to `gbit` Gbit/s, unless it is in one.
 
-    Ends the program where others that it takes are missing.
+    Exits if a program needed for this is missing.
     """
     if os.environ.get(_INSIDE) == str(gbit):
         return

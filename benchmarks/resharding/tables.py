@@ -1,4 +1,4 @@
-"""The table of `refit.py`: medians over the rounds, and ratios to others in the same round."""
+"""The table of `refit.py`: medians over the rounds, and ratios of contenders in the same round."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -79,13 +79,13 @@ _COMPARED = (
 
 @dataclass(frozen=True)
 class Ratio:
-    """Seconds of one contender divided by those of another, round by round."""
+    """Seconds of one contender divided by those of another, per round."""
 
     of_rounds: Sequence[float]
 
     @property
     def median(self) -> float:
-        """Over the rounds."""
+        """Median over the rounds."""
         return median(self.of_rounds)
 
     def __str__(self) -> str:
@@ -106,24 +106,24 @@ class Results:
         return {run.round: run.timed.seconds for run in self.runs if run.contender == contender}
 
     def cpu_seconds(self, contender: str) -> float:
-        """Median over the rounds, of all ranks together."""
+        """Median over the rounds of the CPU time of all ranks together."""
         return median(run.timed.cpu_seconds for run in self.runs if run.contender == contender)
 
     def ratio(self, slow: str, fast: str) -> Ratio | None:
-        """None where one of them did not run."""
+        """The ratio of two contenders; None if one of them did not run."""
         one, other = self.seconds(slow), self.seconds(fast)
         return Ratio([one[number] / other[number] for number in one]) if one and other else None
 
 
 def sentences(results: Results) -> Iterator[str]:
-    """The ratios that matter, each with its aim."""
+    """The important ratios, each with its target."""
     for slow, fast, aim in _COMPARED:
         if ratio := results.ratio(slow, fast):
             yield f"{slow}: {ratio} x the seconds of {fast}" + (f"; the aim is {aim}." if aim else ".")
 
 
 def table(results: Results) -> Table:
-    """A row for each contender, in Markdown."""
+    """The table in Markdown, with a row per contender."""
     made = Table(*_COLUMNS, box=box.MARKDOWN)
     for column in made.columns[1:]:
         column.justify = "right"
@@ -138,14 +138,14 @@ def table(results: Results) -> Table:
             f"{ratio.median:.2f}" if ratio else "-",
             f"{results.cpu_seconds(name):.3f}",
             f"{facts.moved_bytes / results.needed_bytes:.2f}",
-            # These move buffers that only they have.
+            # These move their own buffers.
             *(["-"] * 2 if name in _BARE else _megabytes(facts.trainer_extra_bytes, facts.worker_extra_bytes)),
         )
     return made
 
 
 def markdown(results: Results) -> str:
-    """The table as wide as it is, numbers to the right."""
+    """The table as wide as needed, with right-aligned numbers."""
     text = io.StringIO()
     Console(file=text, width=400).print(table(results))
     header, rule, *rows = (line for line in text.getvalue().splitlines() if line.strip())

@@ -1,4 +1,4 @@
-"""Values by which an element that came to the wrong place is found: they follow from HF name and position alone."""
+"""Values that reveal a misplaced element: they are determined by HF name and position only."""
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,9 +12,9 @@ from converters.layout import Layout, Placement, Shape
 from converters.number_formats import FP8_BLOCK
 
 WholeTensor = Callable[[str, Mapping[str, Shape], Mapping[str, torch.dtype]], Tensor]
-"""The tensor of a name, of a checkpoint of these shapes, from a model of these types."""
+"""Returns the tensor of a name, in a checkpoint with these shapes, from a model with these dtypes."""
 
-# No power of two and odd, so that a shift by a width of the model is no shift by a whole period.
+# Odd and no power of two, so that a shift by a width of the model is never a multiple of the period.
 _PERIOD = 2**22 - 3
 _DEVIATION = 0.02
 _CHANGED = 0.02
@@ -22,7 +22,7 @@ _CHANGED = 0.02
 
 @cache
 def _two_periods() -> Tensor:
-    # As weights are: among random bits 1 number in 128 is subnormal, and a core divides these many times as slowly.
+    # Distributed like weights: of random bits 1 number in 128 is subnormal, and a core divides these much more slowly.
     random = torch.empty(_PERIOD).normal_(0, _DEVIATION, generator=torch.Generator().manual_seed(1))
     return random.to(torch.bfloat16).repeat(2)
 
@@ -36,18 +36,18 @@ def hf_values(name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
 
 
 def fill(layout: Layout, rank: int, tensors: Mapping[str, Tensor], hf_dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give the `tensors` of a rank their values."""
+    """Fill the `tensors` of a rank with their values."""
     for placement, values in _values(layout, rank, hf_dtypes, as_trained):
         tensors[placement.local_name][placement.local_box.slices()] = values
 
 
 def as_trained(name: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> Tensor:
-    """The values of a HuggingFace tensor, as `WholeTensor`."""
+    """The values of a HuggingFace tensor, as a `WholeTensor`."""
     return hf_values(name, shapes[name], dtypes[name])
 
 
 def in_fp8(name: str, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> Tensor:
-    """The tensor of a checkpoint in block FP8: codes, scales, or what is in neither."""
+    """A tensor of a block-FP8 checkpoint: codes, scales, or an unquantised one."""
     weight = name.removesuffix(FP8_BLOCK.scales_suffix)
     values = hf_values(weight, shapes[weight], dtypes[weight])
     if FP8_BLOCK.scales_name(weight) not in shapes:
@@ -63,7 +63,7 @@ def wrong(
     hf_dtypes: Mapping[str, torch.dtype],
     whole_tensor: WholeTensor = as_trained,
 ) -> list[str]:
-    """The names of those `tensors` of a rank that hold another bit than they should; padding is not looked at."""
+    """Names of the `tensors` of a rank that are not bit-identical to their values; padding is ignored."""
     found = []
     for placement, values in _values(layout, rank, hf_dtypes, whole_tensor):
         held = tensors[placement.local_name][placement.local_box.slices()].cpu()
@@ -73,13 +73,13 @@ def wrong(
 
 
 def wipe(tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite all with NaN, which is none of the values and equal to nothing."""
+    """Overwrite all with NaN, which differs from every value."""
     for tensor in tensors.values():
         tensor.fill_(torch.nan)
 
 
 def change(tensors: Mapping[str, Tensor]) -> None:
-    """Flip the last bit of 1 element in 50, the same each time."""
+    """Flip the last bit of 1 element in 50, always the same ones."""
     for name, tensor in tensors.items():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         words = tensor.view(-1).view(torch.int16)

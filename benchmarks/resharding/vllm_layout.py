@@ -1,4 +1,4 @@
-"""Where vLLM's own model keeps the weights, traced in processes that build it without an engine around it."""
+"""Traces where vLLM's own model keeps the weights, in processes that build it without an engine."""
 
 import json
 import multiprocessing
@@ -19,13 +19,13 @@ _DEADLINE_S = 180.0
 
 
 class NotRecordableError(RuntimeError):
-    """vLLM keeps a weight in another form than it is loaded in."""
+    """vLLM stores a weight in another form than it is loaded in."""
 
 
 def trace_vllm_layouts(configs: Sequence[Mapping[str, Any]], workers: int) -> list[list[LoadTrace]]:
     """Trace the layout of each model's tensor-parallel workers.
 
-    Raises NotRecordableError where direct writes are not possible.
+    Raises NotRecordableError if direct writes are not possible.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(workers, mp_context=context) as pool:
@@ -44,12 +44,12 @@ def trace_vllm_layouts(configs: Sequence[Mapping[str, Any]], workers: int) -> li
 def _trace(rank: int, workers: int, folders: Sequence[Path]) -> list[LoadTrace]:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    # With a name of its own for each, workers do not make the shared memory in which they would add up activations.
+    # With different names, workers do not create the shared memory for all-reduces, which they do not need.
     os.environ["VLLM_DIST_IDENT"] = f"worker_{rank}"
     from megarl.rollout.vllm.arguments import prepare_environment
 
     prepare_environment()
-    # Only the worker makes what belongs to a GPU harmless on a CPU.
+    # vLLM's CPU worker would make GPU calls harmless, but here there is none.
     torch.accelerator.empty_cache = lambda *_: None
     import megarl.rollout.vllm.worker  # noqa: F401
 

@@ -1,1 +1,1 @@
-"""The ways of moving the trainer's weights into an engine that are compared."""
+"""The compared ways of moving the trainer's weights into an engine."""

@@ -1,4 +1,4 @@
-"""The refit of megarl: each rank's own part of the plan, through two buckets of each trainer rank."""
+"""megarl's refit: each rank's own part of the plan, through two buckets per trainer rank."""
 
 import secrets
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _VERSION = 1
 
 
 class Direct:
-    """A run goes from the beginning of a refit until all has been received and, with checksums, verified."""
+    """A run lasts from the start of a refit until everything is received and, with checksums, verified."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Direct:
         self.moved_bytes = 0 if moved is None else moved.size_bytes
 
     def wipe(self) -> None:
-        """Forget what was written."""
+        """Overwrite what was written."""
         self._party.wipe(self._destination)
 
     def wrong(self) -> list[str]:
@@ -79,7 +79,7 @@ class Direct:
 
 
 class DirectChanges(Direct):
-    """The same of changes alone, into tensors of its own: from run to run 1 element in 50 has another last bit."""
+    """The same, sending only changes into separate tensors: from run to run the last bit of 1 element in 50 changes."""
 
     def __init__(self, party: Party, destination: Destination, *, transport: str, ucx_tls: str = "") -> None:
         super().__init__(
@@ -88,12 +88,12 @@ class DirectChanges(Direct):
         self._is_changed = False
 
     def change(self) -> None:
-        """Let the weights be the others of two versions than in the last run."""
+        """Switch the weights to the other of two versions."""
         self._is_changed = not self._is_changed
         self._party.change(self._is_changed)
 
     def wipe(self) -> None:
-        """Let the workers have the other version."""
+        """Put the other version into the workers."""
         self.change()
         self.run()
         self.change()

@@ -1,8 +1,8 @@
-"""The way of most systems: gather whole HuggingFace tensors, give them to every worker, and let each take its part.
+"""What most systems do: gather whole HuggingFace tensors, send them to every worker, and let each take its part.
 
-As verl and slime do it, bucket by bucket: the ranks of a pipeline stage all-gather their shards over gloo, and the
-first of them puts the whole tensors together and gives them to all workers. Kinder than they are: no value is gathered
-from two ranks, nothing is put together twice, all views are made once, and the stages work side by side.
+As in verl and slime, bucket by bucket: the ranks of a pipeline stage all-gather their shards over gloo, and the first
+of them assembles the whole tensors and sends them to all workers. It is more efficient than they are: no value is
+gathered from two ranks, nothing is assembled twice, all views are created once, and the stages work concurrently.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from resharding.party import Party
 
 
 class Gathered:
-    """Into the engine's tensors."""
+    """Gathers tensors into the engine's."""
 
     def __init__(self, party: Party, hand_over: Makes) -> None:
         stages = _stages(party)
@@ -38,11 +38,11 @@ class Gathered:
         self.moved_bytes = self._side.moved_bytes
 
     def run(self) -> None:
-        """Gather and give, or take."""
+        """Gather and send, or receive."""
         self._side.run()
 
     def wipe(self) -> None:
-        """Forget what was written."""
+        """Overwrite what was written."""
         self._party.wipe("engine")
 
     def wrong(self) -> list[str]:
@@ -51,7 +51,7 @@ class Gathered:
 
 
 class _Stage:
-    """A rank of a pipeline stage: in it the tensor-parallel group and the expert-parallel group are the same."""
+    """A rank of a pipeline stage, whose tensor-parallel and expert-parallel groups are the same."""
 
     def __init__(
         self, party: Party, ranks: Sequence[int], group: Any, buckets: Sequence[Bucket], way: HandOver
@@ -101,7 +101,7 @@ class _Stage:
 
 
 class _Worker:
-    """A worker: it takes the buckets of all stages in turn, and the next one comes while it copies."""
+    """A worker: it takes the buckets of all stages in turn, and receives the next one while it copies."""
 
     moved_bytes = 0
 
@@ -128,7 +128,7 @@ class _Worker:
             self._way.take(key)
             self._copies[position].run()
             self._way.release(key)
-            # Not before: where one stage has more buckets than the others, this is the memory that was just copied.
+            # Not earlier: if one stage has more buckets than the others, this is the memory that was just copied.
             for after, size in self._order[position + self._ahead : position + self._ahead + 1]:
                 self._way.expect(after, size)
 

@@ -1,4 +1,4 @@
-"""Two ways in which the first rank of a pipeline stage gives whole tensors to all workers of the engine."""
+"""Two ways for the first rank of a pipeline stage to send whole tensors to all workers of the engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -13,38 +13,38 @@ from resharding.party import Party
 from resharding.processes import hear, say
 
 Bucket: TypeAlias = tuple[int, int]
-"""The first rank of a stage, and the number of a bucket among those that it gives; they use its memory in turn."""
+"""The first rank of a stage, and the index of one of its buckets, which share its memory in turn."""
 
 
 class HandOver(Protocol):
-    """Memory for `BUCKETS` buckets of each stage, at both ends, and the way between them."""
+    """Memory for `BUCKETS` buckets of each stage, at both ends, and the transfer between them."""
 
     @property
     def memory(self) -> Mapping[int, Sequence[Tensor]]:
-        """First rank of a stage -> its buckets (uint8); at the trainer only those of this rank."""
+        """First rank of a stage -> its buckets (uint8); on the trainer only those of this rank."""
 
     def give(self, bucket: Bucket, size_bytes: int) -> None:
-        """Trainer: begin to give it to all workers."""
+        """Trainer: start sending a bucket to all workers."""
 
     def wait_until_taken(self, bucket: Bucket) -> None:
-        """Trainer: all of them are done with it."""
+        """Trainer: wait until all workers are done with it."""
 
     def expect(self, bucket: Bucket, size_bytes: int) -> None:
-        """Worker: begin to wait for it."""
+        """Worker: start receiving it."""
 
     def take(self, bucket: Bucket) -> None:
-        """Worker: it is there."""
+        """Worker: wait until it has arrived."""
 
     def release(self, bucket: Bucket) -> None:
-        """Worker: it is not needed any more."""
+        """Worker: signal that it is no longer needed."""
 
 
 Makes: TypeAlias = Callable[[Party, Mapping[int, int]], HandOver]
-"""From the first rank of each stage and the bytes of its buckets; all ranks make it together."""
+"""Makes one from the first rank of each stage and the bytes of its buckets; called by all ranks together."""
 
 
 class Broadcast:
-    """Through gloo, from one rank to all workers."""
+    """A gloo broadcast from one rank to all workers."""
 
     def __init__(self, party: Party, bucket_bytes: Mapping[int, int]) -> None:
         self._groups = {first: dist.new_group([first, *party.workers]) for first in bucket_bytes}
@@ -73,7 +73,7 @@ class Broadcast:
 
 
 class InSharedMemory:
-    """The workers map the memory in which the tensors are put together, as with CUDA IPC on one GPU."""
+    """The workers map the memory in which tensors are assembled, as with CUDA IPC on one GPU."""
 
     def __init__(self, party: Party, bucket_bytes: Mapping[int, int]) -> None:
         self._party = party

@@ -1,8 +1,8 @@
 """`megatron.core.resharding` of megatron-core 0.16.1, over gloo, between two Megatron layouts.
 
-It reads names, shapes and a few attributes of parameters and of layers. The modules that it is given hold nothing else:
-parameters with Transformer Engine's names, since of experts it understands no other, and Transformer Engine does not
-run on a CPU.
+It reads names, shapes and a few attributes of parameters and layers, so the modules here contain nothing else.
+Parameters have Transformer Engine's names, the only ones that it supports for experts; Transformer Engine itself does
+not run on a CPU.
 """
 
 import re
@@ -22,7 +22,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)$")
 
 
 class MegatronCore:
-    """Into the worker's Megatron tensors."""
+    """Reshards into the worker's Megatron tensors."""
 
     def __init__(self, party: Party) -> None:
         reshard, get_service = _megatron()
@@ -41,11 +41,11 @@ class MegatronCore:
         self.moved_bytes = sum(tensors[each.param_name][each.my_slice].nbytes for each in plan.send_ops)
 
     def run(self) -> None:
-        """Send and receive. The plan is made in the first run only."""
+        """Send and receive. The plan is made only in the first run."""
         self._reshard(*self._models, service=self._service)
 
     def wipe(self) -> None:
-        """Forget what was written."""
+        """Overwrite what was written."""
         self._party.wipe("megatron")
 
     def wrong(self) -> list[str]:
@@ -66,7 +66,7 @@ def _megatron() -> tuple[Callable[..., None], Callable[..., Any]]:
 
 
 class _Groups:
-    """The process groups that a rank's parameters belong to, on either side."""
+    """The process groups of a rank's parameters, on either side."""
 
     def __init__(self, party: Party) -> None:
         self.of_trainer = _collection(party.scenario.trainer_sizes, 0, party.place.rank)
@@ -74,9 +74,9 @@ class _Groups:
 
 
 def _collection(parallel: ParallelSizes, first: int, own_rank: int) -> SimpleNamespace:
-    """Groups of `parallel`'s ranks, which begin at rank `first`; every process makes all of them."""
+    """Groups of `parallel`'s ranks, which begin at rank `first`; every process creates all of them."""
     at = {first + rank: parallel.coordinates(rank) for rank in range(parallel.world_size)}
-    # Two ranks are in a group of a kind if they differ in nothing but that.
+    # Two ranks are in the same group of a kind if they differ only in that coordinate.
     fixed = {
         "tp": lambda rank: (at[rank].pipeline, (rank - first) // parallel.tensor_model_parallel_size),
         "expt_tp": lambda rank: (at[rank].pipeline, (rank - first) // parallel.expert_tensor_size),
@@ -84,7 +84,7 @@ def _collection(parallel: ParallelSizes, first: int, own_rank: int) -> SimpleNam
         "dp": lambda rank: (at[rank].pipeline, at[rank].tensor),
         "pp": lambda rank: (at[rank].tensor, at[rank].expert),
     }
-    # A rank outside has no parameters on this side, but must have a data-parallel group.
+    # A rank outside has no parameters on this side, but needs a data-parallel group.
     found = SimpleNamespace(dp=dist.group.WORLD)
     for kind, key in fixed.items():
         members: dict[Any, list[int]] = {}
@@ -144,7 +144,7 @@ def _mark(parameter: nn.Parameter, kind: Parameter, parallel: ParallelSizes) -> 
 
 
 def _parameter(architecture: Architecture, name: str) -> Parameter:
-    """The line of the weight map that a local tensor belongs to."""
+    """The entry of the weight map for a local tensor."""
     return next(
         parameter
         for parameter in architecture.weight_map

@@ -1,4 +1,4 @@
-"""The bare move: the same bytes between the same processes through the same segments, but only copied."""
+"""The lower bound: the same bytes between the same processes through the same segments, but only copied."""
 
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -13,7 +13,7 @@ from resharding.processes import hear, heard_of, say
 
 
 class Memcpy:
-    """Copies one contiguous buffer for each pair of ranks; there is no plan, and one byte says "take it"."""
+    """Copies one contiguous buffer per pair of ranks; there is no plan, and one byte signals "take it"."""
 
     def __init__(self, party: Party) -> None:
         layout = party.layout("engine")
@@ -51,13 +51,13 @@ class Memcpy:
             self._receive()
 
     def wipe(self) -> None:
-        """Forget what was written."""
+        """Overwrite what was written."""
         if not self._is_source:
             for memory in self._memory.values():
                 memory.fill_(0)
 
     def wrong(self) -> list[str]:
-        """The sources of which other bytes came than they have."""
+        """The sources whose bytes arrived wrong."""
         if self._is_source:
             return []
         return [f"bytes of rank {peer}" for peer, memory in self._memory.items() if not (memory == byte_of(peer)).all()]
@@ -87,7 +87,7 @@ class Memcpy:
                 left -= 1
 
     def _in_turns(self) -> Iterator[tuple[int, slice]]:
-        """A cut of each peer, then the next of each; every source begins with another peer."""
+        """Yield a part of each peer's buffer, then the next part of each; every source begins with another peer."""
         peers = sorted(self._cuts)
         first = self._first % len(peers)
         for number in range(max(map(len, self._cuts.values()))):
@@ -97,7 +97,7 @@ class Memcpy:
 
 
 def cuts(sizes: list[int]) -> Iterator[slice]:
-    """Cut a buffer into parts of these sizes."""
+    """Split a buffer into parts of these sizes."""
     start = 0
     for size in sizes:
         yield slice(start, start + size)
@@ -105,10 +105,10 @@ def cuts(sizes: list[int]) -> Iterator[slice]:
 
 
 def _copy(into: Tensor, out_of: Tensor) -> None:
-    # On an AMD EPYC faster than byte by byte, and than memmove and NumPy; on an Intel Xeon memmove is no slower.
+    # On an AMD EPYC this beats copying bytes, memmove and NumPy; on an Intel Xeon memmove is no slower.
     into.view(torch.int64).copy_(out_of.view(torch.int64))
 
 
 def byte_of(rank: int) -> int:
-    """The byte that all of a source's have."""
+    """The value of all bytes of a source."""
     return rank + 1

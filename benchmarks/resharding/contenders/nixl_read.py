@@ -1,4 +1,4 @@
-"""The limit of one-sided reads: the same bytes between the same processes, but only read, by NIXL alone."""
+"""The lower bound of one-sided reads: the same bytes between the same processes, but only read, by NIXL alone."""
 
 import os
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from resharding.party import Party
 from resharding.processes import DEADLINE_S, hear, say
 
 SOCKETS = "tcp,self"
-"""Ways of UCX: sockets alone, as between machines without InfiniBand."""
+"""UCX transports: only sockets, as between machines without InfiniBand."""
 
 
 class NixlRead:
-    """Workers read one contiguous buffer for each pair of ranks, message by message, two at once.
+    """Workers read one contiguous buffer per pair of ranks, message by message, two at a time.
 
-    There is no plan, nothing is packed, and nobody says that something is there. With checksums both ends take those of
-    all messages, a worker of each as soon as it has it; they are not compared.
+    There is no plan, nothing is packed, and nothing is signalled. With checksums both ends compute those of all
+    messages, a worker as soon as a message has arrived; they are not compared.
     """
 
     def __init__(self, party: Party, ucx_tls: str = "", *, with_checksum: bool = False) -> None:
@@ -73,13 +73,13 @@ class NixlRead:
             say(self._pipes[peer])
 
     def wipe(self) -> None:
-        """Forget what was written."""
+        """Overwrite what was written."""
         if not self._is_source:
             for memory in self._memory.values():
                 memory.fill_(0)
 
     def wrong(self) -> list[str]:
-        """The sources of which other bytes came than they have."""
+        """The sources whose bytes arrived wrong."""
         if self._is_source:
             return []
         return [f"bytes of rank {peer}" for peer, memory in self._memory.items() if not _is_all(memory, byte_of(peer))]
@@ -105,7 +105,7 @@ def _is_all(memory: Tensor, value: int) -> bool:
 
 @contextmanager
 def ways(ucx_tls: str) -> Iterator[None]:
-    """Let agents that are made inside take these ways of UCX's; all, where none are named."""
+    """Within the context, new agents use these UCX transports; all transports if the text is empty."""
     before = os.environ.get("UCX_TLS")
     if ucx_tls:
         os.environ["UCX_TLS"] = ucx_tls

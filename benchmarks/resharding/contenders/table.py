@@ -1,4 +1,4 @@
-"""All contenders by name, in the order in which a round begins with them."""
+"""All contenders by name, in the order of the first round."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,19 +14,19 @@ from resharding.party import Party
 
 
 class Contender(Protocol):
-    """One rank's part in a way of moving weights; all ranks make it, and run it, together."""
+    """One rank's part in a way of moving weights; all ranks create and run it together."""
 
     moved_bytes: int
-    """Number of bytes that this rank sends in a run."""
+    """Bytes that this rank sends in a run."""
 
     def run(self) -> None:
         """Move everything once."""
 
     def wipe(self) -> None:
-        """Forget what was written here."""
+        """Overwrite what was written here."""
 
     def wrong(self) -> list[str]:
-        """Names the tensors or buffers with wrong values; empty if all are right."""
+        """Names of tensors or buffers with wrong values; empty if all are right."""
 
 
 MEMCPY = "memcpy"
@@ -45,7 +45,7 @@ FP8_GLOO = "direct, FP8 (gloo)"
 FP8_RDMA = "direct, FP8 (rdma)"
 FP8_RDMA_SOCKETS = "direct, FP8 (rdma, sockets)"
 IN_FP8 = (FP8, FP8_GLOO, FP8_RDMA, FP8_RDMA_SOCKETS)
-"""Contenders for engines whose cuts leave blocks whole."""
+"""Contenders for FP8 engines that do not split blocks."""
 CHANGES = "direct, changes"
 CHANGES_GLOO = "direct, changes (gloo)"
 CHANGES_RDMA_SOCKETS = "direct, changes (rdma, sockets)"

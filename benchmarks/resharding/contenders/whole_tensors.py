@@ -1,4 +1,4 @@
-"""Buckets of whole HuggingFace tensors, and the copies between them, what was gathered, and the tensors of a rank."""
+"""Buckets of whole HuggingFace tensors, and the copies between them, gathered data, and the tensors of a rank."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ DTypes = Mapping[str, torch.dtype]
 
 @dataclass(frozen=True)
 class Bucket:
-    """HuggingFace tensors that travel together; name -> where its bytes begin."""
+    """HuggingFace tensors that are sent together; name -> offset in bytes."""
 
     offsets: Mapping[str, int]
     size_bytes: int
@@ -26,12 +26,12 @@ class Bucket:
         return {name: _view(memory, offset, shapes[name], dtypes[name]) for name, offset in self.offsets.items()}
 
     def of(self, transfers: Iterable[Transfer]) -> list[Transfer]:
-        """Transfers that move a part of its tensors."""
+        """The transfers of parts of its tensors."""
         return [transfer for transfer in transfers if transfer.hf_name in self.offsets]
 
 
 def buckets(names: Iterable[str], shapes: Mapping[str, Shape], dtypes: DTypes, bucket_bytes: int) -> list[Bucket]:
-    """Cut tensors, in their order, into buckets of at most `bucket_bytes`, or of one tensor that is larger."""
+    """Split tensors, in order, into buckets of at most `bucket_bytes`, or of a single larger tensor."""
     found: list[Bucket] = []
     offsets: dict[str, int] = {}
     end = 0
@@ -47,18 +47,18 @@ def buckets(names: Iterable[str], shapes: Mapping[str, Shape], dtypes: DTypes, b
 
 @dataclass(frozen=True)
 class Copies:
-    """Pairs of views, made once and copied in every run."""
+    """Pairs of views, created once and copied in every run."""
 
     into: list[Tensor]
     out_of: list[Tensor]
 
     def run(self) -> None:
-        """Copy all."""
+        """Copy all pairs."""
         if self.into:
             torch._foreach_copy_(self.into, self.out_of)
 
     def then(self, other: "Copies") -> "Copies":
-        """Both."""
+        """Both sets of copies."""
         return Copies([*self.into, *other.into], [*self.out_of, *other.out_of])
 
 
@@ -66,12 +66,12 @@ NO_COPIES = Copies([], [])
 
 
 def packed_bytes(transfers: Iterable[Transfer], dtypes: DTypes) -> int:
-    """Bytes of what the transfers move, each aligned."""
+    """Bytes of the transfers' data, each aligned."""
     return sum(_aligned(transfer.source_box.size * dtypes[transfer.hf_name].itemsize) for transfer in transfers)
 
 
 def packed(transfers: Iterable[Transfer], memory: Tensor, dtypes: DTypes) -> list[Tensor]:
-    """Where in `memory` (uint8) each transfer's elements are, one after the other."""
+    """A view into `memory` (uint8) for the elements of each transfer, consecutively."""
     views, offset = [], 0
     for transfer in transfers:
         dtype = dtypes[transfer.hf_name]
