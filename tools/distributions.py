@@ -1,4 +1,4 @@
-"""Checks a site-packages folder against a lock file: version by version, file by file."""
+"""Checks a site-packages folder against a lock file, by version and by file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def canonical(name: str) -> str:
-    """A distribution's name as PEP 503 normalises it."""
+    """A distribution's name, normalised as in PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -19,12 +19,12 @@ def read_lock(path: Path) -> dict[str, str]:
 
 
 def same_version(wanted: str, found: str) -> bool:
-    """Whether `found` is `wanted`, where a local part such as +cpu that was not asked for does not matter."""
+    """Whether `found` is `wanted`, ignoring a local part such as +cpu."""
     return found == wanted or found.split("+")[0] == wanted
 
 
 def find_distributions(site_packages: Path) -> dict[str, list[Path]]:
-    """Canonical name -> its *.dist-info folders; more than one is what a killed upgrade leaves."""
+    """Canonical name -> its *.dist-info folders; a killed upgrade leaves more than one."""
     found: dict[str, list[Path]] = {}
     for folder in sorted(site_packages.glob("*.dist-info")):
         found.setdefault(canonical(folder.name[: -len(".dist-info")].split("-")[0]), []).append(folder)
@@ -37,7 +37,7 @@ def version_of(dist_info: Path) -> str:
 
 
 def damaged_file(dist_info: Path) -> str | None:
-    """The first file of a distribution that is not there in its recorded size; None where all are."""
+    """The first file of a distribution that is missing or has a wrong size; None if all are right."""
     for needed in ("METADATA", "RECORD", "INSTALLER"):
         if not (dist_info / needed).is_file():
             return needed
@@ -51,7 +51,7 @@ def damaged_file(dist_info: Path) -> str | None:
 
 
 def find_fault(folders: list[Path], version: str | None) -> str | None:
-    """Names the fault of one distribution (`version` None: any will do); None if it is as it should be."""
+    """Describe the fault of one distribution (`version` None: any version will do); None if it has none."""
     if not folders:
         return "missing"
     if len(folders) > 1:
@@ -64,7 +64,7 @@ def find_fault(folders: list[Path], version: str | None) -> str | None:
 
 
 def find_faults(site_packages: Path, wanted: dict[str, str]) -> dict[str, str]:
-    """Name -> what is wrong, for every wanted distribution that is not there as it should be."""
+    """Name -> fault, for every wanted distribution that has one."""
     found = find_distributions(site_packages)
     faults = {name: find_fault(found.get(name, []), version) for name, version in wanted.items()}
     return {name: fault for name, fault in faults.items() if fault is not None}

@@ -1,6 +1,6 @@
-"""Make .venv-megatron-next: the newest megatron-core that is supported, and what the tests of megatron_ext need.
+"""Make .venv-megatron-next: the newest supported megatron-core, and what the tests of megatron_ext need.
 
-It takes a Python that this megatron-core takes, which .venv's need not be. Needs nothing but a Python itself.
+It uses a Python supported by this megatron-core, which may differ from .venv's. Needs only a Python itself.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from setup_environment import ROOT, TORCH_INDEX, SetupError, python_version, run
 VENV = ROOT / ".venv-megatron-next"
 LOCK = ROOT / "constraints" / "megatron-next.txt"
 VERSION = "3.12"
-"""Python of the environment: newer ones have been tried neither with this megatron-core nor with the lock."""
+"""Python of the environment: newer ones are untested with this megatron-core and the lock file."""
 
 
 def candidates() -> Iterator[Path]:
-    """Interpreters that may be of `VERSION`: this one, those on the PATH, and pyenv's."""
+    """Interpreters that may be `VERSION`: this one, those on the PATH, and pyenv's."""
     yield Path(sys.executable)
     name = f"python{VERSION}"
     if found := shutil.which(name):
@@ -32,7 +32,7 @@ def candidates() -> Iterator[Path]:
 
 
 def find_python() -> Path:
-    """The first interpreter of `VERSION` that runs; SetupError where there is none."""
+    """The first interpreter of `VERSION` that runs. Raises SetupError if there is none."""
     for candidate in candidates():
         if python_version(candidate) == VERSION:
             return candidate
@@ -43,13 +43,13 @@ def find_python() -> Path:
 
 
 def pip(*arguments: str) -> bool:
-    """Run pip in the environment, quietly; whether it did what it was told."""
+    """Run pip in the environment, quietly; return whether it succeeded."""
     command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
     return subprocess.run([*command, "--quiet"], cwd=ROOT).returncode == 0
 
 
 def install_torch(version: str) -> None:
-    """PyTorch's wheel for CPUs, or where its index is out of reach PyPI's for CUDA, which runs on CPUs, too."""
+    """Install PyTorch's wheel for CPUs or, if its index is unreachable, PyPI's for CUDA, which also runs on CPUs."""
     locked = ("install", "--no-deps", f"torch=={version}")
     if pip(*locked, "--retries", "1", "--index-url", TORCH_INDEX["cpu"]):
         return
@@ -59,7 +59,7 @@ def install_torch(version: str) -> None:
 
 
 def set_up() -> None:
-    """Bring the environment into order; raise SetupError with one sentence where that cannot be done."""
+    """Create or repair the environment. Raises SetupError with one sentence if that fails."""
     wanted = read_lock(LOCK)
     if python_version(VENV / "bin" / "python") != VERSION:
         python = find_python()

@@ -1,8 +1,8 @@
 """Make .venv, or repair it: nothing found there is trusted, everything is compared with the lock file.
 
-A run that finds all in order changes nothing and takes under a second. Otherwise what is missing, half-written or of
-another version is installed again, and a stamp is written last, so a set-up that was killed is noticed.
-Needs nothing but a Python; see `--help`.
+If everything is in order, nothing is changed, and it takes under a second. Otherwise whatever is missing, half-written
+or of another version is reinstalled. A stamp is written last, so that an interrupted set-up is noticed.
+Needs only a Python; see `--help`.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ BENCHMARK_LOCK = ROOT / "constraints" / "benchmark.txt"
 PYTHONS = ("3.11", "3.12", "3.13")
 BUILD_TOOLS = ("pip", "setuptools")
 HARMFUL = ("torchvision", "torchaudio", "torchcodec")
-"""Linked against CUDA: beside a CPU torch they break `import transformers`."""
+"""Linked against CUDA: with a CPU torch they break `import transformers`."""
 TORCH_INDEX = {
     "cpu": "https://download.pytorch.org/whl/cpu",
     "cuda": "https://download.pytorch.org/whl/cu130",
 }
 CUDA_HOMES = ("/usr/local/cuda",)
 COMPILED = "transformer-engine-torch"
-"""Published as source alone: compiled against the torch that is installed, without a GPU but with CUDA's headers."""
+"""Published only as source: compiled against the installed torch, without a GPU but with CUDA's headers."""
 HEADERS = ("nvidia/nccl/include", "nvidia/cudnn/include")
-"""Folders of the wheels whose headers it includes: a CUDA toolkit has neither."""
+"""Folders in wheels with headers that it includes, as a CUDA toolkit has neither."""
 
 
 class SetupError(Exception):
@@ -48,7 +48,7 @@ class SetupError(Exception):
 
 
 def say(text: str) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     print(f"[setup] {text}", flush=True)
 
 
@@ -64,7 +64,7 @@ def fingerprint(files: list[Path], *facts: str) -> str:
 
 
 def read_stamp() -> dict:
-    """The stamp of the last set-up that came to its end; empty where there is none."""
+    """The stamp of the last complete set-up; empty if there is none."""
     try:
         return json.loads(STAMP.read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -72,7 +72,7 @@ def read_stamp() -> dict:
 
 
 def write_stamp(stamp: dict) -> None:
-    """Whole or not at all."""
+    """Write the stamp atomically."""
     partial = STAMP.with_suffix(".partial")
     partial.write_text(json.dumps(stamp, indent=1))
     partial.replace(STAMP)
@@ -92,7 +92,7 @@ def python_version(python: str | Path) -> str | None:
 
 
 def find_python() -> str:
-    """An interpreter we support, the version that is tested first."""
+    """A supported interpreter, preferably of the version that is tested first."""
     for version in PYTHONS:
         for candidate in (sys.executable, shutil.which(f"python{version}")):
             if candidate and python_version(candidate) == version:
@@ -104,12 +104,12 @@ def find_python() -> str:
 
 
 def packages_of(version: str) -> str:
-    """Packages of Debian and Ubuntu with a Python, with pip for a .venv, and with the headers that Triton includes."""
+    """Packages of Debian and Ubuntu for a Python, for pip in a .venv, and for the headers that Triton includes."""
     return f"python{version}, python{version}-venv and python{version}-dev"
 
 
 def make_venv() -> None:
-    """Keep a .venv whose Python runs and that was made here; make it anew otherwise."""
+    """Keep a .venv if its Python runs and it was made here; otherwise make it again."""
     location = read_stamp().get("location", str(VENV))
     runs = python_version(VENV / "bin" / "python") in PYTHONS
     if runs and location == str(VENV):
@@ -122,15 +122,15 @@ def make_venv() -> None:
     elif VENV.exists() and any(VENV.iterdir()):
         remove_venv("has no Python that runs here")
     say(f"making .venv with {python}")
-    # Without pip at first: the ensurepip below also repairs a .venv that was killed before it had one. venv takes no
-    # link, and so is told where it leads.
+    # Without pip at first: the ensurepip below also repairs a .venv that was interrupted before it had pip. venv
+    # rejects a link, so it gets the real path.
     subprocess.run([python, "-m", "venv", "--without-pip", str(VENV.resolve())], check=True)
 
 
 def remove_venv(fault: str) -> None:
-    """Remove a .venv that is to be made again.
+    """Remove a .venv that has to be made again.
 
-    Raises SetupError where it is a link: what it leads to may be another checkout's.
+    Raises SetupError if it is a link, whose target may belong to another checkout.
     """
     if VENV.is_symlink():
         raise SetupError(
@@ -142,7 +142,7 @@ def remove_venv(fault: str) -> None:
 
 
 def site_packages() -> Path:
-    """Where .venv keeps its distributions."""
+    """The folder of .venv's distributions."""
     return VENV / "lib" / f"python{python_version(VENV / 'bin' / 'python')}" / "site-packages"
 
 
@@ -150,12 +150,12 @@ def site_packages() -> Path:
 
 
 def pip(*arguments: str, label: str = "", environment: dict[str, str] | None = None) -> None:
-    """Run pip quietly, counting what it collects; its last lines are shown only when it fails.
+    """Run pip quietly, counting what it collects; its last lines are shown only if it fails.
 
-    `environment` has variables beside those of this process.
+    `environment` has variables to add to those of this process.
     """
     command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-    # pip inherits the lock of `hold_lock`: should this process be killed, a new set-up waits for the orphan.
+    # pip inherits the lock of `hold_lock`: if this process is killed, a new set-up waits for the orphan.
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -182,14 +182,14 @@ def pip(*arguments: str, label: str = "", environment: dict[str, str] | None = N
 
 
 def is_cuda_build(version: str, requirements: list[str]) -> bool:
-    """Whether a torch wheel with this metadata is a CUDA build: those require NVIDIA's libraries."""
+    """Whether a torch wheel with this metadata is a CUDA build, which requires NVIDIA's libraries."""
     if "+" in version:
         return not version.endswith("+cpu")
     return any(canonical(requirement).startswith(("nvidia-", "cuda-")) for requirement in requirements)
 
 
 def torch_source(version: str, variant: str) -> list[str]:
-    """Pip arguments that lead to a build of torch for this variant: none where plain pip finds one by itself."""
+    """Pip arguments for finding a build of torch for this variant; empty if pip finds one by default."""
     command = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     command += ["--dry-run", "--no-deps", "--ignore-installed", "--report", "-", f"torch=={version}"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -205,7 +205,7 @@ def torch_source(version: str, variant: str) -> list[str]:
 
 
 def remove_leftovers(names: list[str]) -> None:
-    """Take away what makes pip stumble: half-removed folders, and records of distributions that are damaged."""
+    """Remove what breaks pip: half-removed folders, and records of damaged distributions."""
     for folder in site_packages().glob("~*"):
         shutil.rmtree(folder) if folder.is_dir() else folder.unlink()
     found = find_distributions(site_packages())
@@ -217,9 +217,9 @@ def remove_leftovers(names: list[str]) -> None:
 
 
 def install(wanted: dict[str, str], faults: dict[str, str], variant: str) -> None:
-    """Bring every faulty distribution to its locked version: build tools, torch, then the others in one go.
+    """Install the locked version of every faulty distribution: build tools, torch, then the others together.
 
-    Distributions compiled against torch come after all of them.
+    Distributions compiled against torch come last.
     """
     remove_leftovers(list(faults))
     for name, fault in sorted(faults.items()) if len(faults) <= 8 else []:
@@ -241,7 +241,7 @@ def install(wanted: dict[str, str], faults: dict[str, str], variant: str) -> Non
 
 
 def ensure_pip() -> None:
-    """Give .venv a pip. Raises SetupError where its Python brings none, as that of Debian without python3-venv."""
+    """Install pip into .venv. Raises SetupError if its Python lacks ensurepip, as Debian's without python3-venv."""
     python = VENV / "bin" / "python"
     try:
         subprocess.run([str(python), "-m", "ensurepip"], check=True, capture_output=True, text=True)
@@ -254,7 +254,7 @@ def ensure_pip() -> None:
 
 
 def with_headers() -> dict[str, str]:
-    """The variable by which compilers also look into `HEADERS`, after the folders that the build names itself."""
+    """The variable that makes compilers search `HEADERS`, too, after the build's own folders."""
     own = [str(site_packages() / folder) for folder in HEADERS]
     return {"CPATH": os.pathsep.join([*own, *filter(None, [os.environ.get("CPATH")])])}
 
@@ -263,7 +263,7 @@ def with_headers() -> dict[str, str]:
 
 
 def set_up_cpu(locks: list[Path]) -> dict[str, str]:
-    """Install the locked CPU stack; return what is wanted of .venv from now on."""
+    """Install the locked CPU stack; return what .venv must contain from now on."""
     wanted = {name: version for lock in locks for name, version in read_lock(lock).items()}
     faults = find_faults(site_packages(), wanted)
     if faults:
@@ -276,7 +276,7 @@ def set_up_cpu(locks: list[Path]) -> dict[str, str]:
 
 
 def set_up_cuda() -> dict[str, str]:
-    """Install the locked CUDA stack; return what is wanted of .venv from now on. No GPU is needed for that."""
+    """Install the locked CUDA stack; return what .venv must contain from now on. It needs no GPU."""
     wanted = read_lock(CUDA_LOCK)
     faults = find_faults(site_packages(), wanted)
     if "torch" in faults:
@@ -292,13 +292,13 @@ def set_up_cuda() -> dict[str, str]:
 
 
 def has_cuda_toolkit() -> bool:
-    """Whether Transformer Engine's set-up would find CUDA's compiler, where it looks for it."""
+    """Whether Transformer Engine's build would find CUDA's compiler."""
     homes = (os.environ.get("CUDA_HOME"), *CUDA_HOMES)
     return shutil.which("nvcc") is not None or any(home and Path(home, "bin", "nvcc").is_file() for home in homes)
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the driver shows a GPU."""
+    """Whether the driver reports a GPU."""
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     except OSError:
@@ -307,7 +307,7 @@ def has_nvidia_gpu() -> bool:
 
 
 def set_up(cuda: bool, benchmark: bool) -> None:
-    """Bring .venv into order; raise SetupError with one sentence where that cannot be done."""
+    """Create or repair .venv. Raises SetupError with one sentence if that fails."""
     started = time.monotonic()
     if cuda and not has_nvidia_gpu():
         say("nvidia-smi shows no GPU here: .venv will be for machines that have one")
@@ -348,7 +348,7 @@ def hold_lock() -> int:
 
 
 def main() -> int:
-    """Parse the command line; 0 where .venv is in order."""
+    """Parse the command line and set up; return 0 if .venv is in order."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda", action="store_true", help="install the CUDA stack; no GPU has to be here")
     parser.add_argument("--benchmark", action="store_true", help="also install what the benchmarks compare with")
@@ -357,7 +357,7 @@ def main() -> int:
 
 
 def run_alone(work: Callable[[], None]) -> int:
-    """Set something up while no other process does; the exit status, with one sentence where it is not 0."""
+    """Run a set-up exclusively; return the exit status, printing one sentence if it is not 0."""
     folder = hold_lock()
     try:
         work()
