@@ -1,4 +1,4 @@
-"""Python's search for garbage, put off where there is none to find."""
+"""Pauses Python's garbage collector while there is no garbage to find."""
 
 import gc
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Do not look for garbage among hundreds of thousands of new records that all live: it can take most of the time.
+    """Pause the collector while hundreds of thousands of live objects are created.
 
-    As a decorator of a function, for as long as the function runs.
+    It would take most of the time to scan them. Also a decorator, for the duration of the function.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -22,11 +22,11 @@ def gc_paused() -> Iterator[None]:
 
 @contextmanager
 def gc_frozen(*, collect: bool = False) -> Iterator[None]:
-    """Leave out of the search for garbage, inside, what is there at its beginning; with `collect` free garbage before.
+    """Exclude existing objects from garbage collection inside the context; with `collect`, free garbage first.
 
-    To look at half a million objects of imported modules takes a tenth of a second, in which no thread goes on: a
-    quarter of the controller's time where thousands of responses come in. Inside another such context all stays frozen
-    until that one ends.
+    Scanning half a million objects of imported modules takes a tenth of a second, during which no thread runs: a
+    quarter of the controller's time when thousands of responses arrive. Nested in another such context, objects stay
+    frozen until the outer one ends.
     """
     was_frozen = gc.get_freeze_count() > 0
     if collect:
@@ -36,5 +36,5 @@ def gc_frozen(*, collect: bool = False) -> Iterator[None]:
         yield
     finally:
         if not was_frozen:
-            # It may be garbage by then, and libraries (nanobind 2) complain where Python ends before it is freed.
+            # Some may be garbage by then, and libraries (nanobind 2) complain if Python exits before it is freed.
             gc.unfreeze()

@@ -1,4 +1,4 @@
-"""HuggingFace to Megatron: a torch_dist checkpoint written in a stream, without a model, a GPU or a process group."""
+"""Converts HuggingFace checkpoints to Megatron torch_dist as a stream, without a model, a GPU or a process group."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -41,30 +41,30 @@ from converters.stream.sources import HuggingFaceSource
 from converters.stream.targets import Part, Place, Target, Written
 
 FLAGS = "megatron_lm_flags.txt"
-"""File with the flags of the model for Megatron-LM's command line."""
+"""File with the model's flags for Megatron-LM's command line."""
 HUGGINGFACE = "huggingface"
-"""Folder of a converted checkpoint with config.json and the tokenizer it came with."""
+"""Folder in a converted checkpoint with the original config.json and tokenizer."""
 COPIES = "copies"
 DTypeChoice = Literal["bf16", "fp32", "keep"]
 _FILES_PER_RANK = 2
-"""As megatron-core saves by default: two threads can then read or write without waiting for each other."""
+"""As megatron-core saves by default; two threads can then read or write without waiting for each other."""
 
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Every tensor, chunk and byte offset of a checkpoint that is to be written."""
+    """Every tensor, chunk and byte offset of a checkpoint to write."""
 
     contents: Contents
     targets: list[Target]
     nbytes: int
-    """Size of all files with chunks."""
+    """Total size of the files with chunks."""
     padded_vocabulary: int
     beyond_megatron_lm: str | None
-    """A feature of the model that no flag of Megatron-LM expresses; None if FLAGS expresses the whole model."""
+    """A feature of the model that no Megatron-LM flag expresses; None if FLAGS describes the whole model."""
 
     @property
     def main_dtype(self) -> torch.dtype:
-        """The type that stands for the model's: the embedding's."""
+        """The dtype that counts as the model's: the embedding's."""
         return self.contents.tensors["embedding.word_embeddings.weight"].dtype
 
 
@@ -76,12 +76,14 @@ def plan_conversion(
     vocabulary_multiple: int,
     padded_vocabulary: int | None = None,
 ) -> ConversionPlan:
-    """Lay out the checkpoint for the ranks of `parallel`: two files for each have what it is the first to read.
+    """Lay out the checkpoint for the ranks of `parallel`, in two files per rank.
 
-    `hf_dtypes` are the types the weights are to have; tensors that share a key get the widest of theirs. The
-    vocabulary is padded to `padded_vocabulary`, or else to a multiple of `vocabulary_multiple` times the
-    tensor-parallel size, as by Megatron-LM's `--padded-vocab-size` and `--make-vocab-size-divisible-by`.
-    Raises UserError where the sizes do not divide the model or the padded vocabulary.
+    A rank's files have the chunks that no earlier rank reads. `hf_dtypes` are the dtypes to write; tensors that share a
+    key get the widest of theirs. The vocabulary is padded to `padded_vocabulary`, or else to a multiple of
+    `vocabulary_multiple` times the tensor-parallel size, as by Megatron-LM's `--padded-vocab-size` and
+    `--make-vocab-size-divisible-by`.
+
+    Raises UserError if the sizes do not divide the model or the padded vocabulary.
     """
     check_divisible(architecture, parallel)
     vocabulary, tensor_parallel = architecture.gpt_model["vocab_size"], parallel.tensor_model_parallel_size
@@ -123,7 +125,7 @@ def _padded(vocabulary: int, tensor_parallel: int, multiple: int, size: int | No
 def _deal(
     planned: Sequence[PlannedChunk], dtypes: Mapping[str, torch.dtype]
 ) -> tuple[Mapping[str, list[Chunk]], Counter[str]]:
-    """The chunks by key with a place in a file for each, half of a rank's bytes in each of its files; file -> size."""
+    """Return chunks by key, each with its place, and file -> size; each of a rank's files gets half of its bytes."""
     lengths = [frame(dtypes[chunk.key], chunk.box.shape).length for chunk in planned]
     of_rank: Counter[int] = Counter()
     for chunk, length in zip(planned, lengths, strict=True):
@@ -141,7 +143,7 @@ def _deal(
 
 
 def _targets(architecture: Architecture, contents: Contents) -> list[Target]:
-    """One for each chunk, in the order of the model."""
+    """One target per chunk, in model order."""
     shapes = {key: each.shape for key, each in contents.tensors.items()}
     boxes = {key: [chunk.box for chunk in each.chunks] for key, each in contents.tensors.items()}
     targets = []
@@ -165,10 +167,10 @@ def convert_checkpoint(
     workers: int,
     progress: Progress,
 ) -> ConversionPlan:
-    """Write the model of `hf_folder` to `folder` as Megatron-LM's loader looks for it, with a manifest.
+    """Write the model of `hf_folder` to `folder`, laid out as Megatron-LM's loader expects, with a manifest.
 
-    Interrupted, the same call goes on where it was. Raises UserError for anything wrong with the checkpoint, the sizes
-    or the output folder, before or without anything of it being left.
+    After an interruption, the same call resumes. Raises UserError for anything wrong with the checkpoint, the sizes or
+    the output folder, either before writing or after deleting the output.
     """
     if any((hf_folder / name).is_file() for name in (METADATA, LATEST)):
         raise UserError(
@@ -209,7 +211,7 @@ def _finish(
     arguments: Mapping[str, Any],
     written: Mapping[str, Sequence[Written]],
 ) -> None:
-    """Write everything but the tensors, Megatron-LM's `arguments` among it, and complete the folder."""
+    """Write everything but the tensors, including Megatron-LM's `arguments`, and complete the folder."""
     release = output.partial / RELEASE
     _append(release, next(iter(plan.contents.objects.values()), None))
     write_metadata(release, plan.contents)

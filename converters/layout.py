@@ -1,4 +1,4 @@
-"""Layouts: where every element of a HuggingFace tensor lies in the tensors of a set of ranks."""
+"""Layouts: where each element of a HuggingFace tensor is in the tensors of a set of ranks."""
 
 import math
 from collections import defaultdict
@@ -13,12 +13,12 @@ Shape = tuple[int, ...]
 
 
 class Placement(NamedTuple):
-    """`hf_box` of the HuggingFace tensor lies, element for element, in `local_box` of a local tensor.
+    """`hf_box` of the HuggingFace tensor is stored, element for element, in `local_box` of a local tensor.
 
-    A tuple, because a plan makes hundreds of thousands of them and a dataclass takes twice the time.
+    A tuple, because a plan creates hundreds of thousands of them and a dataclass takes twice the time.
 
-    Example: at TP 2, rank 1's half of a column-parallel weight of 256 rows is `Placement("lm_head.weight",
-    Box((128, 0), (256, 64)), "output_layer.weight", Box((0, 0), (128, 64)))`.
+    Example: at TP 2, rank 1's half of a column-parallel weight of 256 rows is `Placement("lm_head.weight", Box((128,
+    0), (256, 64)), "output_layer.weight", Box((0, 0), (128, 64)))`.
     """
 
     hf_name: str
@@ -27,16 +27,16 @@ class Placement(NamedTuple):
     local_box: Box
 
     def to_local(self, hf_piece: Box) -> Box:
-        """Where a piece of `hf_box` lies in the local tensor."""
+        """The box of a part of `hf_box` in the local tensor."""
         return hf_piece.shift(tuple(map(sub, self.local_box.start, self.hf_box.start)))
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a model: its tensors, the placements in them, and the boxes no HuggingFace element fills.
+    """One rank's part of a model: its tensors, the placements in them, and the boxes that no HuggingFace element fills.
 
-    Example: `Shard({"w": (4, 2)}, [Placement("hf", Box((0, 0), (3, 2)), "w", Box((0, 0), (3, 2)))],
-    padding=[("w", Box((3, 0), (4, 2)))])`.
+    Example: `Shard({"w": (4, 2)}, [Placement("hf", Box((0, 0), (3, 2)), "w", Box((0, 0), (3, 2)))], padding=[("w",
+    Box((3, 0), (4, 2)))])`.
     """
 
     local_shapes: Mapping[str, Shape]
@@ -46,13 +46,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model cut over `ranks` ranks. `shard_of(rank)` describes one rank without looking at the others."""
+    """A model cut over `ranks` ranks. `shard_of(rank)` computes one rank's shard independently of the others."""
 
     ranks: int
     hf_shapes: Mapping[str, Shape]
     shard_of: Callable[[int], Shard]
     only: Callable[[Collection[str]], Callable[[int], Sequence[Placement]]] | None = None
-    """A faster way to `placements_of`, for layouts that know where a tensor lies."""
+    """A faster implementation of `placements_of`, for layouts that know where a tensor is."""
 
     def shard(self, rank: int) -> Shard:
         """The shard of `rank`."""
@@ -61,22 +61,22 @@ class Layout:
         return self.shard_of(rank)
 
     def placements(self, rank: int) -> Sequence[Placement]:
-        """Placements of HuggingFace elements in the tensors of `rank`."""
+        """The placements of HuggingFace elements in the tensors of `rank`."""
         return self.shard(rank).placements
 
     def placements_of(self, hf_names: Collection[str]) -> Callable[[int], Sequence[Placement]]:
-        """Rank -> what lies where of these tensors, in the order of `placements`."""
+        """Return a function from a rank to its placements of these tensors, in the order of `placements`."""
         if self.only:
             return self.only(hf_names)
         return lambda rank: [each for each in self.placements(rank) if each.hf_name in hf_names]
 
     def local_shapes(self, rank: int) -> Mapping[str, Shape]:
-        """Name -> shape of the tensors of `rank`."""
+        """The names and shapes of the tensors of `rank`."""
         return self.shard(rank).local_shapes
 
 
 def check_tiling(shard: Shard) -> None:
-    """Raise ValueError unless every element of the shard's tensors is placed, or declared padding, exactly once."""
+    """Raise ValueError unless every element of the shard's tensors is placed, or declared as padding, exactly once."""
     placed: dict[str, list[tuple[Box, Box]]] = defaultdict(list)
     for placement in shard.placements:
         placed[placement.local_name].append((placement.hf_box, placement.local_box))
@@ -84,7 +84,7 @@ def check_tiling(shard: Shard) -> None:
         placed[name].append((box, box))
     for name in placed.keys() - shard.local_shapes.keys():
         raise ValueError(f"there is something placed in {name}, which the rank does not hold")
-    # Most tensors are placed as others are: those of other layers and experts.
+    # Most tensors have the same placements as others: those of other layers and experts.
     checked = set()
     for name, shape in shard.local_shapes.items():
         key = tuple(shape), tuple(placed[name])
@@ -94,7 +94,7 @@ def check_tiling(shard: Shard) -> None:
 
 
 def _check_tensor(name: str, shape: Shape, placed: Sequence[tuple[Box, Box]]) -> None:
-    """`placed` are the boxes of HuggingFace tensors, with the boxes of the local tensor that they lie in."""
+    """Check one tensor; `placed` are pairs of a HuggingFace box and its box in the local tensor."""
     for hf_box, box in placed:
         if hf_box.shape != box.shape:
             raise ValueError(f"{hf_box} is placed in {box} of {name}, which has a different shape")

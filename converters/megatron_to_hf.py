@@ -1,4 +1,4 @@
-"""Megatron to HuggingFace: the weights of any torch_dist checkpoint written in a stream, in any layout it was saved."""
+"""Exports the weights of any torch_dist checkpoint to HuggingFace as a stream, whatever layout it was saved in."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +40,7 @@ _MTP = "mtp."
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Every tensor and byte offset of a HuggingFace checkpoint that is to be written."""
+    """Every tensor and byte offset of a HuggingFace checkpoint to write."""
 
     files: Mapping[str, list[str]]
     headers: Mapping[str, bytes]
@@ -48,9 +48,9 @@ class ExportPlan:
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, torch.dtype]
     nbytes: int
-    """Size of all files."""
+    """Total size of the files."""
     left_out_mtp_layers: int = 0
-    """Layers of multi-token prediction that config.json has and the checkpoint does not, or that nobody wants."""
+    """Number of multi-token-prediction layers that config.json has, but that are missing or not wanted."""
 
 
 def export_checkpoint(
@@ -66,11 +66,12 @@ def export_checkpoint(
 ) -> ExportPlan:
     """Write the weights of a torch_dist checkpoint to `folder` as safetensors files, with config and tokenizer.
 
-    These come from `hf_config_folder`, or from the checkpoint itself if it was converted from HuggingFace. With `fp8`
-    the matrices of the layers become block FP8. Where the checkpoint has no multi-token prediction, or with
-    `without_mtp`, the model that is written has none. Interrupted, the same call goes on where it was.
-    Raises UserError for anything wrong with the checkpoint or the output folder, before or without anything of it
-    being left.
+    Config and tokenizer come from `hf_config_folder`, or from the checkpoint if it was converted from HuggingFace. With
+    `fp8`, the layers' matrices are written in block FP8. If the checkpoint has no multi-token prediction, or with
+    `without_mtp`, neither has the written model. After an interruption, the same call resumes.
+
+    Raises UserError for anything wrong with the checkpoint or the output folder, either before writing or after
+    deleting the output.
     """
     exported = _source_of(megatron_folder, hf_config_folder, without_mtp=without_mtp)
     plan = plan_export(
@@ -100,7 +101,7 @@ def export_checkpoint(
 
 @dataclass(frozen=True)
 class _Exported:
-    """The checkpoint that is exported, as the model that is written."""
+    """The checkpoint to export, and the model to write."""
 
     checkpoint: TorchDistCheckpoint
     side_files: Path
@@ -156,7 +157,7 @@ def _finish(
     write_index(output.partial, plan.files, plan.shapes, plan.dtypes)
     plain = unquantised(exported.config)
     if fp8:
-        # The type that config.json names is that of the weights that are not quantised.
+        # The dtype in config.json is that of the unquantised weights.
         write_config(output.partial, {**plain, "quantization_config": quantisation_config(exported.architecture)})
     else:
         write_config(output.partial, with_dtype(plain, main_dtype(output.partial)))
@@ -174,7 +175,7 @@ def plan_export(
     fp8: bool,
     shard_size_bytes: int,
 ) -> ExportPlan:
-    """Lay out the files. Raises UserError where the chunks leave an element of a tensor out, or hold one twice."""
+    """Lay out the files. Raises UserError if the chunks lack an element of a tensor or hold one twice."""
     parts = _parts(architecture, pieces)
     for copy in copies:
         parts[copy] = parts[architecture.hf_copies[copy]]
@@ -195,13 +196,13 @@ def plan_export(
         Target(name, places[name], dtypes[name], shapes[name], each, scales=places.get(scales.get(name, "")))
         for name, each in parts.items()
     ]
-    # A file is written from its beginning to its end.
+    # Each file is written from beginning to end.
     targets.sort(key=lambda target: (target.place.file, target.place.offset))
     return ExportPlan({file: list(names) for file, names in files.items()}, headers, targets, shapes, dtypes, nbytes)
 
 
 def _parts(architecture: Architecture, pieces: Sequence[Piece]) -> dict[str, list[Part]]:
-    """HuggingFace name -> the parts of that tensor, in the order of the model."""
+    """HuggingFace name -> the parts of that tensor, in model order."""
     parts: dict[str, list[Part]] = {name: [] for name in architecture.hf_shapes}
     for piece in pieces:
         for each in piece.placements:
@@ -220,7 +221,7 @@ def _dtype(source: TorchDistSource, parts: list[Part]) -> torch.dtype:
 
 
 def _copies(found: tuple[Path, Manifest] | None, architecture: Architecture) -> tuple[str, ...]:
-    """Copies of tied weights to write: as in the model that was converted, if known, else as in released models."""
+    """Copies of tied weights to write: those of the model that was converted if known, else of released models."""
     if found is None or COPIES not in found[1].source:
         return architecture.exported_copies
     copies, possible = found[1].source[COPIES], list(architecture.hf_copies)
@@ -243,7 +244,7 @@ def _own_side_files(checkpoint: TorchDistCheckpoint) -> Path:
 
 
 def _fingerprint(checkpoint: TorchDistCheckpoint) -> list[Any]:
-    """Name, size and time of change of every file: other contents nearly always give another."""
+    """Name, size and modification time of every file, which nearly always change with the contents."""
     stats = [(path.name, path.stat()) for path in sorted(checkpoint.folder.iterdir())]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 

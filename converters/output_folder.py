@@ -1,4 +1,4 @@
-"""An output folder that has its name only when it is complete, and until then can be continued."""
+"""An output folder that gets its name only when it is complete; until then, writing it can be resumed."""
 
 import os
 import shutil
@@ -16,11 +16,11 @@ from converters.stream.journal import Journal
 _PARTIAL = ".partial"
 _JOURNAL, _LOCK = ".journal", ".lock"
 WORKING_FILES = (_JOURNAL, _LOCK)
-"""Files that are there only while others are written."""
+"""Files that exist only while the folder is written."""
 
 
 def refuse_inside(folder: Path, source: Path) -> None:
-    """Raise UserError for an output in the folder that is read, which would then hold what its manifest does not."""
+    """Raise UserError for an output inside the source folder, whose manifest would not list it."""
     written, read = folder.resolve(), source.resolve()
     if written.is_relative_to(read):
         place = source if written == read else f"in {source}"
@@ -28,15 +28,16 @@ def refuse_inside(folder: Path, source: Path) -> None:
 
 
 class OutputFolder:
-    """`folder` while it is written, under the name `partial`.
+    """`folder` while it is being written, under the name `partial`.
 
-    Use as a context manager, and call `complete` in the end. After Ctrl-C, a kill or an error that may pass, what is
-    written stays, and the same `purpose` finds it again; after any other error it is deleted.
-    Raises UserError where `folder` exists, its disk is full, it cannot be written, or another process writes it.
+    Use as a context manager, and call `complete` at the end. After Ctrl-C, a kill or a transient error, the partial
+    output stays, and is resumed by the next run with the same `purpose`; after any other error it is deleted.
+
+    Raises UserError if `folder` exists, its disk is full, it cannot be written, or another process is writing it.
     """
 
     def __init__(self, folder: Path, purpose: Mapping[str, Any], *, nbytes: int) -> None:
-        """`purpose` tells what is written, `nbytes` about how much."""
+        """`purpose` identifies the output; `nbytes` is its approximate size."""
         self.folder = folder
         self.partial = folder.parent / (folder.name + _PARTIAL)
         self._purpose, self._nbytes = purpose, nbytes
@@ -72,22 +73,22 @@ class OutputFolder:
             raise self._refused(error) from error
 
     def complete(self) -> None:
-        """Give the folder its name: everything in it is on disk before."""
+        """Give the folder its name, after everything in it is on disk."""
         complete(self.partial, self.folder)
-        # Not before the folder is whole under its name: a kill in between would leave what nobody can continue.
+        # Only after the rename: without its journal, the partial output of a killed run could not be resumed.
         (self.folder / _JOURNAL).unlink()
         remove_locked(self._lock, self.folder / _LOCK)
         sync(self.folder)
 
     def _is_in_the_way(self) -> bool:
-        """A folder with a lock at most is not: a run may have been killed before it had a journal."""
+        """A folder with nothing but a lock is not in the way: a run may have been killed before it had a journal."""
         if not self.partial.is_dir():
             return self.partial.exists() or self.partial.is_symlink()
         names = {path.name for path in self.partial.iterdir()}
         return not (self.partial / _JOURNAL).is_file() and not names <= {_LOCK}
 
     def _begin(self) -> None:
-        """Open the journal; UserError, with nothing left that was not there before, where that is not possible."""
+        """Open the journal. Raises UserError if that is not possible, and removes everything that it created."""
         try:
             self._check_room()
             self.journal = Journal(self.partial / _JOURNAL, self._purpose)
@@ -100,7 +101,7 @@ class OutputFolder:
             raise (self._refused(error) if isinstance(error, OSError) else error) from error
 
     def _empty(self) -> None:
-        """Delete what was written for another purpose."""
+        """Delete the output of another purpose."""
         for path in self.partial.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -108,13 +109,13 @@ class OutputFolder:
                 path.unlink()
 
     def _delete(self) -> None:
-        """Delete what was written, the journal last: without it nobody may."""
+        """Delete the output, the journal last, because without it no later run may delete it."""
         with suppress(OSError):
             self._empty()
             (self.partial / _JOURNAL).unlink(missing_ok=True)
 
     def _let_go(self) -> None:
-        """Let others write the folder, which is deleted if nothing is in it."""
+        """Release the lock so that others can write the folder, and delete the folder if it is empty."""
         with suppress(OSError):
             remove_locked(self._lock, self.partial / _LOCK, self.folder / _LOCK)
         self._remove_empty()

@@ -8,10 +8,10 @@ from converters.errors import UserError
 
 @dataclass(frozen=True)
 class Topology:
-    """Node and GPU of every source rank and of every destination rank, both numbered over the whole cluster.
+    """The node and GPU of every source rank and destination rank, both numbered over the whole cluster.
 
-    Ranks on the same GPU share its memory, those of the same node reach each other over NVLink, all others through
-    the NICs of their GPUs. Raises UserError where a GPU would be on two nodes.
+    Ranks on the same GPU share its memory, those on the same node communicate over NVLink, all others through the NICs
+    of their GPUs. Raises UserError if a GPU would be on two nodes.
     """
 
     source_node: Sequence[int]
@@ -36,12 +36,12 @@ class Topology:
 
     @classmethod
     def apart(cls, source_ranks: int, destination_ranks: int) -> "Topology":
-        """Every rank on a node of its own: the assumption if nothing is known about the ranks."""
+        """Every rank on a node of its own: the assumption if the topology is unknown."""
         return cls.separate(source_ranks, destination_ranks, gpus_per_node=1)
 
     @classmethod
     def separate(cls, source_ranks: int, destination_ranks: int, gpus_per_node: int) -> "Topology":
-        """A GPU for every rank, the source's nodes first; no node has ranks of both."""
+        """One GPU per rank, the source's nodes first; no node has ranks of both."""
         first_node = -(-source_ranks // gpus_per_node)
         first_gpu = first_node * gpus_per_node
         return cls(
@@ -53,7 +53,7 @@ class Topology:
 
     @classmethod
     def in_a_row(cls, source_ranks: int, destination_ranks: int, gpus_per_node: int) -> "Topology":
-        """A GPU for every rank, the source's first; a node may have ranks of both."""
+        """One GPU per rank, the source's ranks first; a node may have ranks of both."""
         source, destination = range(source_ranks), range(source_ranks, source_ranks + destination_ranks)
         return cls(
             [gpu // gpus_per_node for gpu in source], source, [gpu // gpus_per_node for gpu in destination], destination
@@ -69,12 +69,12 @@ class Topology:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes, those without ranks included."""
+        """Number of nodes, including nodes without ranks."""
         return 1 + max(*self.source_node, *self.destination_node)
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs, those without ranks included."""
+        """Number of GPUs, including GPUs without ranks."""
         return 1 + max(*self.source_gpu, *self.destination_gpu)
 
     def check(self, source_ranks: int, destination_ranks: int) -> None:

@@ -47,7 +47,7 @@ _WORDS = {bool: "true or false", dict: "an object", list: "a list", str: "a name
 
 
 def without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` of the same model without layers for multi-token prediction."""
+    """A `config` of the same model without multi-token-prediction layers."""
     return {**config, MTP_LAYERS: 0} if config.get(MTP_LAYERS) else dict(config)
 
 
@@ -58,13 +58,13 @@ class HuggingFaceConfig:
     fields: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a field that must be there."""
+        """The value of a required field."""
         if self.fields.get(name) is None:
             raise self.error(f"has no field {name}")
         return self._checked(name)
 
     def get(self, name: str, default: Any) -> Any:
-        """The value of a field, `default` where it is missing or null."""
+        """The value of a field; `default` if it is missing or null."""
         return default if self.fields.get(name) is None else self._checked(name)
 
     def _checked(self, name: str) -> Any:
@@ -80,19 +80,19 @@ class HuggingFaceConfig:
         return value
 
     def error(self, what: str) -> UserError:
-        """The error that config.json `what`."""
+        """A UserError saying that config.json `what`."""
         model_type = self.fields.get("model_type")
         return UserError(f"config.json{f' (model_type {model_type})' if model_type else ''} {what}")
 
     def require(self, name: str, supported: tuple[Any, ...], default: Any) -> None:
-        """Refuse a field whose value Megatron has no equivalent for; `default` is what a missing one means."""
+        """Raise UserError unless the field's value is in `supported`; `default` is what a missing field means."""
         if (value := self.get(name, default)) not in supported:
             options = " or ".join(repr(option) for option in supported)
             raise self.error(f"has {name} = {value!r}, which is not supported: only {options} is")
 
     @property
     def num_experts(self) -> int:
-        """Routed experts, under any of the names they have had."""
+        """Number of routed experts, under any of the field's historical names."""
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             if self.fields.get(name) is not None:
                 return self[name]

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a model's matrices (LoRA, arXiv 2106.09685), in the names and shapes of HuggingFace's PEFT."""
+"""Low-rank adapters of a model's matrices (LoRA, arXiv 2106.09685), with the names and shapes of HuggingFace's PEFT."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,9 +7,9 @@ from converters.architectures.weight_map import Architecture, Dimension, Kind, P
 from converters.errors import UserError, did_you_mean
 
 ALL_LINEAR = "all-linear"
-"""PEFT's word for every linear layer but the output layer."""
+"""PEFT's name for all linear layers except the output layer."""
 MODULE_SUFFIX = "_lora"
-"""Megatron's module `linear_qkv` has its adapter beside it, as `linear_qkv_lora`."""
+"""Suffix of an adapter's module: that of Megatron's `linear_qkv` is `linear_qkv_lora`, next to it."""
 _RANK = "lora_rank"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
 _CUT_ROWS = (Kind.COLUMN, Kind.GATED, Kind.QKV)
@@ -18,10 +18,10 @@ _ROUTER = "router.weight"
 
 @dataclass(frozen=True)
 class Lora:
-    """Each adapted matrix W [out, in] counts as W + alpha / rank * B A, with A [rank, in] and B [out, rank].
+    """Each adapted matrix W [out, in] acts as W + alpha / rank * B A, with A [rank, in] and B [out, rank].
 
     `target_modules` are PEFT's: the end of a module's HuggingFace name, such as `q_proj` or `shared_experts.up_proj`,
-    or `all-linear`. Raises UserError for a rank or an alpha that is not above 0, and for no target.
+    or `all-linear`. Raises UserError if rank or alpha is not positive, or if there is no target.
     """
 
     rank: int
@@ -41,12 +41,11 @@ class Lora:
 
 
 def adapter_architecture(architecture: Architecture, lora: Lora) -> Architecture:
-    """The adapter of a model as an architecture of its own, whose tensors are the A and B of every adapted matrix.
+    """The adapter of a model as an architecture of its own, whose tensors are A and B of every adapted matrix.
 
-    HuggingFace names are those of PEFT's adapter_model.safetensors. Where Megatron keeps several matrices in one linear
-    layer, each has an A and a B of its own, as in PEFT. A matrix that is
-    cut in its input over tensor-parallel ranks has a cut A, one that is cut in its output a cut B; the other factor is
-    the same on all ranks.
+    HuggingFace names are those of PEFT's adapter_model.safetensors. If Megatron fuses several matrices into one linear
+    layer, each has its own A and B, as in PEFT. For a matrix whose input is cut over tensor-parallel ranks, A is cut;
+    if its output is cut, B is. The other factor is replicated on all ranks.
 
     Raises UserError for a target that the model does not have.
     """
@@ -63,18 +62,18 @@ def adapter_architecture(architecture: Architecture, lora: Lora) -> Architecture
 
 
 def base_name(hf_name: str) -> str:
-    """The matrix that a tensor of an adapter belongs to, by its HuggingFace name."""
+    """The HuggingFace name of the matrix that an adapter's tensor belongs to."""
     return hf_name.removeprefix(_PREFIX).rsplit(".", 2)[0] + _WEIGHT
 
 
 def target_names(adapter: Architecture) -> list[str]:
-    """The last part of the HuggingFace name of every adapted module: what PEFT takes as `target_modules`."""
+    """The last part of the HuggingFace name of every adapted module, as in PEFT's `target_modules`."""
     names = (name for parameter in adapter.weight_map for name, _ in parameter.huggingface)
     return sorted({_module(base_name(name)) for name in names})
 
 
 def _adapted(architecture: Architecture, targets: Sequence[str]) -> Iterator[tuple[Parameter, str, tuple[str, ...]]]:
-    """Parameter, HuggingFace name and shape of every matrix that is a target; UserError for a target that none is."""
+    """Yield parameter, HuggingFace name and shape of every target matrix; raises UserError for a target without any."""
     matrices = [
         (parameter, name, shape)
         for parameter in architecture.weight_map

@@ -1,4 +1,4 @@
-"""The blocks of the format, and the pieces of a matrix that are worked on at once."""
+"""The blocks of the format, and the tiles in which a matrix is processed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ import torch
 from converters.layout import Shape
 
 BLOCK = 128
-"""Rows and columns of a block. Blocks at the lower and right edge of a matrix may be smaller."""
+"""Rows and columns of a block. Blocks at the lower and right edges of a matrix may be smaller."""
 CODES = torch.float8_e4m3fn
 LARGEST_CODE = 448.0
 LARGEST_SCALE = 2.0**119
 SMALLEST_MAGNITUDE = 1e-10
-"""The least that the largest magnitude of a block counts as, so that a block of zeros has a scale."""
+"""Lower limit of a block's largest magnitude in computing its scale, so that a block of zeros has a nonzero scale."""
 SMALLEST_MAGNITUDE_OF_POWERS = 1e-4
-"""The same where scales are powers of two."""
+"""The same limit for power-of-two scales."""
 HALVED_UP_TO = 232.0
-"""Up to here quotients are rounded to half of the largest code."""
+"""Quotients up to this value round to half of the largest code or less."""
 LARGEST_WEIGHT = LARGEST_CODE * LARGEST_SCALE
 """Largest weight that can be encoded, just below the largest bfloat16."""
-# Large beside the cost of starting an operation, small enough for a processor's cache: 4 MiB in float32.
+# Large enough to amortise the start of an operation, small enough for a processor's cache: 4 MiB in float32.
 _TILE_ELEMENTS = 2**20
 _TILE_COLUMNS = 8192
 
@@ -33,7 +33,7 @@ def scales_shape(shape: Shape) -> Shape:
 
 @dataclass(frozen=True)
 class Tile:
-    """A part of a box: its `rows` and `columns`, made of `blocks` rows of blocks with `height` rows each."""
+    """Part of a box: its `rows` and `columns`. It has `blocks` rows of blocks, each `height` rows high."""
 
     rows: slice
     columns: slice
@@ -42,7 +42,7 @@ class Tile:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Rows of blocks, rows in each, columns."""
+        """Rows of blocks, rows per block, columns."""
         return self.blocks, self.height, self.columns.stop - self.columns.start
 
     @property
@@ -55,7 +55,7 @@ class Tile:
 def tiles(shape: Shape, row_start: int) -> Iterator[Tile]:
     """Cut a box of `shape`, which begins in row `row_start` of its matrix, into tiles.
 
-    A tile begins at a multiple of `BLOCK` columns of the box.
+    Each tile begins at a multiple of `BLOCK` columns of the box.
     """
     rows, columns = shape
     most_blocks = max(1, _TILE_ELEMENTS // (BLOCK * max(1, min(columns, _TILE_COLUMNS))))
@@ -70,14 +70,14 @@ def tiles(shape: Shape, row_start: int) -> Iterator[Tile]:
 
 
 class Scratch:
-    """Memory of a device for tiles, used again for each of them. Not to be shared by threads."""
+    """Device memory reused for each tile. Not thread-safe."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._device = device
         self._memory: dict[torch.dtype, torch.Tensor] = {}
 
     def like(self, tile: Tile, dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor of the shape of `tile`, with arbitrary content; the next of this type takes its place."""
+        """Return a contiguous, uninitialised tensor shaped like `tile`; the next call with this dtype overwrites it."""
         memory = self._memory.get(dtype)
         if memory is None or memory.numel() < tile.elements:
             memory = self._memory[dtype] = torch.empty(tile.elements, dtype=dtype, device=self._device)

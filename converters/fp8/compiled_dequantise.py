@@ -1,4 +1,4 @@
-"""The rule of `dequantise` in machine code: the same bits in a fraction of the time."""
+"""The rule of `dequantise` in machine code: bitwise the same results in a fraction of the time."""
 
 from functools import cache
 
@@ -21,20 +21,20 @@ from converters.machine_code import (
 )
 
 _DECODED = 32
-"""Elements of a row that are decoded at once."""
+"""Elements of a row decoded at once."""
 _NAN = 0x7F
 _SMALLEST_CODE = 2.0**-9
 
 
 def knows(codes: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether these can be worked on here: others have gaps between columns."""
+    """Whether these tensors are supported: the columns of both must be contiguous."""
     return all(each.is_cpu and each.stride(1) == 1 for each in (codes, out))
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, row_start: int, column_start: int) -> bool:
-    """Write values as `dequantise_into`, with the float32 `scales` of the blocks that the box reaches into.
+    """Write the values as `dequantise_into` does, from the float32 `scales` of the blocks that the box overlaps.
 
-    False where a code is NaN; `out` is undefined then.
+    Returns False if a code is NaN; `out` is undefined then.
     """
     tensors = (codes, scales, out)
     addresses, strides = [each.data_ptr() for each in tensors], [each.stride(0) for each in tensors]
@@ -44,7 +44,7 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, row
 
 @cache
 def _function(dtype: torch.dtype) -> Function:
-    """The function of the arguments above; it returns the largest code, as a magnitude."""
+    """Compile the function of the arguments above; it returns the largest magnitude of a code."""
     kind = WEIGHTS[dtype]
     build = Builder("dequantise", [POINTER] * 3 + [BITS_64] * 7)
     codes, scales, out, codes_stride, scales_stride, out_stride, rows, columns, above, before = build.function.args
@@ -54,10 +54,10 @@ def _function(dtype: torch.dtype) -> Function:
         source = build.element(codes, build.mul(row, codes_stride), BITS_8)
         target = build.element(out, build.mul(row, out_stride), kind)
         of_row = build.mul(build.udiv(build.add(row, above), size), scales_stride)
-        # The columns as those of the whole weight, from the first block on.
+        # Columns are counted from the start of the first block, not of the box.
         with build.loop(zero, build.add(columns, before), BLOCK) as left:
             scale = build.read(build.element(scales, build.add(of_row, build.udiv(left, size)), FLOAT32), FLOAT32)
-            # before, if the box begins in this block
+            # `before` instead of `left` if the box begins in this block
             start = build.sub(build.larger(left, before), before)
             stop = build.sub(build.smaller(build.add(left, size), build.add(columns, before)), before)
             _decode_row(build, (source, target), kind, (start, stop), scale, largest)
@@ -73,7 +73,7 @@ def _decode_row(
     scale: ir.Value,
     largest: tuple[ir.Value, ...],
 ) -> None:
-    """Write the values of the part of a row that lies in one block, and keep its largest code."""
+    """Decode the part of a row that lies in one block, and update the largest code."""
     source, target = row
 
     def work(column: ir.Value, lanes: int) -> None:
@@ -87,11 +87,11 @@ def _decode_row(
 
 
 def _decode(build: Builder, codes: ir.Value, lanes: int) -> ir.Value:
-    """The float32 numbers of e4m3 codes that are not NaN."""
+    """Convert e4m3 codes, none of which is NaN, to float32."""
     whole, real = vector(BITS_32, lanes), vector(FLOAT32, lanes)
     wide = build.zext(codes, whole)
     magnitude = build.and_(wide, constant(whole, _NAN))
-    # The exponents' biases are 127 and 7.
+    # The exponent biases are 127 and 7.
     normal = build.add(build.shl(magnitude, constant(whole, 20)), constant(whole, (127 - 7) << 23))
     small = build.bitcast(build.fmul(build.sitofp(magnitude, real), constant(real, _SMALLEST_CODE)), whole)
     bits = build.select(build.icmp_unsigned("<", magnitude, constant(whole, 8)), small, normal)
@@ -100,7 +100,7 @@ def _decode(build: Builder, codes: ir.Value, lanes: int) -> ir.Value:
 
 
 def _bfloat16(build: Builder, bits: ir.Value, lanes: int) -> ir.Value:
-    """Round float32 bits, which are no NaN, to bfloat16 bits: to nearest, ties to even."""
+    """Round float32 bits, not NaN, to bfloat16 bits: to nearest, ties to even."""
     odd = build.and_(build.lshr(bits, constant(bits.type, 16)), constant(bits.type, 1))
     rounded = build.add(build.add(bits, constant(bits.type, 0x7FFF)), odd)
     return build.trunc(build.lshr(rounded, constant(bits.type, 16)), vector(BITS_16, lanes))

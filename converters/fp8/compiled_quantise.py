@@ -1,6 +1,7 @@
-"""The rule of `quantise` in machine code: the same bits in a fraction of the time, most of which torch would convert.
+"""The rule of `quantise` in machine code: bitwise the same results in a fraction of the time.
 
-Blocks are searched for the largest magnitude, and then encoded (`compiled_encode.py`).
+Most of torch's time would be conversions. Each block is searched for its largest magnitude, and then encoded
+(`compiled_encode.py`).
 """
 
 from collections.abc import Sequence
@@ -29,30 +30,31 @@ from converters.machine_code import (
 )
 
 WEIGHTS = {torch.bfloat16: BITS_16, torch.float32: BITS_32}
-"""The types of weights that machine code reads and writes, as bits."""
+"""The supported dtypes of weights, which machine code reads and writes as bits."""
 _Ends = tuple[ir.Value, ir.Value]
-"""The first column of a part of a row, and the one behind it."""
+"""The first column of a part of a row, and the column after its last."""
 _SEARCHED = 64
 """Elements of a row that are searched at once for the largest magnitude."""
 _ENCODED = 32
-"""Elements of a row that are encoded at once."""
+"""Elements of a row encoded at once."""
 _SIDE_BY_SIDE = 2
-"""Blocks that are searched and encoded together, a row of all of them after the other: memory is faster so."""
+"""Adjacent blocks that are searched and encoded together, row by row across all of them: longer rows use memory faster.
+"""
 SIDE_BY_SIDE_COLUMNS = _SIDE_BY_SIDE * BLOCK
 _THREAD_ELEMENTS = 2**21
-"""Elements for each thread at least: it takes a tenth of the time of these to begin."""
+"""Minimum number of elements per thread: starting a thread takes a tenth of the time of quantising so many."""
 
 
 def knows(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Whether these can be worked on here: others are in another type, or have gaps between columns."""
+    """Whether these tensors are supported: other dtypes and columns with gaps are not."""
     tensors = (weight, codes, scales)
     return weight.dtype in WEIGHTS and all(each.is_cpu and each.stride(1) == 1 for each in tensors)
 
 
 def quantise(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, *, power_of_two: bool) -> bool:
-    """Write codes and scales as `quantise_into`, by as many threads as torch would take.
+    """Write codes and scales as `quantise_into` does, with as many threads as torch would use.
 
-    False where a weight has no code; codes and scales are undefined then.
+    Returns False if a weight has no code; codes and scales are undefined then.
     """
     function = _function(weight.dtype, power_of_two)
     threads = min(torch.get_num_threads(), weight.numel() // _THREAD_ELEMENTS, scales.shape[0])
@@ -72,7 +74,7 @@ def _arguments(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) 
 
 @cache
 def _function(dtype: torch.dtype, power_of_two: bool) -> Function:
-    """The function of the arguments above; it returns the bits of the largest magnitude in float32."""
+    """Compile the function of the arguments above; it returns the float32 bits of the largest magnitude."""
     build = Builder("quantise", [POINTER] * 3 + [BITS_64] * 5)
     weight, codes, scales, rows, columns, *strides = build.function.args
     quantisation = Quantisation(build, dtype, power_of_two=power_of_two)
@@ -80,13 +82,13 @@ def _function(dtype: torch.dtype, power_of_two: bool) -> Function:
     with build.loop(constant(BITS_64, 0), rows, BLOCK) as top:
         bottom = build.smaller(build.add(top, constant(BITS_64, BLOCK)), rows)
         quantisation.row_of_blocks(matrix, (top, bottom))
-    # Stores that went past the caches have to be visible to whoever is told of them.
+    # Non-temporal stores must be visible to other threads before they are told that the work is done.
     build.fence("seq_cst")
     return build.compiled(quantisation.largest())
 
 
 class Matrix(NamedTuple):
-    """A weight, its codes and its scales in a function: addresses, and distances of rows in elements."""
+    """The addresses of a weight, its codes and its scales in a function, and their row strides in elements."""
 
     weight: ir.Value
     codes: ir.Value
@@ -98,23 +100,23 @@ class Matrix(NamedTuple):
 
 
 class CodesReader(Protocol):
-    """A part of a function that reads codes, 64 at once, while a register has them.
+    """Part of a function that reads codes, 64 at once, while they are in a register.
 
-    Codes come row by row over some blocks side by side, then over the next blocks.
+    It receives them row by row across several adjacent blocks, then across the next blocks.
     """
 
     def begin(self) -> None:
-        """Take note that blocks begin."""
+        """Called when a group of blocks begins."""
 
     def read(self, number: int, codes: ir.Value) -> None:
-        """Take the next codes at this place in a row of the blocks."""
+        """Receive the 64 codes at place `number` in a row of the blocks."""
 
     def end(self) -> None:
-        """Take note that the blocks have ended."""
+        """Called when the blocks have ended."""
 
 
 class Quantisation:
-    """The part of a function that quantises weights of a type; made before its first loop."""
+    """The part of a function that quantises weights of one dtype; create it before the function's first loop."""
 
     def __init__(self, build: Builder, dtype: torch.dtype, *, power_of_two: bool) -> None:
         self._build, self._kind, self._power_of_two = build, WEIGHTS[dtype], power_of_two
@@ -127,14 +129,14 @@ class Quantisation:
         ]
 
     def largest(self) -> ir.Value:
-        """The bits, in float32, of the largest magnitude so far; above `LARGEST_BITS` there are no codes for it."""
+        """The float32 bits of the largest magnitude so far; if above `LARGEST_BITS`, it has no code."""
         return self._build.load(self._of_all, typ=BITS_32)
 
     def row_of_blocks(self, matrix: Matrix, ends: _Ends, reader: CodesReader | None = None) -> None:
-        """Write the codes and the scales of the rows from `ends[0]`, where blocks begin, to below `ends[1]`.
+        """Write codes and scales of the rows from `ends[0]`, where blocks begin, up to but excluding `ends[1]`.
 
-        While blocks are encoded, the next ones are searched: the one computes, and the other waits for memory. A
-        `reader` is for processors that look codes up, and multiples of `SIDE_BY_SIDE_COLUMNS` alone.
+        While some blocks are encoded, the next ones are searched, so that computation overlaps with memory accesses. A
+        `reader` requires a processor that looks codes up, and a multiple of `SIDE_BY_SIDE_COLUMNS` columns.
         """
         build, zero, step = self._build, constant(BITS_64, 0), SIDE_BY_SIDE_COLUMNS
         middle = build.and_(matrix.columns, constant(BITS_64, -step))
@@ -142,7 +144,7 @@ class Quantisation:
         with build.if_then(build.icmp_signed(">", middle, zero)):
             self._each_row(matrix, ends, searched=self._side_by_side(zero))
         with build.loop(zero, middle, step) as left:
-            # Beside the last ones these are searched once more: that takes less than to be a case of its own.
+            # The last blocks are searched once more while they are encoded, which is faster than a special case.
             beside = build.smaller(build.add(left, constant(BITS_64, step)), last)
             ahead = build.add(beside, constant(BITS_64, step))
             encoded = self._encoders(matrix, ends[0], self._side_by_side(left))
@@ -164,7 +166,7 @@ class Quantisation:
         return list(pairwise(starts))
 
     def _encoders(self, matrix: Matrix, top: ir.Value, blocks: Sequence[_Ends]) -> "list[_Encoder]":
-        """For the blocks that were searched last; writes their scales."""
+        """Return encoders for the blocks that were searched last, and write their scales."""
         searched = [_largest(self._build, places) for places in self._of_blocks[: len(blocks)]]
         self._forget()
         pairs = zip(blocks, searched, strict=True)
@@ -179,7 +181,7 @@ class Quantisation:
         build.keep_largest(self._of_all, largest)
         scale, halved = scale_of(build, largest, self._power_of_two)
         at = build.add(build.mul(build.udiv(top, size), matrix.scales_stride), build.udiv(columns[0], size))
-        # A power of two is halved in its exponent.
+        # Halving a power of two decrements its exponent.
         kept = build.sub(scale, build.shl(halved, constant(BITS_32, 23)))
         build.write(build.element(matrix.scales, at, BITS_32), kept)
         rule = Rule(scale, halved if self._power_of_two else None)
@@ -194,7 +196,7 @@ class Quantisation:
         ahead: _Ends | None = None,
         reader: CodesReader | None = None,
     ) -> None:
-        """Search blocks and encode others; `ahead` are the columns that are searched next, and the end of all."""
+        """Search blocks while encoding others; `ahead` is the first column to prefetch, and the end of the columns."""
         build, kind = self._build, self._kind
         with build.loop(*ends) as row:
             source = build.element(matrix.weight, build.mul(row, matrix.weight_stride), kind)
@@ -210,7 +212,7 @@ class Quantisation:
                     encoder.encode_for(reader, number, build, source, target)
 
     def _prefetch(self, matrix: Matrix, row: ir.Value, ahead: _Ends) -> None:
-        """Have what is searched after the next brought near: a processor foresees no rows that are so far apart."""
+        """Prefetch the blocks after those being searched: hardware prefetchers do not follow rows so far apart."""
         build, (left, end) = self._build, ahead
         is_past = build.icmp_signed(">=", left, end)
         below = build.select(is_past, constant(BITS_64, BLOCK), constant(BITS_64, 0))
@@ -223,7 +225,7 @@ class Quantisation:
 
 
 def _search(build: Builder, kind: ir.Type, source: ir.Value, ends: _Ends, of_block: tuple[ir.Value, ...]) -> None:
-    """Keep the largest magnitudes of part of a row, as bits."""
+    """Update the largest magnitudes, as bits, with part of a row."""
 
     def work(column: ir.Value, lanes: int) -> None:
         bits = build.read(build.element(source, column, kind), vector(kind, lanes))
@@ -234,13 +236,13 @@ def _search(build: Builder, kind: ir.Type, source: ir.Value, ends: _Ends, of_blo
 
 
 def _largest(build: Builder, of_block: tuple[ir.Value, ...]) -> ir.Value:
-    """The bits, in float32, of the largest magnitude of a block."""
+    """The float32 bits of a block's largest magnitude."""
     together, alone = (build.load(place, typ=place.allocated_type) for place in of_block)
     return float32_bits(build, build.larger(build.largest_lane(together), alone), 1)
 
 
 class _Encoder(NamedTuple):
-    """The columns of a block, and how its weights become codes."""
+    """The columns of a block, and how its weights are encoded."""
 
     columns: _Ends
     rule: Rule
@@ -260,7 +262,7 @@ class _Encoder(NamedTuple):
         build.across(*self.columns, _ENCODED if self.table is None else LOOKED_UP, work)
 
     def encode_for(self, reader: CodesReader, block: int, build: Builder, source: ir.Value, target: ir.Value) -> None:
-        """The same of a whole block, the one of this number among those side by side, with a reader of the codes."""
+        """Encode a row of a whole block, number `block` of the adjacent ones, and pass the codes to a reader."""
         for number in range(BLOCK // LOOKED_UP):
             column = build.add(self.columns[0], constant(BITS_64, number * LOOKED_UP))
             own = build.read(build.element(source, column, BITS_16), vector(BITS_16, LOOKED_UP))
@@ -269,7 +271,7 @@ class _Encoder(NamedTuple):
             reader.read(block * BLOCK // LOOKED_UP + number, codes)
 
     def _codes(self, build: Builder, own: ir.Value) -> ir.Value:
-        """The codes of as many weights as are looked up at once, if all of these are."""
+        """Look up the codes of `LOOKED_UP` weights, or compute them if some cannot be looked up."""
         assert self.table is not None
         codes = []
         with build.if_else(self.table.knows(build, own), likely=True) as (looked_up, computed):
@@ -291,7 +293,7 @@ class _Encoder(NamedTuple):
 
 
 def _write_line(build: Builder, to: ir.Value, codes: ir.Value) -> None:
-    """Write 64 codes past the caches where they are a line of them."""
+    """Write 64 codes, bypassing the caches if they are an aligned cache line."""
     offset = build.and_(build.ptrtoint(to, BITS_64), constant(BITS_64, LINE_BYTES - 1))
     is_line = build.icmp_unsigned("==", offset, constant(BITS_64, 0))
     with build.if_else(is_line, likely=True) as (line, other):

@@ -1,7 +1,7 @@
-"""Block FP8 to bfloat16 or float32.
+"""Converts block FP8 to bfloat16 or float32.
 
 The rule is that of DeepSeek-V3's `weight_dequant` (inference/kernel.py): the code as float32, times the scale in
-float32, then rounded to the output type. So a bfloat16 is rounded twice, here as there.
+float32, then rounded to the output dtype. So a bfloat16 is rounded twice, as in the original.
 """
 
 import torch
@@ -9,12 +9,11 @@ import torch
 from converters.fp8.blocks import BLOCK, CODES, LARGEST_SCALE, Scratch, scales_shape, tiles
 
 _OUTPUTS = (torch.bfloat16, torch.float32)
-# With either sign: the largest code as a signed byte, and the largest as an unsigned one.
+# The two NaNs: the largest code as a signed byte (positive), and as an unsigned byte (negative).
 _NANS = ((torch.int8, 0x7F), (torch.uint8, 0xFF))
-# An e4m3 code is, shifted by 7 bits and without the copy of the sign that shifting leaves in bit 14, the float16 of a
-# value smaller by the difference of their exponent biases, subnormals included. This is exact, and 20 times as fast as
-# torch's own conversion on a CPU.
-# Multiplied, because torch shifts more slowly.
+# An e4m3 code shifted by 7 bits, without the copy of the sign that shifting leaves in bit 14, is a float16 with the
+# same value up to the difference of the exponent biases, subnormals included. This is exact, and 20 times as fast as
+# torch's own conversion on a CPU. It is a multiplication because torch's shift is slower.
 _MANTISSA_SHIFT = 2**7
 _WITHOUT_BIT_14 = ~(1 << 14)
 _BIAS_DIFFERENCE = 2.0 ** (15 - 7)
@@ -30,16 +29,17 @@ def dequantise_into(
     column_start: int = 0,
     scratch: Scratch | None = None,
 ) -> None:
-    """Write the values of a box of a weight into `out`, a view of any strides, in bfloat16 or float32.
+    """Write the values of a box of a weight into `out`, a view with any strides, in bfloat16 or float32.
 
-    `codes` (float8_e4m3fn, of the shape of `out`) are the box that begins at `row_start` and `column_start`, anywhere
-    in a block; `scales` those of the whole weight. With `scratch`, many calls share the memory they work in.
-    Raises ValueError, naming the element, for a code that is NaN, and for a scale that is not finite or above 2**119;
-    also for tensors of another type or shape. The content of `out` is then undefined.
+    `codes` (float8_e4m3fn, same shape as `out`) are the codes of the box that begins at `row_start` and `column_start`,
+    which may be inside a block. `scales` are those of the whole weight. With `scratch`, calls share working memory.
+
+    Raises ValueError, naming the element, for a NaN code and for a scale that is not finite or above 2**119; also for a
+    wrong dtype or shape. The content of `out` is then undefined.
     """
     _check(codes, scales, out, row_start, column_start)
     used = _used(scales, codes, row_start, column_start)
-    # Imported where it is needed: LLVM is large.
+    # Imported here because LLVM is large.
     from converters.fp8 import compiled_dequantise
 
     if compiled_dequantise.knows(codes, out) and compiled_dequantise.dequantise(
@@ -53,7 +53,7 @@ def dequantise_into(
 def _in_torch(
     codes: torch.Tensor, used: torch.Tensor, out: torch.Tensor, row_start: int, column_start: int, scratch: Scratch
 ) -> None:
-    """The rule in torch: for views that have gaps between columns."""
+    """The rule in torch, for views with gaps between columns."""
     factors = _spread(used * _BIAS_DIFFERENCE, column_start % BLOCK, codes.shape[1])
     raw = codes.view(torch.int8)
     first = row_start // BLOCK
@@ -79,7 +79,7 @@ def _check(codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor, row_sta
 
 
 def _used(scales: torch.Tensor, codes: torch.Tensor, row_start: int, column_start: int) -> torch.Tensor:
-    """The scales of the blocks that a box reaches into, in float32 and contiguous."""
+    """The scales of the blocks that a box overlaps, contiguous and in float32."""
     rows, columns = (
         slice(start // BLOCK, -(-(start + n) // BLOCK))
         for start, n in ((row_start, codes.shape[0]), (column_start, codes.shape[1]))
@@ -93,7 +93,7 @@ def _used(scales: torch.Tensor, codes: torch.Tensor, row_start: int, column_star
 
 
 def _spread(of_blocks: torch.Tensor, offset: int, columns: int) -> torch.Tensor:
-    """Numbers of blocks for each column of a box that begins `offset` columns behind the start of the first."""
+    """Repeat a number per block for each column of a box, which begins `offset` columns into the first block."""
     return of_blocks.repeat_interleave(BLOCK, dim=1)[:, offset : offset + columns]
 
 

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are in block FP8, and what their scales are called."""
+"""Decides which tensors of a checkpoint are in block FP8, and names their scales."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,17 +11,17 @@ from converters.fp8.blocks import CODES, scales_shape
 from converters.layout import Shape
 
 SCALES_SUFFIX = "_scale_inv"
-"""End of the name of a tensor's scales: despite it, what a code is multiplied by."""
+"""Suffix of the names of scales. Despite "inv", codes are multiplied by them."""
 _SCALE_DTYPES = (torch.float32, torch.bfloat16)
 _KEPT = ("mlp.router.weight", "eh_proj.weight")
-"""Megatron's names of the matrices of a layer that DeepSeek-V3 and Qwen3 were released with in bfloat16."""
+"""Megatron's names of the matrices in a layer that released DeepSeek-V3 and Qwen3 checkpoints keep in bfloat16."""
 
 
 def quantised_names(architecture: Architecture) -> frozenset[str]:
     """The HuggingFace names of the weights that are in FP8 in released checkpoints.
 
-    These are the matrices of the layers, multi-token prediction included: attention, MLPs and experts. The router, the
-    projection into a multi-token-prediction layer, embeddings and the output layer stay as they are.
+    These are the matrices of attention, MLPs and experts in all layers, including multi-token prediction. The router,
+    the projection into a multi-token-prediction layer, the embedding and the output layer stay unquantised.
     """
     names: set[str] = set()
     for parameter in architecture.weight_map:
@@ -35,17 +35,17 @@ def quantised_names(architecture: Architecture) -> frozenset[str]:
 
 
 def unquantised_modules(architecture: Architecture) -> list[str]:
-    """The modules with matrices that are not in FP8, and the output layer, tied or not."""
+    """The modules whose matrices are not in FP8, including the output layer, tied or not."""
     quantised = quantised_names(architecture)
     kept = [name for name, shape in architecture.hf_shapes.items() if len(shape) == 2 and name not in quantised]
     return sorted({"lm_head", *(name.removesuffix(".weight") for name in kept)})
 
 
 def scales_of(folder: Path, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
-    """Name of each tensor in FP8 -> name of its scales, of the checkpoint `folder` with these tensors.
+    """Map the name of each FP8 tensor in the checkpoint `folder` to the name of its scales.
 
-    Raises UserError for a tensor in another FP8 type, one that is no matrix, one without scales, for scales of the
-    wrong shape or type, and for scales without a tensor in FP8.
+    Raises UserError for a tensor in another FP8 dtype, that is not a matrix, or that has no scales; also for scales of
+    a wrong shape or dtype, and for scales without an FP8 tensor.
     """
     scales = {}
     for name, dtype in dtypes.items():

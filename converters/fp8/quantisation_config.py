@@ -15,15 +15,15 @@ _REQUIRED: Mapping[str, tuple[Any, ...]] = {
 }
 _IF_GIVEN: Mapping[str, tuple[Any, ...]] = {
     "fmt": ("e4m3", "float8_e4m3fn"),
-    # "ue8m0" says that the scales are powers of two, as in DeepSeek-V3.1: they mean the same.
+    # "ue8m0" says that the scales are powers of two, as in DeepSeek-V3.1, which changes nothing for a reader.
     "scale_fmt": ("float", "ue8m0"),
 }
 
 
 def is_block_fp8(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a config.json says that weights are in block FP8.
+    """Whether a config.json says that the weights are in block FP8.
 
-    Raises UserError where they are quantised in another way.
+    Raises UserError if they are quantised in another way.
     """
     quantisation = hf_config.get("quantization_config")
     if not quantisation:
@@ -44,9 +44,9 @@ def is_block_fp8(hf_config: Mapping[str, Any]) -> bool:
 def quantisation_config(architecture: Architecture) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint whose `quantised_names` are in FP8.
 
-    To the four fields of DeepSeek-V3's comes the list of the modules that are not quantised, as in Qwen3's: vLLM
-    expects Qwen3's routers in FP8 unless they are in it. With a list, transformers expects the output layer in FP8
-    too unless it is in it, tied or not.
+    It has the four fields of DeepSeek-V3 and, as Qwen3 has, the list of modules that are not quantised: vLLM expects
+    Qwen3's routers in FP8 unless they are listed. Given a list, transformers expects the output layer in FP8, too,
+    unless it is listed, tied or not.
     """
     return {
         "activation_scheme": "dynamic",

@@ -1,14 +1,14 @@
-"""Bfloat16 or float32 to block FP8.
+"""Converts bfloat16 or float32 to block FP8.
 
 The rule is that of DeepSeek-V3's kernels (inference/kernel.py): the scale of a block is its largest magnitude over 448,
-in float32; the code is the weight over the scale, divided in float32 and rounded to the nearest e4m3, ties to even.
-A block of zeros would then have the scale 0 and codes of 0 / 0, so its largest magnitude counts as 1e-10 at least, as
-in the kernels by which SGLang, slime and verl quantise.
+in float32; the code is the weight over the scale, divided in float32 and rounded to the nearest e4m3, ties to even. A
+block of zeros would have the scale 0 and codes of 0 / 0, so the largest magnitude is raised to at least 1e-10, as in
+the quantisation kernels of SGLang, slime and verl.
 
-Where scales are to be powers of two (UE8M0), as in DeepSeek-V3.1, the rule is that of `per_block_cast_to_fp8` in
-DeepGEMM (deep_gemm/utils/math.py): the scale is rounded up to the next power of two, and the largest magnitude counts
-as 1e-4 at least. If the largest code is then 224, half the scale with twice the codes is the same numbers. Engines come
-to these when they apply the rule once more to what they load, and so they are taken here.
+For power-of-two scales (UE8M0), as in DeepSeek-V3.1, the rule is that of `per_block_cast_to_fp8` in DeepGEMM
+(deep_gemm/utils/math.py): the scale is rounded up to the next power of two, and the largest magnitude is raised to at
+least 1e-4. If the largest code is then 224, half the scale with twice the codes represents the same numbers. Engines
+arrive at this form when they requantise what they load, so it is used here, too.
 """
 
 import torch
@@ -28,7 +28,7 @@ from converters.fp8.blocks import (
 )
 
 _INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
-"""By the type of a weight: the one in which its bits without the sign are in the order of its magnitudes, NaN last."""
+"""Dtype of a weight -> integer dtype in which its bits without the sign are ordered by magnitude, NaN last."""
 
 
 @torch.no_grad()
@@ -40,15 +40,16 @@ def quantise_into(
     power_of_two: bool = False,
     scratch: Scratch | None = None,
 ) -> None:
-    """Write the codes and scales of a weight, or of whole rows or columns of blocks of it, into views of any strides.
+    """Write the codes and scales of a weight, or of whole rows or columns of its blocks, into views with any strides.
 
-    `weight` (bfloat16, float16 or float32) and `codes` (float8_e4m3fn) have the same shape, which begins at the corner
-    of a block; `scales` (float32) are those of its blocks. With `scratch`, many calls share the memory they work in.
-    Raises ValueError, naming the block, for a weight that is not finite or above `LARGEST_WEIGHT`; also for tensors of
-    another type or shape. The contents of `codes` and `scales` are then undefined.
+    `weight` (bfloat16, float16 or float32) and `codes` (float8_e4m3fn) have the same shape, and begin at the corner of
+    a block; `scales` (float32) are those of its blocks. With `scratch`, calls share working memory.
+
+    Raises ValueError, naming the block, for a weight that is not finite or above `LARGEST_WEIGHT`; also for a wrong
+    dtype or shape. The contents of `codes` and `scales` are then undefined.
     """
     _check(weight, codes, scales)
-    # Imported where it is needed: LLVM is large.
+    # Imported here because LLVM is large.
     from converters.fp8 import compiled_quantise
 
     if compiled_quantise.knows(weight, codes, scales) and compiled_quantise.quantise(
@@ -61,19 +62,19 @@ def quantise_into(
 def _in_torch(
     weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, power_of_two: bool, scratch: Scratch
 ) -> None:
-    """The rule in torch: for what machine code does not know, and to name the block that has no codes."""
+    """The rule in torch: for tensors that machine code does not support, and to name a block that cannot be encoded."""
     for tile in tiles((weight.shape[0], weight.shape[1]), 0):
         source, target = weight[tile.rows, tile.columns], codes[tile.rows, tile.columns]
         largest = _largest_magnitudes(source, tile, scratch)
         smallest = SMALLEST_MAGNITUDE_OF_POWERS if power_of_two else SMALLEST_MAGNITUDE
         largest.clamp_(min=smallest)
-        # Not over a number, by whose inverse a GPU would multiply.
+        # A tensor as the divisor, because a GPU would replace division by a number with multiplication by its inverse.
         scale = largest / torch.full_like(largest, LARGEST_CODE)
         if power_of_two:
             scale = _rounded_up(scale)
         single = scratch.like(tile, torch.float32)
         single.view(source.shape).copy_(source)
-        # A quotient is at most 448 * (1 + 2**-22), which rounds to 448: nothing is left to saturate.
+        # A quotient is at most 448 * (1 + 2**-22), which rounds to 448, so nothing needs saturating.
         single.div_(_spread(scale, source.shape[1]))
         if not power_of_two:
             target.copy_(single.view(target.shape))
@@ -99,7 +100,7 @@ def _check(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> N
 
 
 def _largest_magnitudes(source: torch.Tensor, tile: Tile, scratch: Scratch) -> torch.Tensor:
-    """The largest magnitude of each block of a tile."""
+    """The largest magnitude of each block in a tile."""
     integer = _INTEGERS[source.dtype]
     bits = scratch.like(tile, integer)
     torch.bitwise_and(source.view(integer), torch.iinfo(integer).max, out=bits.view(source.shape))
@@ -114,16 +115,16 @@ def _largest_magnitudes(source: torch.Tensor, tile: Tile, scratch: Scratch) -> t
 
 
 def _spread(of_blocks: torch.Tensor, columns: int) -> torch.Tensor:
-    """Numbers of the blocks of a tile, for each of its columns and all rows of a block."""
+    """Repeat a number per block for each column of a tile; broadcasts over the rows of a block."""
     return of_blocks.repeat_interleave(BLOCK, dim=1)[:, None, :columns]
 
 
 def _doubled(codes: torch.Tensor) -> torch.Tensor:
-    """The codes (as bytes) of twice the numbers: the next exponent, or twice the mantissa of a subnormal one."""
+    """The codes (as bytes) of twice the numbers: the next exponent, or for a subnormal twice the mantissa."""
     magnitudes = codes & 0x7F
     return torch.where(magnitudes < 8, 2 * magnitudes, magnitudes + 8) | (codes & 0x80)
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """The next powers of two: a mantissa that is not zero carries into the exponent."""
+    """Round up to powers of two: a nonzero mantissa carries into the exponent."""
     return ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)

@@ -1,4 +1,4 @@
-"""Each kind of parameter: put together from HuggingFace tensors and cut over ranks, of Megatron or of an engine."""
+"""Assembles each kind of parameter from HuggingFace tensors and cuts it over the ranks of Megatron or an engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from converters.boxes import Box
 
 @dataclass(frozen=True)
 class Piece:
-    """`start` to `stop`, along the cut's axis, of the HuggingFace tensor number `source` of a parameter."""
+    """Rows or columns `start` to `stop`, along the cut's axis, of a parameter's HuggingFace tensor number `source`."""
 
     source: int
     start: int
@@ -19,7 +19,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """A rank's part of a parameter: the pieces that follow each other along `axis`, then padding."""
+    """A rank's part of a parameter: pieces concatenated along `axis`, then padding."""
 
     axis: int
     pieces: Sequence[Piece]
@@ -32,7 +32,7 @@ class Cut:
 
 
 def interval(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
-    """The box of a tensor of `shape` that is whole but along `axis`."""
+    """The box of a tensor of `shape` that is cut along `axis` only."""
     box = Box.whole(shape)
     return Box((*box.start[:axis], start, *box.start[axis + 1 :]), (*box.stop[:axis], stop, *box.stop[axis + 1 :]))
 
@@ -51,7 +51,7 @@ def _undividable_heads(query: Dimension, key_value: Dimension, parts: int) -> Di
 
 
 def _whole_groups(key_value: Dimension, parts: int) -> bool:
-    """Whether several groups are on a part, or several parts share a group."""
+    """Whether each part has whole groups, or each group is shared by a whole number of parts."""
     return key_value.units % parts == 0 or parts % key_value.units == 0
 
 
@@ -77,7 +77,7 @@ def _gated(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> 
 
 
 def _qkv(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cut:
-    """Query heads, key and value of each group in turn; with fewer groups than parts a cut goes through a group."""
+    """Query heads, key and value of each group in turn; with fewer groups than parts, groups are cut."""
     groups = dimensions[1][0].units
     interleaved = [
         _even(source, shape[0], group, groups) for group in range(groups) for source, shape in enumerate(dimensions)
@@ -87,7 +87,7 @@ def _qkv(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cu
 
 
 def _whole_heads(dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cut:
-    """The part's query heads, then its keys and its values; with fewer heads of these than parts, one of each."""
+    """The part's query heads, then its keys, then its values; with fewer key-value heads than parts, one of each."""
     sharing = max(1, parts // dimensions[1][0].units)
     queries, *others = (shape[0] for shape in dimensions)
     keys_and_values = [
@@ -97,7 +97,7 @@ def _whole_heads(dimensions: Sequence[Sequence[Dimension]], part: int, parts: in
 
 
 def _between(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
-    """Cut `start` to `stop` out of pieces that follow each other."""
+    """Cut `start` to `stop` out of concatenated pieces."""
     inside, position = [], 0
     for piece in pieces:
         end = position + piece.stop - piece.start
@@ -110,7 +110,7 @@ def _between(pieces: Sequence[Piece], start: int, stop: int) -> list[Piece]:
 
 
 def _vocabulary(multiple: int, dimensions: Sequence[Sequence[Dimension]], part: int, parts: int) -> Cut:
-    """Rows of a vocabulary, filled up to the multiple, or to one for each part where these cannot share that out."""
+    """Rows of a vocabulary padded to `multiple`, or to `multiple * parts` if the parts cannot be equal otherwise."""
     size = dimensions[0][0].size
     rows = _filled_up(size, multiple)
     length = (rows if rows % parts == 0 else _filled_up(size, multiple * parts)) // parts
@@ -124,29 +124,29 @@ def _filled_up(size: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class CutRules:
-    """A program's way to cut a model over ranks."""
+    """How a program cuts a model over ranks."""
 
     cuts: Mapping[Kind, Callable[[Sequence[Sequence[Dimension]], int, int], Cut]]
     """Kind of parameter -> its cut."""
     undividable_qkv: Callable[[Dimension, Dimension, int], Dimension | None]
-    """The one of the heads of queries, and of keys and values, that does not allow so many parts."""
+    """Returns the heads, of queries or of keys and values, that cannot be cut into so many parts; None if all can."""
 
 
 _ALIKE = {Kind.REPLICATED: _replicated, Kind.COLUMN: _column, Kind.ROW: _row, Kind.GATED: _gated}
 MEGATRON = CutRules({**_ALIKE, Kind.QKV: _qkv, Kind.VOCABULARY: partial(_vocabulary, 1)}, _undividable_qkv)
 ENGINES = CutRules({**_ALIKE, Kind.QKV: _whole_heads, Kind.VOCABULARY: partial(_vocabulary, 64)}, _undividable_heads)
-"""Rules of vLLM and SGLang: QKVParallelLinear and VocabParallelEmbedding of both.
+"""The rules of vLLM and SGLang, from their QKVParallelLinear and VocabParallelEmbedding.
 
-Where workers cannot share out a vocabulary so filled up, SGLang fills it up further, and vLLM does not start.
+If workers cannot share a vocabulary evenly with this padding, SGLang pads further, and vLLM does not start.
 """
 
 
 def cut(
     kind: Kind, dimensions: Sequence[Sequence[Dimension]], part: int, parts: int, rules: CutRules = MEGATRON
 ) -> Cut:
-    """Part `part` of `parts` of a parameter of `kind`, whose HuggingFace tensors have these `dimensions`.
+    """Cut part `part` of `parts` out of a parameter of `kind`, whose HuggingFace tensors have these `dimensions`.
 
-    `undividable` must find nothing.
+    The caller has checked that `undividable` returns None.
     """
     return rules.cuts[kind](dimensions, part, parts)
 
@@ -154,7 +154,7 @@ def cut(
 def undividable(
     kind: Kind, dimensions: Sequence[Sequence[Dimension]], parts: int, rules: CutRules = MEGATRON
 ) -> Dimension | None:
-    """The dimension that does not allow `parts` parts of a parameter of `kind`; None where all do."""
+    """The dimension that prevents cutting a parameter of `kind` into `parts` parts; None if there is none."""
     if kind in (Kind.REPLICATED, Kind.VOCABULARY):
         return None
     if kind is Kind.QKV:

@@ -1,4 +1,4 @@
-"""The layout of a model on the workers of an engine that cannot be asked: of a plan."""
+"""The layout of a model on an engine's workers, computed for plans, where no engine can be asked."""
 
 from converters.architectures import Architecture
 from converters.layout import Layout
@@ -8,10 +8,11 @@ from converters.layouts.parallel_sizes import ParallelSizes
 
 
 def engine_layout(architecture: Architecture, parallel: ParallelSizes) -> Layout:
-    """The layout on the workers of an engine of vLLM or SGLang, with sizes that have no pipeline.
+    """The layout on the workers of a vLLM or SGLang engine, whose sizes have no pipeline parallelism.
 
-    Tensors lie where Megatron's ranks have them, but for heads of keys and values, which workers have alike where there
-    are fewer heads than workers, and for the vocabulary. Workers call and stack tensors in another way.
-    Raises UserError as `megatron_layout`.
+    Tensors are laid out as on Megatron's ranks, except for the vocabulary and for key-value heads, which workers
+    replicate if there are fewer heads than workers. The names and the stacking of the workers' own tensors differ.
+
+    Raises UserError as `megatron_layout` does.
     """
     return cut_layout(architecture, parallel, "local", ENGINES)

@@ -1,9 +1,9 @@
-"""Following the elements of HuggingFace tensors through code that loads them, without any values.
+"""Follows the elements of HuggingFace tensors through code that loads them, without any values.
 
-The code gets tensors on torch's meta device, which have a storage but no memory. A view of one shares its storage, so
-offset and strides are its place in the HuggingFace tensor. A copy of such a view into a parameter is written down and
-not carried out, and neither is anything else that would write into a parameter. Several that a loader joins before it
-copies them are followed as their parts.
+The code gets tensors on torch's meta device, which have a storage but no memory. A view shares its tensor's storage, so
+its offset and strides tell its place in the HuggingFace tensor. Copies of such views into parameters are recorded and
+not carried out; other writes into parameters are not carried out either. If a loader joins several tensors before it
+copies them, each is followed as a part of the result.
 """
 
 from collections import defaultdict
@@ -20,9 +20,9 @@ from converters.layouts.strided import Strided
 
 _aten = torch.ops.aten
 _EQUAL = (_aten.clone.default, _aten._to_copy.default)
-"""Give a tensor of its own with the same values."""
+"""Operators that return a new tensor with the same values."""
 _OTHER_BITS = (_aten.view.dtype, _aten.view_as_real.default, _aten.view_as_complex.default)
-"""Views whose elements are not those of their tensor."""
+"""Operators that return views with other elements than their tensor."""
 _NO_BOX = "takes a part of it that is not a box"
 _CONSTANTS: Mapping[Any, Callable[[Sequence[Any]], float]] = {
     _aten.fill_.Scalar: lambda arguments: arguments[1],
@@ -31,12 +31,12 @@ _CONSTANTS: Mapping[Any, Callable[[Sequence[Any]], float]] = {
 
 
 class UntraceableError(Exception):
-    """The loading code does with a HuggingFace tensor what no placement can say; the reason was noted."""
+    """The loading code does something with a HuggingFace tensor that no placement expresses; the reason is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`hf_box` of a HuggingFace tensor went into `box` of a parameter."""
+    """A copy of `hf_box` of a HuggingFace tensor into `box` of a parameter."""
 
     hf_name: str
     hf_box: Box
@@ -45,14 +45,14 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """A meta tensor, kept so that its storage stays its own: the elements of `hf_box`, without some lengths of 1."""
+    """A meta tensor with the elements of `hf_box`, perhaps squeezed; kept alive so that its storage is not reused."""
 
     hf_name: str
     hf_box: Box
     tensor: Tensor
 
     def hf_box_of(self, view: Tensor) -> Box | None:
-        """The box of the HuggingFace tensor that a view of `tensor` is."""
+        """The box of the HuggingFace tensor that corresponds to a view of `tensor`; None if it is not a box."""
         inner = Strided.of(self.tensor).box_of(Strided.of(view))
         if inner is None:
             return None
@@ -64,15 +64,15 @@ class _Followed:
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A meta tensor, kept so that its storage stays its own: parts that follow each other along a dimension."""
+    """A meta tensor of parts concatenated along a dimension; kept alive so that its storage is not reused."""
 
     parts: Sequence[tuple[_Followed, Tensor]]
-    """Each with the view of what is followed that it is."""
+    """Each followed tensor, with the view of it that is the part."""
     dimension: int
     tensor: Tensor
 
     def cut(self, view: Tensor) -> list[tuple[_Followed, Tensor, int]] | None:
-        """The parts in a view of `tensor`, and where each begins in the view; None if the view is no box of it."""
+        """The parts in a view of `tensor`, and where each begins in the view; None if the view is not a box of it."""
         box = Strided.of(self.tensor).box_of(Strided.of(view))
         if box is None or box.shape != tuple(view.shape):
             return None
@@ -89,19 +89,19 @@ class _Joined:
 
 
 class LoadTracer(TorchDispatchMode):
-    """While active, notes what is copied from followed tensors into `parameters`, and keeps all writes from these.
+    """While active, records copies from followed tensors into `parameters`, to which nothing is written.
 
-    `excluded` gives a reason for every parameter whose elements may not be traced.
+    `excluded` maps parameters whose elements cannot be traced to the reason.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], excluded: Mapping[str, str]) -> None:
         super().__init__()
         self.copies: dict[str, list[Copy]] = defaultdict(list)
-        """Parameter -> what was copied into it."""
+        """Parameter -> the copies into it."""
         self.padding: dict[str, list[tuple[Box, float]]] = defaultdict(list)
-        """Parameter -> boxes that are filled with a constant, and the constant."""
+        """Parameter -> the boxes that are filled with a constant, and the constant."""
         self.untraced: dict[str, str] = {}
-        """HuggingFace name -> why what was noted of it is not all."""
+        """HuggingFace name -> why the recorded copies of it are not complete."""
         self.changed: dict[str, str] = {}
         """Parameter -> what else writes into it."""
         self._excluded = excluded
@@ -119,9 +119,9 @@ class LoadTracer(TorchDispatchMode):
         return tensor
 
     def origin(self, tensor: Tensor) -> tuple[str, Box]:
-        """The followed tensor that `tensor` is a part of, copied or not, and which part.
+        """The followed tensor that `tensor`, copied or not, is a part of, and the box of that part.
 
-        Raises UntraceableError where it is no box of one.
+        Raises UntraceableError if it is not a box of one.
         """
         followed = self._followed.get(_storage(tensor))
         box = followed.hf_box_of(tensor) if followed else None
@@ -206,17 +206,17 @@ class LoadTracer(TorchDispatchMode):
             raise self._untraceable(whole, "joins it with others, and copies them into another shape")
         for followed, part, start in cut:
             self._copy(followed, destination.narrow(joined.dimension, start, part.shape[joined.dimension]), part)
-        # Who loads one of them has to load the others, too.
+        # They are loaded together: if one of them needs the engine's loader, so do the others.
         if reasons := [self.untraced[each.hf_name] for each in whole if each.hf_name in self.untraced]:
             for each in whole:
                 self.untraced.setdefault(each.hf_name, reasons[0])
 
     def _copy(self, followed: _Followed, destination: Tensor, source: Tensor) -> None:
-        """Note a copy, or why it is not one; the loader goes on either way."""
+        """Record a copy, or why it cannot be expressed; the loader continues either way."""
         if not destination.numel():
             return
         if not self._holders(destination):
-            # It would go on with what is not there.
+            # The loader would continue with memory that was never filled.
             raise self._untraceable([followed], "puts it into memory that is not one of the model's parameters")
         hf_box, (name, box) = followed.hf_box_of(source), self._place(destination)
         if fault := _cast_fault(source.dtype, destination.dtype, widening=False):
@@ -233,7 +233,7 @@ class LoadTracer(TorchDispatchMode):
             self.copies[name].append(Copy(followed.hf_name, hf_box, box))
 
     def _write(self, func: Any, args: Sequence[Any], written: Sequence[Tensor]) -> None:
-        """Note a write without elements of HuggingFace tensors."""
+        """Record a write that has no elements of HuggingFace tensors."""
         for tensor in written:
             if not tensor.numel():
                 continue
@@ -257,7 +257,7 @@ class LoadTracer(TorchDispatchMode):
         return self._parameters.get(_storage(tensor), [])
 
     def _place(self, tensor: Tensor) -> tuple[str, Box | None]:
-        """The parameter in whose memory `tensor` lies, and its box there, if it is one."""
+        """The parameter in whose memory `tensor` lies, and its box there; the box is None if it is not one."""
         view = Strided.of(tensor)
         holders = self._holders(tensor)
         boxes = (
@@ -266,7 +266,7 @@ class LoadTracer(TorchDispatchMode):
         return next(((name, box) for name, box in boxes if box), (holders[0][0], None))
 
     def _origins(self, tensors: Iterable[Tensor]) -> list[_Followed]:
-        """All that is followed in tensors, joined or not."""
+        """All followed tensors among `tensors`, including the parts of joined ones."""
         found: list[_Followed] = []
         for storage in map(_storage, tensors):
             if storage in self._followed:
@@ -285,7 +285,7 @@ class LoadTracer(TorchDispatchMode):
 
 
 def _cast_fault(source: torch.dtype, target: torch.dtype, *, widening: bool) -> str | None:
-    """Why a cast is not the rounding of a plain copy, or, in between, loses digits; None where it is and does not."""
+    """Why a cast does more than a plain copy's rounding, or (if `widening`) loses precision; None if neither."""
     if source == target:
         return None
     plain = all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in (source, target))
@@ -295,7 +295,7 @@ def _cast_fault(source: torch.dtype, target: torch.dtype, *, widening: bool) -> 
 
 
 def _without_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of a function that copies what has no values, on any device that it names."""
+    """Call a function that copies tensors without values, on the meta device whatever device it asks for."""
     return func(*args, **(kwargs | {"device": "meta"} if "device" in kwargs else kwargs))
 
 
@@ -308,7 +308,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of an operator, also those in lists."""
+    """The tensors among the arguments of an operator, including those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -317,7 +317,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments of `func` that it writes to."""
+    """The tensors among its arguments that `func` writes to."""
     if func._schema.is_mutable:
         for i, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
@@ -326,7 +326,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 def _is_view(func: Any) -> bool:
     if func is _aten._unsafe_view.default:
-        # A view whose schema does not say so.
+        # It returns a view although its schema does not say so.
         return True
     if func in _OTHER_BITS:
         return False

@@ -23,9 +23,10 @@ ModuleNames = Literal["local", "te"]
 def megatron_layout(architecture: Architecture, parallel: ParallelSizes, *, module_names: ModuleNames) -> Layout:
     """The layout of the HuggingFace tensors of `architecture` in the GPTModel state of every rank.
 
-    With several model chunks per rank, the names of chunk `i` begin with `model{i}.`. Under FSDP2 the tensors of a rank
-    are the rows that it has.
-    Raises UserError where heads, experts, layers or MLP widths cannot be divided by the sizes.
+    With several model chunks per rank, names in chunk `i` begin with `model{i}.`. With FSDP2, a rank's tensors are the
+    rows that it holds.
+
+    Raises UserError if heads, experts, layers or MLP widths are not divisible by the sizes.
     """
     return cut_layout(architecture, parallel, module_names, MEGATRON)
 
@@ -33,14 +34,14 @@ def megatron_layout(architecture: Architecture, parallel: ParallelSizes, *, modu
 def cut_layout(
     architecture: Architecture, parallel: ParallelSizes, module_names: ModuleNames, rules: CutRules
 ) -> Layout:
-    """The layout on ranks of these sizes, by any rules. Raises UserError as `megatron_layout`."""
+    """The layout on ranks of these sizes, by any rules. Raises UserError as `megatron_layout` does."""
     check_divisible(architecture, parallel, rules)
     cuts = _Cuts(architecture, parallel, module_names, rules)
     return Layout(parallel.world_size, architecture.hf_shapes, cuts.shard, cuts.only)
 
 
 def check_divisible(architecture: Architecture, parallel: ParallelSizes, rules: CutRules = MEGATRON) -> None:
-    """Raise UserError where heads, experts, layers or MLP widths cannot be divided by the sizes."""
+    """Raise UserError if heads, experts, layers or MLP widths are not divisible by the sizes."""
     parallel.layers_of_stages(architecture.num_layers)
     experts, ranks = architecture.num_experts, parallel.expert_model_parallel_size
     if not experts and ranks > 1:
@@ -81,7 +82,7 @@ def _nearest_cuts(
 
 @dataclass(frozen=True)
 class ParameterPart:
-    """A rank's part of a parameter, without the names, which differ by layer and expert."""
+    """A rank's part of a parameter, without names, which differ by layer and expert."""
 
     shape: Shape
     pieces: list[tuple[int, Box, Box]]
@@ -115,14 +116,14 @@ def parameter_part(
 
 
 def whole_parameter(architecture: Architecture, parameter: Parameter) -> ParameterPart:
-    """A parameter of the model as one rank would have it, without padding."""
+    """A parameter of the model as a single rank would hold it, without padding."""
     return parameter_part(architecture, ParallelSizes(), parameter, ParallelSizes().coordinates(0))
 
 
 def _layers(
     architecture: Architecture, parallel: ParallelSizes, parameter: Parameter, at: RankCoordinates, chunk: int
 ) -> Iterator[tuple[int, int]]:
-    """Global and local index of every layer of a model chunk that has `parameter`; one pair for what is in no layer."""
+    """Global and local index of each layer of a model chunk that has `parameter`; one pair if it is outside layers."""
     layers: Iterable[int]
     if parameter.part is Part.LAYERS:
         layers = parallel.layers(architecture.num_layers, at.pipeline, chunk)
@@ -145,11 +146,11 @@ def _on_chunk(parallel: ParallelSizes, part: Part, pipeline_rank: int, chunk: in
 
 
 _Wanted = Mapping[tuple[int, int], Collection[int]]
-"""Number of a parameter in the weight map and layer -> experts. Parameters outside layers or experts are in 0."""
+"""(Index of a parameter in the weight map, layer) -> experts. Layer and expert are 0 for parameters outside of them."""
 
 
 class _Cuts:
-    """The cuts of a model over ranks, and the parts that several ranks have alike."""
+    """The cuts of a model over ranks. Caches the parts that several ranks have in common."""
 
     def __init__(
         self, architecture: Architecture, parallel: ParallelSizes, module_names: ModuleNames, rules: CutRules
@@ -200,7 +201,7 @@ class _Cuts:
         return Shard(shapes, placements, padding)
 
     def only(self, hf_names: Collection[str]) -> Callable[[int], Sequence[Placement]]:
-        """`Layout.placements_of`, without going through the rest of the model."""
+        """`Layout.placements_of`, without computing the rest of the model."""
         wanted: dict[tuple[int, int], set[int]] = defaultdict(set)
         for number, parameter in enumerate(self._architecture.weight_map):
             experts = range(self._architecture.num_experts if parameter.is_expert else 1)
@@ -212,7 +213,7 @@ class _Cuts:
         return lambda rank: [each for each in self.shard(rank, wanted).placements if each.hf_name in hf_names]
 
     def _part(self, number: int, at: RankCoordinates) -> ParameterPart:
-        """The part of a parameter that all ranks of the same tensor coordinates have."""
+        """A rank's part of a parameter, which ranks with the same tensor coordinates share."""
         key = number, at.tensor, at.expert_tensor
         if key not in self._parts:
             parameter = self._architecture.weight_map[number]
@@ -227,7 +228,7 @@ class _Cuts:
 
 
 def _names(template: str, layer: int, experts: Iterable[int]) -> list[str]:
-    """The names of a parameter in a layer, one for each of `experts` where every expert has its own."""
-    # Not str.format: a model has hundreds of thousands of names over all its ranks.
+    """The names of a parameter in a layer, one per expert of `experts` if each has its own."""
+    # Not str.format, which is slower: over all ranks, a model has hundreds of thousands of names.
     head, has_experts, tail = template.replace("{layer}", str(layer)).partition("{expert}")
     return [f"{head}{expert}{tail}" for expert in experts] if has_experts else [head for _ in experts]

@@ -1,4 +1,4 @@
-"""Parallel sizes: the ways in which Megatron cuts a model, and the part of each cut that a rank has."""
+"""Parallel sizes: how Megatron cuts a model and a batch, and which part a rank has."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from converters.errors import UserError, nearest_sizes
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A rank's place in each kind of parallelism."""
+    """A rank's coordinate in each kind of parallelism."""
 
     tensor: int
     context: int
@@ -20,9 +20,9 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """The sizes of Megatron's parallel groups, by Megatron's names.
+    """The sizes of Megatron's parallel groups, under Megatron's names.
 
-    Raises UserError where the sizes contradict each other.
+    Raises UserError if the sizes contradict each other.
     """
 
     world_size: int = 1
@@ -31,14 +31,14 @@ class ParallelSizes:
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks per pipeline stage."""
     context_parallel_size: int = 1
-    """Ranks that have a part of each sequence, and all the same weights."""
+    """Ranks that share a sequence; all have the same weights."""
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int | None = None
     """Tensor parallelism of the experts; None is tensor_model_parallel_size."""
     num_layers_in_first_pipeline_stage: int | None = None
     num_layers_in_last_pipeline_stage: int | None = None
     use_torch_fsdp2: bool = False
-    """Ranks of data and context parallelism have each some rows of every weight, as torch's FSDP2 cuts them."""
+    """Whether weights are sharded by rows over data and context parallel ranks, as by torch's FSDP2."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -103,31 +103,31 @@ class ParallelSizes:
 
     @property
     def chunks(self) -> int:
-        """Model chunks of a rank."""
+        """Model chunks per rank."""
         return self.virtual_pipeline_model_parallel_size or 1
 
     @property
     def expert_tensor_size(self) -> int:
-        """Over how many ranks one expert is cut."""
+        """Number of ranks that an expert is cut over."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def stage_ranks(self) -> int:
-        """The number of ranks of a pipeline stage."""
+        """Number of ranks in a pipeline stage."""
         return self.world_size // self.pipeline_model_parallel_size
 
     @property
     def expert_ranks(self) -> int:
-        """Over how many ranks the experts of a layer are shared out, whole or in parts."""
+        """Number of ranks that the experts of a layer are distributed over, whole or in parts."""
         return self.expert_model_parallel_size * self.expert_tensor_size
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of parts into which a batch falls."""
+        """Number of parts into which a batch is split."""
         return self.stage_ranks // (self.tensor_model_parallel_size * self.context_parallel_size)
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """The place of `rank`, in Megatron's order tp-cp-ep-dp-pp (the leftmost varies fastest)."""
+        """The coordinates of `rank`, in Megatron's order tp-cp-ep-dp-pp (the leftmost varies fastest)."""
         return RankCoordinates(
             tensor=rank % self.tensor_model_parallel_size,
             context=rank // self.tensor_model_parallel_size % self.context_parallel_size,
@@ -138,38 +138,38 @@ class ParallelSizes:
 
     @property
     def weight_copies(self) -> int:
-        """How many ranks of a pipeline stage have the same weights outside experts, or each some rows of them."""
+        """Number of ranks in a pipeline stage that have the same non-expert weights or, with FSDP2, share the rows."""
         return self.data_parallel_size * self.context_parallel_size
 
     @property
     def expert_copies(self) -> int:
-        """How many ranks of a pipeline stage have the same part of the experts."""
+        """Number of ranks in a pipeline stage that have the same part of the experts."""
         return self.stage_ranks // self.expert_ranks
 
     def weight_copy(self, rank: int) -> int:
-        """Which of `weight_copies` `rank` has, in the order of Megatron's data-parallel groups with context ranks."""
+        """Index of `rank` among `weight_copies`, in the order of Megatron's data-parallel groups with context ranks."""
         return rank // self.tensor_model_parallel_size % self.weight_copies
 
     @property
     def unsharded(self) -> "ParallelSizes":
-        """The same sizes with whole weights, as they are read before FSDP2 cuts them."""
+        """The same sizes with whole weights, as they are loaded before FSDP2 shards them."""
         return replace(self, use_torch_fsdp2=False)
 
     def data_parallel_rank(self, rank: int) -> int:
-        """Which share of a batch `rank` works on, 0 to data_parallel_size - 1."""
+        """The share of a batch that `rank` works on, 0 to data_parallel_size - 1."""
         return rank // (self.tensor_model_parallel_size * self.context_parallel_size) % self.data_parallel_size
 
     def holds_predictions(self, rank: int) -> bool:
-        """Whether `rank` is the one, of those that share its part of a batch, that returns the results."""
+        """Whether `rank` is the one that returns the results, among the ranks that share its part of a batch."""
         place = self.coordinates(rank)
         return place.tensor == place.context == 0 and place.pipeline == self.pipeline_model_parallel_size - 1
 
     def padded_vocabulary(self, vocab_size: int) -> int:
-        """`vocab_size` of a GPTModel: the next multiple of tensor_model_parallel_size."""
+        """The `vocab_size` of a GPTModel: rounded up to a multiple of tensor_model_parallel_size."""
         return -(-vocab_size // self.tensor_model_parallel_size) * self.tensor_model_parallel_size
 
     def layers_of_stages(self, num_layers: int) -> list[int]:
-        """The number of `num_layers` layers that each pipeline stage has; UserError where they cannot be shared out."""
+        """How many of `num_layers` layers each pipeline stage has; raises UserError if they cannot be distributed."""
         stages: list[int | None] = [None] * self.pipeline_model_parallel_size
         stages[0] = self.num_layers_in_first_pipeline_stage
         if self.pipeline_model_parallel_size > 1:
@@ -199,7 +199,7 @@ class ParallelSizes:
         return counts
 
     def _taken_by_ends(self, num_layers: int, other_stages: int) -> str:
-        """Sentence about a first and last stage that leave no layers to other stages, or some to nobody."""
+        """Describe how the first and last stage leave no layers to the others, or leave layers unassigned."""
         counts = {"first": self.num_layers_in_first_pipeline_stage, "last": self.num_layers_in_last_pipeline_stage}
         taken = {which: count for which, count in counts.items() if count}
         settings = ", ".join(f"num_layers_in_{which}_pipeline_stage = {count}" for which, count in taken.items())
@@ -217,8 +217,9 @@ class ParallelSizes:
         return nearest_sizes(stages, lambda count: num_layers % (count * self.chunks) == 0, num_layers)
 
     def layers(self, num_layers: int, pipeline_rank: int, chunk: int) -> range:
-        """Global indices of the layers in a model chunk: the chunks of all stages interleave, as in
-        megatron-core's `get_transformer_layer_offset`.
+        """Global indices of the layers in a model chunk.
+
+        The chunks of all stages interleave, as in megatron-core's `get_transformer_layer_offset`.
         """
         counts = [count // self.chunks for count in self.layers_of_stages(num_layers)]
         first = chunk * sum(counts) + sum(counts[:pipeline_rank])

@@ -1,4 +1,4 @@
-"""Tensors of a shard cut into rows over the ranks that have the same ones, as torch's FSDP2 cuts parameters."""
+"""Shards rows of tensors over the ranks that have the same tensors, as torch's FSDP2 shards parameters."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -7,13 +7,13 @@ from converters.layout import Placement, Shard
 
 
 def rows_of(rows: int, part: int, parts: int) -> range:
-    """The rows of part `part`: as many as the first has, until none are left."""
+    """The rows of part `part`. All parts have as many as the first, until none are left."""
     each = -(-rows // parts)
     return range(min(part * each, rows), min((part + 1) * each, rows))
 
 
 def cut_rows(shard: Shard, part: int, parts: int, whole: Collection[str]) -> Shard:
-    """Part `part` of `parts` of a `shard`, of which the tensors named in `whole` stay as they are."""
+    """Part `part` of `parts` of a `shard`; the tensors named in `whole` are not cut."""
     shapes = {name: shape for name, shape in shard.local_shapes.items() if name not in whole}
     rows = {name: rows_of(shape[0], part, parts) for name, shape in shapes.items()}
     cut_shapes = {name: (len(rows[name]), *shape[1:]) for name, shape in shapes.items()}
@@ -25,7 +25,7 @@ def cut_rows(shard: Shard, part: int, parts: int, whole: Collection[str]) -> Sha
 
 
 def cut_placements(placements: Collection[Placement], rows: Mapping[str, range]) -> Iterator[Placement]:
-    """The parts of placements that lie in these rows of a tensor, counted from the first; all of a tensor without."""
+    """Cut placements to the given rows of each tensor, and count from the first of them; other tensors stay whole."""
     for placement in placements:
         hf_name, hf_box, name, box = placement
         own = rows.get(name)

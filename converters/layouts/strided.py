@@ -1,4 +1,4 @@
-"""Views of a tensor, by their place in its memory: which box of the tensor a view is."""
+"""Finds which box of a tensor a view is, from its place in memory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from converters.boxes import Box
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """The place of a tensor's elements in its storage: `offset` and `strides` in elements."""
+    """The place of a tensor's elements in its storage; `offset` and `strides` are in elements."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -22,9 +22,9 @@ class Strided:
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     def box_of(self, view: "Strided") -> Box | None:
-        """The box of this tensor that `view`, which is not empty, holds in the same order of elements.
+        """The box of this tensor that the nonempty `view` holds, in the same order of elements.
 
-        None where it is no box, has another order (a transposed view), or leads out of this tensor.
+        None if it is not a box, has another order (a transposed view), or exceeds this tensor.
         """
         first = view.offset - self.offset
         last = first + sum((length - 1) * stride for length, stride in zip(view.shape, view.strides, strict=True))
@@ -38,7 +38,7 @@ class Strided:
         return box if is_same else None
 
     def _index(self, position: int) -> tuple[int, ...] | None:
-        """The index of the element that lies `position` elements after the first; None where there is none."""
+        """The index of the element `position` elements after the first; None if there is none."""
         index = [0] * len(self.shape)
         for d in sorted(range(len(index)), key=lambda d: -self.strides[d]):
             if self.shape[d] > 1:

@@ -1,7 +1,7 @@
 """The layout of an engine's workers, traced: where the engine's own loader puts the HuggingFace tensors.
 
-A dry run of the loader takes the place of a formula, as in the sharded weight transfer of vLLM (`sharded_rdt_fake.py`),
-so that new versions, fused parameters and placements of experts need no code here.
+Instead of a formula, it uses a dry run of the loader, as vLLM's sharded weight transfer does (`sharded_rdt_fake.py`).
+New versions, fused parameters and expert placements therefore need no code here.
 """
 
 import pickle
@@ -31,26 +31,27 @@ _REFUSALS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError,
 
 @dataclass(frozen=True)
 class LoadTrace:
-    """Effect of one worker's loader: where its tensors' elements go. Small, and travels between processes.
+    """The effect of one worker's loader: where the tensors' elements go. Small enough to send between processes.
 
     Example: a worker at TP 2 has placements of `q_proj`, `k_proj` and `v_proj` in its `qkv_proj.weight`, each of half
     the heads, and nothing in `untraced`.
     """
 
     shard: Shard
-    """Where HuggingFace tensors lie in the worker's tensors. A parameter that holds whole tensors under an index, such
-    as stacked experts, is cut at that index into several: `name[3]` (`local_tensors`)."""
+    """Placements of HuggingFace tensors in the worker's tensors. A parameter that stacks whole tensors, such as
+    experts, counts as several, one per index: `name[3]` (`local_tensors`).
+    """
     dtypes: Mapping[str, torch.dtype]
-    """Types of the tensors of `shard`."""
+    """Dtypes of the tensors of `shard`."""
     padding_values: Sequence[float]
-    """The constants that the loader puts into the boxes of `shard.padding`."""
+    """The constants with which the loader fills the boxes of `shard.padding`."""
     untraced: Mapping[str, str]
-    """HuggingFace name -> why `shard` does not say where it goes. Unless this is empty, use the engine's loader."""
+    """HuggingFace name -> why `shard` does not tell where it goes. Unless this is empty, use the engine's loader."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """Tensors of `untraced` that its loader does not take either: the engine is of another model."""
+    """The tensors of `untraced` that the loader rejects even with values: the engine has another model."""
 
     def __reduce__(self) -> tuple[Callable[[bytes], "LoadTrace"], tuple[bytes]]:
-        # The names of a large model are megabytes, and much alike.
+        # The names of a large model are megabytes, but compress well.
         values = tuple(getattr(self, each.name) for each in fields(self))
         return _unpacked, (zlib.compress(pickle.dumps(values), level=1),)
 
@@ -61,20 +62,20 @@ def _unpacked(values: bytes) -> LoadTrace:
 
 @dataclass(frozen=True)
 class PackedTrace:
-    """A trace on its way from a worker: unpacking one of a large model takes half a second.
+    """A pickled trace, as sent by a worker, because unpickling that of a large model takes half a second.
 
-    Workers that trace the same have the same bytes, as a rule; the traces say it for sure.
+    Workers with equal traces usually have equal bytes; only the traces themselves can tell for sure.
     """
 
     pickled: bytes
 
     @classmethod
     def of(cls, trace: LoadTrace) -> "PackedTrace":
-        """The packed `trace`."""
+        """Pack `trace`."""
         return cls(pickle.dumps(trace))
 
     def unpacked(self) -> LoadTrace:
-        """The trace."""
+        """Unpack the trace."""
         trace: LoadTrace = pickle.loads(self.pickled)
         return trace
 
@@ -87,11 +88,11 @@ def trace_loading(
     *,
     excluded: Mapping[str, str] | None = None,
 ) -> LoadTrace:
-    """Run `load_weights` on (name, tensor) pairs without values and write down where it puts what.
+    """Run `load_weights` on (name, tensor) pairs without values, and record where each goes.
 
-    `parameters` are the tensors it fills, of any device; nothing is written to them. It may be called several times,
-    each time with tensors that were not yet offered, because it ends at a tensor that cannot be traced. `excluded`
-    names parameters that hold something else than what the loader puts there, with a reason.
+    `parameters` are the tensors that it fills, on any device; nothing is written to them. It may be called several
+    times, each time with tensors not yet offered, because it ends at a tensor that cannot be traced. `excluded` maps
+    parameters that do not hold what the loader puts there to the reason.
     """
     excluded = excluded or {}
     tracer = LoadTracer(parameters, excluded)
@@ -110,7 +111,7 @@ def trace_loading(
     values: list[float] = []
     for name, parameter in parameters.items():
         copies = tracer.copies.get(name, [])
-        # How many leading dimensions the loader has indexed away.
+        # Number of leading dimensions that the loader indexes away.
         indexed = max(0, parameter.dim() - max((len(copy.hf_box.shape) for copy in copies), default=parameter.dim()))
         for local_name in _indexed_names(name, parameter.shape[:indexed]):
             shapes[local_name], dtypes[local_name] = tuple(parameter.shape[indexed:]), parameter.dtype
@@ -141,9 +142,9 @@ def _load(
 ) -> dict[str, str]:
     """Offer every tensor to the loader; when it refuses a tensor, call it again with the remaining tensors.
 
-    A loader may keep tensors to load them together with others, and forgets them when it is called again. So it gets
-    all tensors without a destination a second time, the refused ones left out. Returns HuggingFace name -> reason for
-    each refused tensor.
+    A loader may hold tensors back to load them together with others, and forgets them when it is called again. So all
+    tensors without a destination are offered a second time, without the refused ones. Returns HuggingFace name ->
+    reason for each refused tensor.
     """
     refused = _offer(load_weights, tracer, hf_shapes, hf_dtypes)
     if tracer.untraced:
@@ -176,7 +177,7 @@ def _offer(
                 load_weights(tensors())
             return refused
         except UntraceableError:
-            # The tracer has noted the reason; on to the next tensor.
+            # The tracer has recorded the reason; continue with the next tensor.
             continue
         except _REFUSALS as error:
             if not offered[0]:
@@ -190,7 +191,7 @@ def _offer(
 def _refuses_values(
     load_weights: LoadWeights, parameters: Mapping[str, Tensor], name: str, shape: Shape, dtype: torch.dtype
 ) -> bool:
-    """Whether the loader refuses a tensor also if it has values, so not because it computes with them.
+    """Whether the loader also refuses a tensor that has values, so the refusal is not because it computes with them.
 
     Nothing is written into `parameters`.
     """
@@ -205,7 +206,7 @@ def _refuses_values(
 
 @contextmanager
 def _in_this_thread() -> Iterator[None]:
-    """Do here what a loader gives to other threads: a tracer holds for its own thread alone."""
+    """Run what a loader submits to other threads in this one, the only one in which the tracer is active."""
     submit, caller = ThreadPoolExecutor.submit, threading.get_ident()
 
     def run(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
@@ -225,7 +226,7 @@ def _indexed_names(name: str, lengths: Sequence[int]) -> Iterator[str]:
 
 
 def _cut(name: str, box: Box, indexed: int) -> list[tuple[str, Box]]:
-    """The parts of a parameter's box under each index of its first `indexed` dimensions."""
+    """Split a parameter's box by each index of its first `indexed` dimensions."""
     rest = Box(box.start[indexed:], box.stop[indexed:])
     ranges = map(range, box.start[:indexed], box.stop[:indexed])
     return [(f"{name}[{','.join(map(str, index))}]" if index else name, rest) for index in product(*ranges)]
@@ -234,7 +235,7 @@ def _cut(name: str, box: Box, indexed: int) -> list[tuple[str, Box]]:
 def local_tensors(parameters: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
     """The tensors of a traced `shard`: views of the worker's `parameters`.
 
-    Raises ValueError where the parameters are not those that were traced.
+    Raises ValueError if the parameters are not those that were traced.
     """
     tensors = {}
     for name, shape in shard.local_shapes.items():
@@ -249,22 +250,22 @@ def local_tensors(parameters: Mapping[str, Tensor], shard: Shard) -> dict[str, T
 
 
 def fill_padding(trace: LoadTrace, parameters: Mapping[str, Tensor]) -> None:
-    """Put the constants where the loader puts them. Placements never touch the padding, so once is enough."""
+    """Fill the padding with the loader's constants. Placements never touch the padding, so once is enough."""
     tensors = local_tensors(parameters, trace.shard)
     for (name, box), value in zip(trace.shard.padding, trace.padding_values, strict=True):
         tensors[name][box.slices()].fill_(value)
 
 
 def untraced(traces: Iterable[LoadTrace]) -> dict[str, str]:
-    """HuggingFace name -> reason, of all that some worker could not trace. If not empty, use the engine's loader."""
+    """HuggingFace name -> reason, for all that some worker could not trace. If not empty, use the engine's loader."""
     return {name: reason for trace in traces for name, reason in trace.untraced.items()}
 
 
 def traced_layout(shards: Sequence[Shard], hf_shapes: Mapping[str, Shape]) -> Layout:
-    """The layout of the workers of one engine, from the shards of their traces.
+    """Build the layout of the workers of one engine from the shards of their traces.
 
-    Raises UserError where an element of a worker's tensor is filled by nothing or twice, and where an element of a
-    HuggingFace tensor is on no worker: then model and engine are not the same, or were not traced whole.
+    Raises UserError if an element of a worker's tensor is filled by nothing or twice, or if no worker has some element
+    of a HuggingFace tensor: then model and engine do not match, or the trace was incomplete.
     """
     sound: set[tuple[Shape, tuple[Box, ...]]] = set()
     for rank, shard in enumerate(shards):
@@ -287,7 +288,7 @@ def traced_layout(shards: Sequence[Shard], hf_shapes: Mapping[str, Shape]) -> La
 
 
 def _check_filled_once(rank: int, shard: Shard, sound: set[tuple[Shape, tuple[Box, ...]]]) -> None:
-    """Check the shard of one rank. Adds to the pairs of a shape and its boxes that are known to be `sound`."""
+    """Check the shard of one rank. Adds each pair of a shape and its boxes that passes to the cache `sound`."""
     boxes: dict[str, list[Box]] = {name: [] for name in shard.local_shapes}
     for placement in shard.placements:
         boxes[placement.local_name].append(placement.local_box)
@@ -311,7 +312,7 @@ def _check_filled_once(rank: int, shard: Shard, sound: set[tuple[Shape, tuple[Bo
 
 
 def _uncovered(box: Box, boxes: Iterable[Box]) -> Box | None:
-    """A part of `box` that lies in none of `boxes`; None where there is none."""
+    """A part of `box` that none of `boxes` covers; None if there is none."""
     left = [box] if box.size else []
     for other in boxes:
         left = [rest for part in left for rest in part.without(other)]

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which files it has, with checksums, and whether they are still intact."""
+"""The manifest of a checkpoint: its files with checksums, and whether they are still intact."""
 
 from converters.manifest.checking import Check, checks_of, damages, missing_files, require_files
 from converters.manifest.content import MANIFEST, Manifest, read_manifest, write_manifest

@@ -1,4 +1,4 @@
-"""Whether the files of a manifest still have the bytes that were written."""
+"""Verifies that the files of a manifest still have the bytes that were written."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,26 +13,26 @@ from converters.stream.targets import Written
 
 
 class Check(Protocol):
-    """Something with a checksum."""
+    """Something that has a checksum."""
 
     @property
     def file(self) -> str:
-        """The file that has it."""
+        """The file that contains it."""
 
     @property
     def key(self) -> str:
-        """The tensor, chunk or object that it is; "" for what is none."""
+        """Name of the tensor, chunk or object; "" if it is none of these."""
 
     @property
     def nbytes(self) -> int:
         """Number of bytes read for the comparison."""
 
     def damage(self) -> str | None:
-        """Names what is damaged; None if nothing is. Called in a thread."""
+        """A name for the damage; None if intact. Called in a thread."""
 
 
 def damages(checks: Sequence[Check], *, workers: int, on_bytes: Callable[[int], None]) -> list[str]:
-    """Names what is damaged, in the order of the checks. Several threads call `on_bytes` with the bytes they read."""
+    """Describe all damage, in the order of the checks. Several threads call `on_bytes` with the bytes they read."""
 
     def work(check: Check) -> str | None:
         damage = check.damage()
@@ -44,12 +44,12 @@ def damages(checks: Sequence[Check], *, workers: int, on_bytes: Callable[[int], 
 
 
 def missing_files(root: Path, manifest: Manifest) -> list[str]:
-    """Files of the manifest that are not there."""
+    """The manifest's files that do not exist."""
     return sorted(name for name in manifest.data_files | manifest.files.keys() if not (root / name).is_file())
 
 
 def checks_of(root: Path, manifest: Manifest) -> list[Check]:
-    """A check for every tensor, for what is around them in each file, and for every small file, of those there are."""
+    """Checks of the files that exist: one per tensor, one per file for the bytes around tensors, one per small file."""
     places: dict[str, list[Written]] = {file: [] for file in manifest.data_files}
     checks: list[Check] = []
     for name, each in manifest.tensors.items():
@@ -63,9 +63,9 @@ def checks_of(root: Path, manifest: Manifest) -> list[Check]:
 
 
 def require_files(root: Path, manifest: Manifest, *, but_below: str | None = None, frames: bool = False) -> None:
-    """Raise UserError unless the files of tensors have their sizes, and the files beside them every byte.
+    """Raise UserError unless files with tensors have the recorded sizes, and all other files are intact.
 
-    With `frames` also the bytes around the tensors are compared. Nothing is asked of what is in the folder `but_below`.
+    With `frames`, the bytes around the tensors are compared, too. The folder `but_below` is not checked.
     """
     places: dict[str, list[Written]] = {}
     for place in (place for each in manifest.tensors.values() for place in each) if frames else ():

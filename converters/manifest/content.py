@@ -1,4 +1,4 @@
-"""The manifest's content: a checksum for every tensor or chunk, for every small file beside them, and for itself."""
+"""The manifest's content: checksums of every tensor or chunk, of every small file, and of the manifest itself."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from converters.stream.targets import Written
 MANIFEST = "megarl_manifest.json"
 _VERSION = 2
 _SEAL = re.compile(rb'\{"crc32":"([0-9a-f]{8})",')
-"""How a manifest begins: with the CRC-32 of all that follows."""
+"""The beginning of a manifest: the CRC-32 of everything after it."""
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,17 @@ class Manifest:
     """Files and checksums of a folder as it was written. Paths are relative to the folder."""
 
     tensors: Mapping[str, Sequence[Written]]
-    """Name of a tensor or chunk -> where it is, with its CRC-32; a second place is that of its scales."""
+    """Name of a tensor or chunk -> its place and CRC-32; a second place is that of its scales."""
     between: Mapping[str, Written]
-    """File of tensors -> its size, and the CRC-32 of all of its bytes that belong to none: headers and frames."""
+    """File with tensors -> its size, and the CRC-32 of all bytes outside tensors: headers and frames."""
     files: Mapping[str, Written]
-    """The other files, whole."""
+    """All other files, whole."""
     source: Mapping[str, Any]
-    """Origin of the checkpoint."""
+    """Where the checkpoint comes from."""
 
     @property
     def data_files(self) -> set[str]:
-        """The files with tensors."""
+        """The files that contain tensors."""
         return {place.file for places in self.tensors.values() for place in places}
 
 
@@ -46,9 +46,9 @@ def write_manifest(
     source: Mapping[str, Any],
     known: Sequence[Written] = (),
 ) -> None:
-    """Write the manifest of a folder in which everything else is already.
+    """Write the manifest of a folder in which everything else is already written.
 
-    All files without tensors are read for it but those that are `known`, whole.
+    Reads all files without tensors to compute their checksums, except those that are `known`, whole.
     """
     whole = {each.file: each for each in known}
     data_files: dict[str, list[Written]] = {}
@@ -72,13 +72,13 @@ def write_manifest(
 
 
 def sealed(content: Mapping[str, Any]) -> bytes:
-    """A table as JSON that begins with its own checksum."""
+    """Encode a table as JSON that begins with its own checksum."""
     rest = f"{json.dumps(content, separators=(',', ':'))[1:]}\n".encode()
     return b'{"crc32":"%08x",' % crc32(rest) + rest
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder, None where there is none; UserError where it is damaged."""
+    """Read the manifest of a folder; None if there is none. Raises UserError if it is damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -99,14 +99,14 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def around(folder: Path, file: str, places: Iterable[Written]) -> Written:
-    """A file of tensors whole, but with the checksum of the bytes around the `places` of its tensors only."""
+    """The whole file `file`, but with the checksum of only the bytes around `places`, those of its tensors."""
     value: int | None = 0
     position = 0
     descriptor = os.open(folder / file, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
         for start, stop in [*sorted((each.offset, each.offset + each.nbytes) for each in places), (size, size)]:
-            # A file that is shorter than its places has another size already.
+            # A file that ends before this place is already reported by its size.
             value = checksum(descriptor, position, start - position, value or 0)
             position = stop
     finally:

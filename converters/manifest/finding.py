@@ -1,4 +1,4 @@
-"""Finding the manifest that is about a checkpoint."""
+"""Finds the manifest of a checkpoint."""
 
 from pathlib import Path, PurePosixPath
 
@@ -9,10 +9,10 @@ _DIGITS, _MOST_DIGITS = 7, 20
 
 
 def manifest_of(folder: Path) -> tuple[Path, Manifest] | None:
-    """The manifest that is about the checkpoint that `folder` stands for, and the folder that has it.
+    """Find the manifest for the checkpoint in `folder`, and return the folder that contains it.
 
-    It is in the iteration below `folder` that the tracker names, in `folder` itself, or in the one above. None where
-    there is none; UserError where it is damaged.
+    It is in the iteration below `folder` that the tracker names, in `folder` itself, or in its parent. Returns None if
+    there is none; raises UserError if it is damaged.
     """
     newest = _newest(folder)
     for root in (*([folder / newest] if newest else []), folder, folder.absolute().parent):
@@ -23,7 +23,7 @@ def manifest_of(folder: Path) -> tuple[Path, Manifest] | None:
 
 
 def _newest(folder: Path) -> str:
-    """The iteration below `folder` that its tracker names; "" where that is not there."""
+    """The iteration below `folder` that its tracker names; "" without a tracker."""
     tracker = folder / LATEST
     latest = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
     name = f"iter_{latest.zfill(_DIGITS)}" if latest.isdecimal() and len(latest) < _MOST_DIGITS else ""
@@ -31,9 +31,10 @@ def _newest(folder: Path) -> str:
 
 
 def _is_about(manifest: Manifest, checkpoint: Path, root: Path) -> bool:
-    """Whether the files of the checkpoint are in the manifest.
+    """Whether the manifest contains the files of the checkpoint.
 
-    Where a run went on from a converted checkpoint, the manifest above is about another one than the newest.
+    After a run has continued from a converted checkpoint, the manifest in the parent folder is not that of the newest
+    checkpoint.
     """
     parts = checkpoint.absolute().relative_to(root.absolute()).parts
     return not parts or any(PurePosixPath(file).parts[: len(parts)] == parts for file in manifest.data_files)

@@ -1,4 +1,4 @@
-"""Number formats: forms other than the trained one in which engines hold matrices. A file says all of one format."""
+"""Number formats in which engines can hold matrices, other than the trained one. Each file describes one format."""
 
 from collections.abc import Mapping
 
@@ -26,11 +26,11 @@ AS_TRAINED = "as_trained"
 NUMBER_FORMATS: Mapping[str, NumberFormat] = {
     each.name: each for each in (FP8_BLOCK, FP8_BLOCK_UE8M0, INT8_CHANNEL, MXFP8, NVFP4)
 }
-"""By the names that `rollout.weights` takes, beside `AS_TRAINED`, which is none of them."""
+"""Formats by the names that `rollout.weights` accepts; `AS_TRAINED` is the name for none of them."""
 
 
 def number_format(name: str) -> NumberFormat | None:
-    """The format of this name, None where weights stay as they are trained. Raises UserError for another name."""
+    """Look up the format of this name; None if weights stay as trained. Raises UserError for any other name."""
     known = (AS_TRAINED, *NUMBER_FORMATS)
     if name not in known:
         raise UserError(f"weights in {name!r}: it is none of {', '.join(known)}{did_you_mean(name, known)}")

@@ -10,10 +10,10 @@ from converters.fp8 import unquantised_modules
 def compressed_tensors_config(
     architecture: Architecture, layout: str, *, weights: Mapping[str, Any], activations: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """All linear layers, and experts, in one scheme, but for those whose matrix is not among the `quantised_names`.
+    """One scheme for all linear layers and experts, except those whose matrix is not among the `quantised_names`.
 
-    `layout` is the `format` of compressed-tensors: how codes and scales lie in a checkpoint. Activations without a
-    scheme stay as they are.
+    `layout` is the `format` of compressed-tensors: how codes and scales are stored in a checkpoint. Activations without
+    a scheme are not quantised.
     """
     return {
         "quant_method": "compressed-tensors",

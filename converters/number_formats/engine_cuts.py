@@ -1,4 +1,4 @@
-"""Where engines cut a layer's matrices over tensor-parallel ranks."""
+"""How engines cut a layer's matrices over tensor-parallel ranks."""
 
 from converters.architectures import Architecture
 from converters.errors import UserError
@@ -11,7 +11,7 @@ CUT_IN_COLUMNS = ("o_proj", "down_proj")
 def check_columns(
     number_format: str, block: int, architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int
 ) -> None:
-    """See `NumberFormat.check`: every part of a row that an engine's rank has is made of whole blocks of columns."""
+    """See `NumberFormat.check`: every rank's part of a row must consist of whole blocks of columns."""
     for name in sorted(quantised_names(architecture)):
         columns = architecture.hf_shapes[name][1]
         ranks = expert_tensor_parallel if ".experts." in name else tensor_parallel

@@ -1,4 +1,4 @@
-"""Block FP8: e4m3 codes and a float32 scale for every 128 x 128, as DeepSeek-V3 was released (arXiv 2412.19437)."""
+"""Block FP8: e4m3 codes and a float32 scale per block of 128 x 128, as DeepSeek-V3 was released (arXiv 2412.19437)."""
 
 from functools import partial
 
@@ -19,14 +19,14 @@ from converters.number_formats.engine_cuts import CUT_IN_COLUMNS, CUT_IN_ROWS
 from converters.number_formats.number_format import NumberFormat
 
 _JOINED = ("q_proj", "k_proj", "gate_proj", "up_proj", "q_a_proj")
-"""Engines keep each of these above another matrix, whose blocks begin where its own end."""
+"""Engines stack each of these above another matrix, whose blocks begin at the end of this one."""
 
 _REPEATED = ("k_proj", "v_proj")
-"""Engines of more ranks than there are heads of these give each rank a whole one."""
+"""With more ranks than there are heads of these, engines give each rank a whole head."""
 
 
 def check_blocks(name: str, architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
-    """See `NumberFormat.check`; `name` is the name of a format in blocks of 128 x 128."""
+    """See `NumberFormat.check`; `name` is that of a format in blocks of 128 x 128."""
     for weight in sorted(quantised_names(architecture)):
         rows, columns = architecture.hf_shapes[weight]
         matrix = weight.rsplit(".", 2)[-2]
@@ -58,7 +58,7 @@ FP8_BLOCK = NumberFormat(
     engine_config=quantisation_config,
     quantise_into=quantise_into,
     dequantise_into=dequantise_into,
-    # One launch reads the weights, twice as many bytes, and writes the codes, of which it takes the checksum.
+    # One launch reads the weights (twice as many bytes), writes the codes, and computes their checksum.
     pack_passes=3,
     check=partial(check_blocks, "fp8_block"),
 )

@@ -1,12 +1,13 @@
-"""Block FP8 with scales that are powers of two (UE8M0), as DeepSeek-V3.1 was released and DeepGEMM multiplies.
+"""Block FP8 with power-of-two scales (UE8M0), as in released DeepSeek-V3.1 and in DeepGEMM's kernels.
 
-The rule is DeepGEMM's `per_block_cast_to_fp8` with `use_ue8m0` (deep_gemm/utils/math.py): as block FP8, but that the
-largest magnitude of a block counts as 1e-4 at least, and that its scale is rounded up to the next power of two, kept as
-a float32.
+The rule is DeepGEMM's `per_block_cast_to_fp8` with `use_ue8m0` (deep_gemm/utils/math.py). It differs from block FP8 in
+that a block's largest magnitude is raised to at least 1e-4, and its scale is rounded up to the next power of two,
+stored as a float32.
 
-Engines that multiply by DeepGEMM requantise what they load: they decode it and apply this rule to the result. Weights
-in block FP8 are rounded a second time then. These stay as they are, to the bit: where the rule leaves 224 as the
-largest code of a block, half the scale and twice the codes are taken, the same numbers, as the engine would.
+Engines that use DeepGEMM requantise what they load: they dequantise it and apply this rule to the result. Weights in
+plain block FP8 are then rounded a second time. Weights in this format stay bitwise the same: where the rule leaves 224
+as a block's largest code, half the scale and twice the codes are used, which are the same numbers and what the engine
+would use.
 """
 
 from dataclasses import replace

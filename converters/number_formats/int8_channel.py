@@ -1,9 +1,9 @@
-"""INT8 per channel: whole numbers and a float32 scale for every row, as compressed-tensors keeps W8A8 models.
+"""INT8 per channel: integer codes and a float32 scale per row, the compressed-tensors format of W8A8 models.
 
-The scale of a row, an output channel, is its largest magnitude over 127, in float32; the code is the weight over the
-scale, divided in float32 and rounded to the nearest whole number, ties to even. This is symmetric quantisation as in
-SmoothQuant (arXiv 2211.10438, equation 1) and vLLM's own for experts. The tool of compressed-tensors divides by 127.5
-instead and clips the largest; the checkpoints are read alike.
+The scale of a row (an output channel) is its largest magnitude over 127, in float32; the code is the weight over the
+scale, divided in float32 and rounded to the nearest integer, ties to even. This is symmetric quantisation as in
+SmoothQuant (arXiv 2211.10438, equation 1) and in vLLM's own quantisation of experts. The compressed-tensors tool
+divides by 127.5 instead and clips the largest code; readers decode both in the same way.
 """
 
 from typing import Any
@@ -19,17 +19,17 @@ from converters.number_formats.row_tiles import row_tiles
 
 LARGEST_CODE = 127.0
 LARGEST_WEIGHT = 2.0**127
-"""Below the largest float32, so that no scale times its code lies beyond it."""
+"""Low enough below the largest float32 that no scale times its code exceeds that."""
 SMALLEST_MAGNITUDE = 1e-10
-"""The least that the largest magnitude of a row counts as, so that a row of zeros has a scale."""
+"""Lower limit of a row's largest magnitude in computing its scale, so that a row of zeros has a nonzero scale."""
 
 
 def _check(architecture: Architecture, tensor_parallel: int, expert_tensor_parallel: int) -> None:
-    """Any model fits: an engine that cuts a row has the scale of all of it on every rank."""
+    """Accept any model: an engine that cuts a row has the scale of the whole row on every rank."""
 
 
 def _engine_config(architecture: Architecture) -> dict[str, Any]:
-    """W8A8: activations become whole numbers token by token when they are multiplied."""
+    """W8A8: activations are quantised to INT8 per token, dynamically."""
     number = {"num_bits": 8, "type": "int", "symmetric": True}
     return compressed_tensors_config(
         architecture,
@@ -51,7 +51,7 @@ def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
         if not largest.amax() <= LARGEST_WEIGHT:
             row = tile.start + int((~(largest <= LARGEST_WEIGHT)).nonzero()[0, 0])
             raise ValueError(f"row {row} holds a weight that is NaN, infinite or too large for INT8")
-        # Not over a number, by whose inverse a GPU would multiply.
+        # A tensor as the divisor, because a GPU would replace division by a number with multiplication by its inverse.
         scale = largest.clamp_(min=SMALLEST_MAGNITUDE) / torch.full_like(largest, LARGEST_CODE)
         scales[tile].copy_(scale)
         codes[tile].copy_(values.div(scale).round_())
@@ -72,7 +72,7 @@ INT8_CHANNEL = NumberFormat(
     engine_config=_engine_config,
     quantise_into=_quantise_into,
     dequantise_into=_dequantise_into,
-    # One launch reads the weights twice, as many bytes as two codes have, and writes codes.
+    # One launch reads the weights twice, each time twice the bytes of the codes, and writes the codes.
     pack_passes=5,
     check=_check,
 )

@@ -1,10 +1,10 @@
-"""MXFP8: e4m3 codes and a power of two for every 32 of a row, the MX format of the Open Compute Project (version 1.0).
+"""MXFP8: e4m3 codes and a power-of-two scale per 32 elements of a row, an MX format of the Open Compute Project (1.0).
 
 The scale of a block is 2 to the power floor(log2(its largest magnitude)) - 8, where 8 is the exponent of e4m3's largest
-number, and is kept as E8M0: the biased exponent in a byte. The code is the weight over the scale, rounded to the
-nearest e4m3, ties to even, and what lies beyond 448 becomes 448 (section 6.3 of the specification). torchao calls this
-rule FLOOR. The quantisers of vLLM and Transformer Engine take the next power of two where a block's largest would lie
-beyond 448; the checkpoints are read alike.
+number. It is stored as E8M0: the biased exponent in a byte. The code is the weight over the scale, rounded to the
+nearest e4m3, ties to even, and saturated at 448 (section 6.3 of the specification). torchao calls this rule FLOOR. The
+quantisers of vLLM and Transformer Engine use the next power of two if a block's largest code would exceed 448; readers
+decode both in the same way.
 """
 
 from functools import partial
@@ -26,13 +26,13 @@ _LARGEST_EXPONENT = 8
 _BIAS = 127
 _MANTISSA_BITS = 23
 _NO_SCALE = 255
-"""NaN as a scale."""
+"""The scale that means NaN."""
 _NOT_FINITE = 255
 """Exponent bits of a float32 that is NaN or infinite."""
 
 
 def _engine_config(architecture: Architecture) -> dict[str, Any]:
-    """Activations are in MXFP8, too: they become it when they are multiplied."""
+    """Activations are quantised to MXFP8, too, dynamically."""
     number = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "group", "group_size": _BLOCK}
     scales = {"scale_dtype": "torch.uint8"}
     return compressed_tensors_config(
@@ -54,22 +54,22 @@ def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
         raise ValueError(f"a weight of {weight.shape[1]} columns is not made of blocks of {_BLOCK}")
     for tile in row_tiles(weight):
         blocks = weight[tile].to(torch.float32).unflatten(1, (-1, _BLOCK))
-        # Bits without the sign are in the order of magnitudes, NaN last. The exponent's are floor(log2) + 127, or 0
-        # where numbers are so small that their block has the least scale.
+        # The bits without the sign are ordered by magnitude, NaN last. The exponent bits are floor(log2) + 127, or 0
+        # for numbers so small that their block has the smallest scale.
         exponents = (blocks.view(torch.int32) & torch.iinfo(torch.int32).max).amax(2) >> _MANTISSA_BITS
         if (exponents == _NOT_FINITE).any():
             row, column = (exponents == _NOT_FINITE).nonzero()[0].tolist()
             raise ValueError(f"block {tile.start + row}, {column} holds a weight that is NaN or infinite")
         scale = (exponents - _LARGEST_EXPONENT).clamp_(min=0)
         scales[tile].copy_(scale)
-        # Exact: a multiplication by the power of two that is one over the scale, made of its bits.
+        # Multiplying is exact: the inverse of the scale is a power of two, made from its bits.
         inverse = ((2 * _BIAS - scale) << _MANTISSA_BITS).view(torch.float32)
         scaled = (blocks * inverse.unsqueeze(2)).clamp_(-_LARGEST_CODE, _LARGEST_CODE)
         codes[tile].copy_(scaled.flatten(1))
 
 
 def _dequantise_into(codes: Tensor, scales: Tensor, weight: Tensor) -> None:
-    """Write the weights. Raises ValueError, naming the block, for a code or a scale that is NaN."""
+    """Write the weights. Raises ValueError, naming the block, for a NaN code or scale."""
     blocks = codes.to(torch.float32).unflatten(1, (-1, _BLOCK))
     no_numbers = blocks.isnan().any(2) | (scales == _NO_SCALE)
     if no_numbers.any():

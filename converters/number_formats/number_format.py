@@ -1,4 +1,4 @@
-"""The shape of a number format: codes in blocks, each block with a scale, and what a checkpoint in it looks like."""
+"""The definition of a number format: codes in blocks, a scale per block, and the form of a checkpoint."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -19,12 +19,12 @@ _GLOBAL_SCALE = "_global_scale"
 
 @dataclass(frozen=True, kw_only=True)
 class NumberFormat:
-    """A form of weights: a code for each element of some matrices and a scale for each block of it.
+    """A format of weights: for some matrices, a code per element and a scale per block.
 
-    Boxes of codes and the boxes of the scales that belong to them are those of HuggingFace tensors.
+    Boxes of codes and of the scales that belong to them are boxes of HuggingFace tensors.
 
-    Example: block FP8 has `block=(128, 128)`, a byte for each element and four for each block; rows 128 to 256 of a
-    matrix of 512 columns have row 1 of its scales, four of them.
+    Example: block FP8 has `block=(128, 128)`, a byte per element and four per block; rows 128 to 256 of a matrix with
+    512 columns have row 1 of its scales, four of them.
     """
 
     name: str
@@ -32,37 +32,42 @@ class NumberFormat:
     title: str
     """The format's name in a sentence."""
     block: tuple[int, int]
-    """Rows and columns that share a scale. Blocks at the lower and right edge of a matrix may be smaller.
+    """Rows and columns that share a scale. Blocks at the lower and right edges of a matrix may be smaller.
 
-    `WHOLE_ROW` columns are all that there are."""
+    `WHOLE_ROW` columns stand for all columns.
+    """
     codes: torch.dtype
     elements_per_code: int = 1
-    """How many neighbours in a row are in one of `codes`. If more than one, engines take the format through their own
-    loader only, which makes it of values."""
+    """Number of adjacent elements of a row in each of `codes`. If more than one, weights are sent as values, and
+    engines load the format only through their own loader.
+    """
     codes_suffix: str = ""
-    """The codes of a tensor are called as it, with this at the end."""
+    """Suffix of the names of codes, after the tensor's name."""
     scales: torch.dtype
     scales_suffix: str
-    """The scales of a tensor are called as it, with this at the end."""
+    """Suffix of the names of scales, after the tensor's name."""
     global_scale: float | None = None
-    """The number by which all scales of all tensors are multiplied, where a checkpoint has one for each tensor."""
+    """Factor of all scales of all tensors, for formats whose checkpoints store one per tensor."""
     quantised_names: Callable[[Architecture], frozenset[str]]
-    """The one place that decides what is in this format; all else stays in high precision."""
+    """The names of the matrices in this format, decided nowhere else; all other tensors stay in high precision."""
     engine_config: Callable[[Architecture], dict[str, Any]]
-    """The `quantization_config` by which an engine knows the format and what stays in high precision."""
+    """The `quantization_config` that tells an engine the format and what stays in high precision."""
     quantise_into: Callable[[Tensor, Tensor, Tensor], None]
-    """Writes the codes and scales of whole blocks; ValueError for what has none."""
+    """Writes the codes and scales of whole blocks; raises ValueError for weights that cannot be encoded."""
     dequantise_into: Callable[[Tensor, Tensor, Tensor], None]
-    """Writes the weights that codes and scales of whole blocks stand for; ValueError for what are no numbers."""
+    """Writes the weights from codes and scales of whole blocks; raises ValueError for codes or scales that are not
+    numbers.
+    """
     pack_passes: float | None = None
-    """How often as many bytes as codes have pass through a GPU's memory while they are made and checksummed.
+    """Memory traffic of a GPU that quantises and checksums, in multiples of the size of the codes.
 
-    None where engines take the format through their own loader only: `megarl plan` counts no such refit."""
+    None if engines load the format only through their own loader; `megarl plan` does not plan such refits.
+    """
     check: Callable[[Architecture, int, int], None]
-    """Raises UserError where an engine that cuts the model, and each expert, over so many ranks cuts through blocks."""
+    """Raises UserError if an engine with the given tensor and expert tensor parallel sizes would cut through blocks."""
 
     def is_whole(self, box: Box, shape: Shape) -> bool:
-        """Whether a box of a matrix of `shape` consists of whole blocks, so that it can be quantised by itself."""
+        """Whether a box of a matrix of `shape` consists of whole blocks, so that it can be quantised on its own."""
         return all(
             start % size == 0 and (stop % size == 0 or stop == length)
             for start, stop, size, length in zip(box.start, box.stop, self.block, shape, strict=True)
@@ -74,7 +79,7 @@ class NumberFormat:
         return max(rows, 1), max(columns, 1)
 
     def scales_box(self, box: Box) -> Box:
-        """The box of the scales of all blocks that `box` reaches into."""
+        """The box of the scales of all blocks that `box` overlaps."""
         start = tuple(at // size for at, size in zip(box.start, self.block, strict=True))
         return Box(start, tuple(-(-at // size) for at, size in zip(box.stop, self.block, strict=True)))
 
@@ -84,12 +89,12 @@ class NumberFormat:
         return rows, columns // self.elements_per_code
 
     def held_bytes(self, box: Box) -> int:
-        """Bytes of the codes of a box and of all scales that they need."""
+        """Bytes of a box's codes and of all scales that they need."""
         scales = self.scales_box(box).size * self.scales.itemsize
         return -(-box.size // self.elements_per_code) * self.codes.itemsize + scales
 
     def least_bytes(self, box: Box) -> int:
-        """Bytes that a box cannot go below, however it is cut: of scales, the share of its elements."""
+        """Lower bound of a box's bytes, however it is cut: its codes, and its elements' share of the scales."""
         scales = box.size * self.scales.itemsize // math.prod(self.block)
         return box.size * self.codes.itemsize // self.elements_per_code + scales
 
@@ -98,9 +103,9 @@ class NumberFormat:
         return name + self.scales_suffix
 
     def tensors(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that a checkpoint in this format has in place of a matrix, by their names.
+        """Yield the tensors that replace a matrix in a checkpoint of this format, with their names.
 
-        Raises ValueError as `quantise_into`.
+        Raises ValueError as `quantise_into` does.
         """
         codes, scales = self.quantise(weight)
         yield name + self.codes_suffix, codes
@@ -111,9 +116,9 @@ class NumberFormat:
     def checkpoint(
         self, architecture: Architecture, dtypes: Mapping[str, torch.dtype] | None = None
     ) -> tuple[dict[str, Shape], dict[str, torch.dtype]]:
-        """Shapes and types of the tensors of a checkpoint in this format, whose other tensors are of `dtypes`.
+        """Shapes and dtypes of the tensors of a checkpoint in this format, whose other tensors have `dtypes`.
 
-        By default these are the types of a model in bfloat16.
+        By default, these are the dtypes of a bfloat16 model.
         """
         dtypes = architecture.hf_dtypes(torch.bfloat16) if dtypes is None else dtypes
         return self.with_scales(architecture.hf_shapes, dtypes, self.quantised_names(architecture))
@@ -121,7 +126,7 @@ class NumberFormat:
     def with_scales(
         self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], quantised: Collection[str]
     ) -> tuple[dict[str, Shape], dict[str, torch.dtype]]:
-        """Shapes and types where the weights `quantised` are codes; the scales of a weight follow it."""
+        """Shapes and dtypes if the weights `quantised` are codes; the scales of a weight follow it."""
         new_shapes: dict[str, Shape] = {}
         new_dtypes: dict[str, torch.dtype] = {}
         for name, shape in shapes.items():
@@ -136,7 +141,7 @@ class NumberFormat:
         return new_shapes, new_dtypes
 
     def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The codes and scales of a whole matrix. Raises ValueError as `quantise_into`."""
+        """The codes and scales of a whole matrix. Raises ValueError as `quantise_into` does."""
         rows, columns = _matrix(weight)
         codes = torch.empty(self.codes_shape((rows, columns)), dtype=self.codes, device=weight.device)
         shape = self.scales_box(Box.whole(weight.shape)).shape
@@ -145,7 +150,7 @@ class NumberFormat:
         return codes, scales
 
     def dequantise(self, codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weights of codes and scales of whole blocks. Raises ValueError as `dequantise_into`."""
+        """The weights for codes and scales of whole blocks. Raises ValueError as `dequantise_into` does."""
         rows, columns = _matrix(codes)
         expected = self.scales_box(Box.whole((rows, columns * self.elements_per_code))).shape
         if tuple(scales.shape) != expected:

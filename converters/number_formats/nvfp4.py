@@ -1,15 +1,15 @@
-"""NVFP4: e2m1 codes, two in a byte, an e4m3 scale for every 16 of a row, and a float32 global scale, as NVIDIA has it.
+"""NVFP4: e2m1 codes, two per byte, an e4m3 scale per 16 elements of a row, and a float32 global scale (NVIDIA).
 
 The rule is that of NVIDIA's recipe (arXiv 2509.25149, appendix C) for a given global scale: a block's scale is its
 largest magnitude over 6, times the global scale, rounded to the nearest e4m3; the code is the weight times the global
-scale over that, rounded to the nearest e2m1, ties to even, and what lies beyond 6 becomes 6. A weight is its code times
-its scale over the global scale.
+scale over the block's scale, rounded to the nearest e2m1, ties to even, and saturated at 6. A weight is its code times
+its block's scale over the global scale.
 
-The recipe takes 448 * 6 over the largest magnitude of the whole tensor as the global scale, so that scales use all of
-e4m3. Shards would have to agree on that before anything can be quantised, and so would matrices that an engine joins:
-vLLM multiplies q_proj, k_proj and v_proj by one global scale. Here it is the same for all tensors. Scales are floating
-numbers, so that this costs no precision as long as they are normal: for blocks whose largest magnitude is from 0.0004
-to 10.5.
+The recipe's global scale is 448 * 6 over the largest magnitude of the whole tensor, so that scales use the full range
+of e4m3. Shards would have to agree on it before anything can be quantised, and so would matrices that an engine joins:
+vLLM multiplies q_proj, k_proj and v_proj by a single global scale. Here it is the same for all tensors. Scales are
+floating-point numbers, so this costs no precision as long as they are normal, which they are for blocks whose largest
+magnitude is from 0.0004 to 10.5.
 """
 
 from functools import partial
@@ -32,13 +32,13 @@ GLOBAL_SCALE = 256.0
 """A power of two, so that multiplying by it is exact."""
 LARGEST_WEIGHT = _LARGEST_CODE * _LARGEST_SCALE / GLOBAL_SCALE
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""By code, from 0 to 7; 8 to 15 are the same, negative."""
+"""By code, from 0 to 7; codes 8 to 15 are their negatives."""
 _UP_FROM = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-"""The middles between magnitudes, and whether a tie goes up, to the even code."""
+"""Midpoints between magnitudes, and whether a tie rounds up, to the even code."""
 
 
 def _engine_config(architecture: Architecture) -> dict[str, Any]:
-    """Weights alone: scales of activations would have to be calibrated."""
+    """Only weights are quantised: scales of activations would have to be calibrated."""
     number = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": _BLOCK}
     return compressed_tensors_config(
         architecture, "nvfp4-pack-quantized", weights={**number, "dynamic": False}, activations=None
@@ -64,14 +64,14 @@ def _quantise_into(weight: Tensor, codes: Tensor, scales: Tensor) -> None:
             )
         scale = (GLOBAL_SCALE * (largest * (1 / _LARGEST_CODE))).to(torch.float8_e4m3fn)
         scales[tile].copy_(scale)
-        # A block whose scale is 0 has codes of 0.
+        # A block whose scale is 0 gets codes of 0.
         factor = (scale.to(torch.float32) / GLOBAL_SCALE).reciprocal().nan_to_num_(posinf=0.0)
         found = _nearest(blocks * factor.unsqueeze(2)).flatten(1)
         codes[tile].copy_(found[:, ::2] | found[:, 1::2] << 4)
 
 
 def _nearest(numbers: Tensor) -> Tensor:
-    """The codes, a byte each, of the nearest magnitudes; the sign of a zero is not kept."""
+    """The codes, one per byte, of the nearest magnitudes; the sign of zero is dropped."""
     magnitudes = numbers.abs()
     codes = torch.zeros(numbers.shape, dtype=torch.uint8, device=numbers.device)
     for middle, goes_up in _UP_FROM:

@@ -1,4 +1,4 @@
-"""Owners: the placements of several ranks, by the box of the HF tensor that they hold."""
+"""Owners: the placements of several ranks, grouped by the box of the HF tensor that they hold."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -7,7 +7,7 @@ from converters.errors import UserError
 from converters.layout import Placement, Shape
 
 Owners = Mapping[str, Mapping[Box, Mapping[int, Sequence[Placement]]]]
-"""HF name -> box -> rank -> the rank's placements of exactly this box, seldom more than one."""
+"""HF name -> box -> rank -> the rank's placements of exactly this box, rarely more than one."""
 
 
 def owners_by_box(
@@ -15,7 +15,7 @@ def owners_by_box(
     placements_of: Callable[[int], Sequence[Placement]],
     boxes_of: Sequence[Placement] | None = None,
 ) -> Owners:
-    """The owners among `ranks` of each box; if given, only of the boxes of the placements `boxes_of`."""
+    """The owners among `ranks` of each box, or only of the boxes of the placements `boxes_of` if given."""
     found: dict[str, dict[Box, dict[int, list[Placement]]]] = {}
     for placement in boxes_of or ():
         found.setdefault(placement.hf_name, {})[placement.hf_box] = {}
@@ -35,7 +35,7 @@ def owners_by_box(
 
 
 def numbered(placements: Sequence[Placement]) -> Iterator[tuple[Placement, int]]:
-    """Each placement of a rank, and how many before it are of the same box."""
+    """Yield each placement of a rank, with the number of earlier placements of the same box."""
     seen: dict[tuple[str, Box], int] = {}
     for placement in placements:
         key = placement.hf_name, placement.hf_box
@@ -45,7 +45,7 @@ def numbered(placements: Sequence[Placement]) -> Iterator[tuple[Placement, int]]
 
 
 def check_same_model(source: Mapping[str, Shape], destination: Mapping[str, Shape]) -> None:
-    """Raise UserError unless two layouts are of the same HF tensors."""
+    """Raise UserError unless two layouts have the same HF tensors."""
     for one, other, here, there in (
         (source, destination, "source", "destination"),
         (destination, source, "destination", "source"),

@@ -1,4 +1,4 @@
-"""Regions: boxes of which every element is held by the same ranks, and the parts that they are cut into."""
+"""Regions: boxes whose elements are all held by the same ranks, and the parts that they are cut into."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Region:
 
 
 def regions(wanted: Box, held: Iterable[tuple[Box, Iterable[int]]]) -> list[Region]:
-    """Cut `wanted` into regions, given every box of the tensor that is held and by which ranks.
+    """Cut `wanted` into regions, given every box of the tensor that is held, and by which ranks.
 
-    An element that nobody holds is in a region without owners. A box without elements has no regions.
+    Elements that no rank holds are in regions without owners. An empty box has no regions.
     """
     found = [Region(wanted, ())] if wanted.size else []
     for box, ranks in held:
@@ -43,10 +43,10 @@ def regions(wanted: Box, held: Iterable[tuple[Box, Iterable[int]]]) -> list[Regi
 
 @dataclass(frozen=True)
 class Cutting:
-    """The places where a box may be cut so that several ranks share the sending of it.
+    """The places where a box may be cut so that several ranks share sending it.
 
-    Only in the first dimension, at multiples of `grain` in the tensor's coordinates, which leaves 128 x 128 blocks of
-    FP8 whole; and into parts of at least `smallest` elements on average, since each part is a copy of its own.
+    Boxes are cut only in the first dimension, at multiples of `grain` in the tensor's coordinates, which keeps FP8
+    blocks of 128 x 128 whole. Parts have at least `smallest` elements on average, because each part is a separate copy.
 
     Example: a box of 300 rows and 10 million elements, cut for two ranks, gives rows 0 to 128 and 128 to 300.
     """
@@ -55,12 +55,12 @@ class Cutting:
     smallest: int = 2**16
 
     def cut(self, box: Box, parts: int) -> list[Box]:
-        """Cut into up to `parts` boxes, as equal as the grain allows."""
+        """Cut a box into up to `parts` boxes, as equal as the grain allows."""
         parts = min(parts, box.size // self.smallest)
         if parts <= 1 or not box.start:
             return [box]
         start, stop = box.start[0], box.stop[0]
-        # Cells of the grain; the first and the last may be incomplete.
+        # Cells of the grain; the first and the last cell may be incomplete.
         first, last = start // self.grain, -(-stop // self.grain)
         parts = min(parts, last - first)
         edges = [(first + (last - first) * part // parts) * self.grain for part in range(parts + 1)]

@@ -1,6 +1,6 @@
-"""The choice of a sender: a pure function of piece, destination and topology, never of what was sent before.
+"""Chooses senders by a pure function of piece, destination and topology, which ignores what was sent before.
 
-So every rank finds its own part of a plan alone, and all of them find the same.
+So every rank computes its own part of a plan alone, and all parts are consistent.
 """
 
 from collections import defaultdict
@@ -29,17 +29,17 @@ class Delivery:
 
 @dataclass(frozen=True)
 class SenderChoice:
-    """Chooses for `replicas` equal destinations of `workers` ranks each.
+    """Chooses senders for `replicas` equal destinations of `workers` ranks each.
 
-    - The nearest of a piece's owners send it: those on the same GPU, else on the same node, else all.
-    - The n nearest share the sending. Where sources and destinations have nodes of their own, replica r asks owner
-      r modulo n, which is balanced if n divides the number of replicas. Where not, a piece is cut into
-      p = n / gcd(n, replicas) parts, of which replica r asks for part i from owner (r p + i) modulo n. On shared nodes
-      a piece is cut into n parts, since the replicas then do not see the same nearest owners.
-    - A piece that cannot be cut into equal parts takes turns: the owners are counted from the tensor's rotation on.
+    - The nearest owners of a piece send it: those on the same GPU, else those on the same node, else all.
+    - The n nearest owners share the sending. If sources and destinations are on separate nodes, replica r asks owner
+      r modulo n, which is balanced if n divides the number of replicas. If it does not, a piece is cut into
+      p = n / gcd(n, replicas) parts, and replica r asks for part i from owner (r p + i) modulo n. On shared nodes, a
+      piece is cut into n parts, because the nearest owners then differ between replicas.
+    - Pieces that cannot be cut into equal parts take turns: counting the owners starts at the tensor's rotation.
 
-    The load of each of n owners of the same elements is so at most their mean, and one part for each destination and
-    each shape of tensors that cannot be cut evenly.
+    So each of n owners of the same elements sends at most their mean load, plus one part for each destination and each
+    shape of tensors that cannot be cut evenly.
     """
 
     topology: Topology
@@ -60,11 +60,11 @@ class SenderChoice:
         return {node: tuple(on_node) for node, on_node in ranks.items()}
 
     def neighbours(self, destination: int) -> tuple[int, ...]:
-        """The destination ranks that may pass something on to a destination rank, itself included."""
+        """The destination ranks, itself included, that may relay something to a destination rank."""
         return self._node_ranks[self.topology.destination_node[destination]] if self.node_once else (destination,)
 
     def node_peers(self, destination: int, workers: Container[int]) -> tuple[int, ...]:
-        """Neighbours of a destination rank among `workers`, which all want the same elements."""
+        """The neighbours of a destination rank among `workers`, which all want the same elements."""
         neighbours = self.neighbours(destination)
         if len(neighbours) == 1:
             return neighbours
@@ -76,7 +76,7 @@ class SenderChoice:
         return not self._shared_nodes or all(self.topology.source_node[owner] != node for owner in owners)
 
     def nearest(self, owners: tuple[int, ...], destination: int) -> tuple[int, ...]:
-        """Members of `owners` that are nearest to a destination rank."""
+        """The members of `owners` nearest to a destination rank."""
         if not self._shared_nodes or len(owners) == 1:
             return owners
         place = self.topology

@@ -16,7 +16,7 @@ from converters.topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """`source_box` of a tensor of one rank goes, element for element, into `destination_box` of another's.
+    """`source_box` of a tensor of one rank is copied, element for element, into `destination_box` of another rank's.
 
     Example: rank 1's rows 0 to 32 of `decoder.layers.0.self_attention.linear_qkv.weight` go into rows 64 to 96 of
     worker 0's `model.layers.0.self_attn.qkv_proj.weight`; `hf_name` is `model.layers.0.self_attn.q_proj.weight`.
@@ -33,12 +33,12 @@ class Transfer:
 
 @dataclass(frozen=True)
 class DestinationPart:
-    """Transfers and relays of one destination rank, each in the order of its placements.
+    """The transfers and relays of one destination rank, each in the order of its placements.
 
-    The ranks of relays are destination ranks on both sides.
+    Both ends of a relay are destination ranks.
 
-    Example: a worker that shares its node with one other gets half of a replicated tensor in `transfers`, gives it away
-    in `relays_out`, and gets the other half in `relays_in`.
+    Example: a worker that shares its node with another one receives half of a replicated tensor by `transfers`, relays
+    it by `relays_out`, and receives the other half by `relays_in`.
     """
 
     transfers: list[Transfer] = field(default_factory=list)
@@ -46,14 +46,14 @@ class DestinationPart:
     relays_in: list[Transfer] = field(default_factory=list)
     """Relays from neighbours to this rank."""
     relays_out: list[Transfer] = field(default_factory=list)
-    """Relays of this rank to its neighbours, of elements that sources send to it."""
+    """Relays from this rank to its neighbours, of elements that it receives from sources."""
 
 
 def plan(source: Layout, destination: Layout) -> list[Transfer]:
-    """The transfers that write every element of `destination`, but its padding, exactly once.
+    """The transfers that write every element of `destination`, except padding, exactly once.
 
-    Ranks that hold the same elements share the sending. The same layouts always give the same list, ordered by
-    destination rank. Raises what `Plan` and its `transfers_into` do.
+    Ranks that hold the same elements share the sending. Equal layouts always give the same list, ordered by destination
+    rank. Raises what `Plan` and its `transfers_into` raise.
     """
     whole = Plan(source, destination)
     return [transfer for rank in range(destination.ranks) for transfer in whole.transfers_into(rank)]
@@ -63,12 +63,12 @@ def plan(source: Layout, destination: Layout) -> list[Transfer]:
 class Plan:
     """How to fill `replicas` copies of `destination` from `source`; destination rank = replica x workers + worker.
 
-    A rank finds its own part alone: it depends on nothing but these fields, of which the order of the tensors in the
-    source's `hf_shapes` is one. Without a `topology` every rank counts as on a node of its own. With `node_once` what
-    several ranks of a node want, and no source on it holds, enters the node once: each of them fetches a part and
-    passes it on.
+    A rank computes its own part alone, from nothing but these fields; the order of the tensors in the source's
+    `hf_shapes` matters. Without a `topology`, every rank counts as on a node of its own. With `node_once`, data that
+    several ranks of a node want, and no source on it holds, enters the node once: each of these ranks fetches a part
+    and relays it to the others.
 
-    Raises UserError where the layouts are not of the same model, and where the topology is not of these ranks.
+    Raises UserError if the layouts are not of the same model, or the topology is not of these ranks.
 
     Example: `Plan(megatron_layout(...), traced_layout(...), replicas=4)` fills four engines of the traced workers.
     """
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def destination_ranks(self) -> int:
-        """Ranks of all replicas."""
+        """Number of ranks of all replicas."""
         return self.replicas * self.destination.ranks
 
     @cached_property
@@ -96,12 +96,12 @@ class Plan:
 
     @cached_property
     def sender_choice(self) -> SenderChoice:
-        """The rule that chooses who sends what."""
+        """The rule that chooses the senders."""
         return SenderChoice(self.place, self.replicas, self.destination.ranks, self.node_once, self.cutting)
 
     @cached_property
     def rotations(self) -> Mapping[str, int]:
-        """HF name -> how many tensors of the same shape come before it."""
+        """HF name -> number of earlier tensors of the same shape."""
         seen: Counter[Shape] = Counter()
         rotations = {}
         for name, shape in self.source.hf_shapes.items():
@@ -114,17 +114,17 @@ class Plan:
         return owners_by_box(range(self.source.ranks), self.source.placements)
 
     def transfers_into(self, rank: int) -> list[Transfer]:
-        """Transfers from sources to destination `rank`, in the order of its placements. Raises as `destination_part`.
+        """Transfers from sources to destination `rank`, in the order of its placements.
 
-        The rank gets nothing else unless the plan is `node_once`.
+        Unless the plan is `node_once`, the rank receives nothing else. Raises as `destination_part` does.
         """
         return self.destination_part(rank).transfers
 
     @gc_paused()
     def destination_part(self, rank: int) -> DestinationPart:
-        """The part of destination `rank`: exactly one transfer or relay brings each of its elements.
+        """The part of destination `rank`: exactly one transfer or relay writes each of its elements.
 
-        Raises ValueError where its boxes overlap or leave a gap, and where no source rank holds an element.
+        Raises ValueError if its boxes overlap or leave a gap, or if no source rank holds an element.
         """
         workers = self.destination.ranks
         shard = self.destination.shard(rank % workers)
@@ -146,16 +146,16 @@ class Plan:
 
     @gc_paused()
     def transfers_from(self, rank: int) -> list[Transfer]:
-        """Transfers from source `rank`, by destination rank, and for each in the order of its `transfers_into`.
+        """Transfers from source `rank`, by destination rank, each in the order of its `transfers_into`.
 
-        Raises ValueError where no source rank holds an element that somebody wants beside those of `rank`.
+        Raises ValueError if a destination wants an element of this rank's tensors that no source rank holds.
         """
         names = {placement.hf_name for placement in self.source.placements(rank)}
         source = owners_by_box(range(self.source.ranks), self.source.placements_of(names))
         workers = range(self.destination.ranks)
         placements = list(map(self.destination.placements_of(names), workers))
         wanted = owners_by_box(workers, placements.__getitem__)
-        # Peers ask the same of the sources, so it is found once for all of them.
+        # Peers ask the same of the sources, so it is computed once for all of them.
         of_peers: dict[tuple[str, Box, tuple[int, ...]], list[Delivery]] = {}
 
         def sent(placement: Placement, peers: tuple[int, ...]) -> list[Delivery]:
@@ -180,7 +180,7 @@ class Plan:
         ]
 
     def _wanted_near(self, rank: int, placements: Sequence[Placement]) -> Owners:
-        """The neighbours of a destination rank that want the boxes of its `placements`; nothing where it has none."""
+        """The neighbours of a destination rank that want the boxes of its `placements`; empty without neighbours."""
         neighbours = self.sender_choice.neighbours(rank)
         if len(neighbours) == 1:
             return {}

@@ -1,1 +1,1 @@
-"""A conversion as a stream: threads read from sources and write to targets, with a journal to go on from."""
+"""Conversion as a stream: threads read from sources and write to targets; a journal lets an interrupted run resume."""

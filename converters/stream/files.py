@@ -1,4 +1,4 @@
-"""The files of an output folder, written at any place by several threads."""
+"""The files of an output folder, to which several threads write at any offset."""
 
 import os
 import resource
@@ -12,7 +12,7 @@ from pathlib import Path
 
 _WRITE_BACK_BYTES = 2**23
 _SHARE_OPEN = 4
-"""One of so many files that a process may have open is an output: a checkpoint for many ranks has thousands."""
+"""Outputs may use one in this many of the files that a process may open: a checkpoint for many ranks has thousands."""
 
 
 @dataclass
@@ -21,22 +21,22 @@ class _File:
 
     descriptor: int
     users: int = 0
-    """How many write to it at this moment."""
+    """Number of threads that are writing to it."""
     dirty: list[int] = field(default_factory=lambda: [0, 0, 0])
-    """Start, stop and number of the bytes that the disk has not begun with."""
+    """Start, stop and number of the bytes for which write-back has not been started."""
 
 
 class OutputFiles:
-    """Files below `folder`, made when first written to. Use as a context manager: leaving it closes them.
+    """Files below `folder`, created when first written to. Use as a context manager; leaving it closes them.
 
-    Only the `most_open` that were last written to are open, and those that are being written to. To close one takes
-    time, since all of it is on disk before: by default a part of what the process may have open is.
+    Only the `most_open` that were last written to stay open, and those being written to. Closing a file takes time,
+    because it is first synced to disk. By default, `most_open` is a fraction of the process's limit of open files.
     """
 
     def __init__(self, folder: Path, *, most_open: int | None = None) -> None:
         self._folder, self._most_open = folder, most_open or _most_open()
         self._open: dict[str, _File] = {}
-        """By name, the one that was last written to at the end."""
+        """By name; the file last written to is at the end."""
         self._lock = threading.Lock()
         self._background = ThreadPoolExecutor(1)
 
@@ -50,7 +50,7 @@ class OutputFiles:
         self._open.clear()
 
     def write(self, file: str, content: memoryview, offset: int) -> None:
-        """Write all of `content` at `offset`; the disk begins with it soon, not only when the file is synced."""
+        """Write all of `content` at `offset`; write-back to disk starts soon, not only when the file is synced."""
         with self._opened(file) as opened:
             done = 0
             while done < len(content):
@@ -58,13 +58,13 @@ class OutputFiles:
             self._start_write_back(file, opened, offset, len(content))
 
     def sync(self) -> None:
-        """Return when everything is on disk."""
+        """Sync all open files to disk."""
         for each in self._open.values():
             os.fsync(each.descriptor)
 
     @contextmanager
     def _opened(self, file: str) -> Iterator[_File]:
-        """The file, which stays open meanwhile."""
+        """Open the file, and keep it open inside the context."""
         with self._lock:
             opened = self._open.pop(file, None) or self._opened_anew(file)
             self._open[file] = opened
@@ -86,7 +86,7 @@ class OutputFiles:
         return _File(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
 
     def _surplus(self) -> list[_File]:
-        """Files that are open and need not be, those first that were not written to for longest."""
+        """Files that are open and need not be, least recently written first."""
         if len(self._open) <= self._most_open:
             return []
         idle = [name for name, each in self._open.items() if not each.users]
@@ -107,7 +107,7 @@ class OutputFiles:
                 return
             opened.users += 1
         try:
-            # Linux starts to write the dirty pages of a range that is said not to be needed, and returns at once.
+            # For a range that is no longer needed, Linux starts to write its dirty pages back, and returns at once.
             os.posix_fadvise(opened.descriptor, start, nbytes, os.POSIX_FADV_DONTNEED)
         finally:
             self._let_go(opened)
@@ -119,7 +119,7 @@ def _most_open() -> int:
 
 
 def _close_synced(files: Sequence[_File]) -> None:
-    """Close files once all of them is on disk: nobody else is told of an error that comes later."""
+    """Sync files before closing them, because a later error would not be reported to anybody."""
     with ExitStack() as closing:
         for each in files:
             closing.callback(os.close, each.descriptor)

@@ -1,4 +1,4 @@
-"""Journal of the tensors written to an incomplete output, so that the same command can go on after an interruption."""
+"""Journal of the tensors written to an incomplete output, so that the same command can resume after an interruption."""
 
 import json
 import os
@@ -15,17 +15,17 @@ _READ_BYTES = 2**20
 
 
 class Journal:
-    """A file of lines: what is being written, then each tensor that is.
+    """A file of lines: first what is being written, then one line per tensor written.
 
-    Nothing of it is believed without the bytes: after a crash of the machine the journal may be on disk and they not.
+    Entries are trusted only if the bytes match: after a crash of the machine, the journal may be on disk without them.
     Use as a context manager.
     """
 
     def __init__(self, path: Path, purpose: Mapping[str, Any]) -> None:
-        """`purpose` tells one output from another; a journal of another purpose is started over."""
+        """`purpose` identifies an output; a journal of another purpose is started over."""
         self._path, self._start = path, f"{json.dumps(purpose, sort_keys=True)}\n".encode()
         self.found: dict[str, list[Written]] = {}
-        """Tensors that an interrupted run wrote, by name."""
+        """The tensors that an interrupted run wrote, by name."""
         self._file: FileIO
 
     def __enter__(self) -> "Journal":
@@ -36,7 +36,7 @@ class Journal:
                 break
             self.found[entry[0]] = entry[1]
             end += len(line)
-        # Without a buffer, which would want to be written again when a full disk ends the run.
+        # Unbuffered: a buffer would be flushed again after a full disk has ended the run.
         self._file = self._path.open("r+b" if self._path.exists() else "w+b", buffering=0)
         self._file.truncate(end)
         self._file.seek(end)
@@ -46,14 +46,14 @@ class Journal:
 
     @property
     def is_begun(self) -> bool:
-        """Whether the file is of this purpose."""
+        """Whether the file has this purpose."""
         return self._content().startswith(self._start)
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def add(self, name: str, written: Sequence[Written]) -> None:
-        """Note that a tensor has been written."""
+        """Record that a tensor has been written."""
         line = [name, *(each.as_list() for each in written)]
         self._write(f"{json.dumps(line)}\n".encode())
 
@@ -66,7 +66,7 @@ class Journal:
 
 
 def _entry(line: bytes) -> tuple[str, list[Written]] | None:
-    """A tensor's name and places; None for a line that was cut off or damaged."""
+    """Parse a tensor's name and places; None for a truncated or damaged line."""
     try:
         name, *places = json.loads(line)
         written = [Written.from_list(place) for place in places]
@@ -76,7 +76,7 @@ def _entry(line: bytes) -> tuple[str, list[Written]] | None:
 
 
 def is_intact(folder: Path, written: Written) -> bool:
-    """Whether the bytes below `folder` have the checksum that was noted."""
+    """Whether the bytes below `folder` have the recorded checksum."""
     try:
         descriptor = os.open(folder / written.file, os.O_RDONLY)
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def is_intact(folder: Path, written: Written) -> bool:
 
 
 def checksum(descriptor: int, offset: int, nbytes: int, value: int = 0) -> int | None:
-    """The CRC-32 of a part of a file, continued from `value`; None if the file ends too early."""
+    """The CRC-32 of part of a file, continued from `value`; None if the file ends too early."""
     end = offset + nbytes
     while offset < end:
         content = os.pread(descriptor, min(_READ_BYTES, end - offset), offset)

@@ -1,4 +1,4 @@
-"""Writing many tensors: several threads, each with a tensor at a time; an interrupted run is continued."""
+"""Writes many tensors with several threads, each one tensor at a time; resumes an interrupted run."""
 
 import threading
 from collections import Counter, defaultdict, deque
@@ -13,7 +13,7 @@ from converters.stream.targets import Target, Written
 from converters.stream.tensor_writer import TensorWriter, places_of
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all, from several threads."""
+"""Called with the bytes done and the total bytes, from several threads."""
 _POLL_S = 0.5
 
 
@@ -34,9 +34,9 @@ class _Run:
         self.written: dict[str, list[Written]] = {}
 
     def next_target(self, last: Target | None) -> Target | None:
-        """The next of the file of a thread's `last`, or else of the file that the fewest threads write.
+        """The next target of the same file as the thread's `last`, or else of the file that the fewest threads write.
 
-        Two threads that write one file wait for each other.
+        Threads that write the same file wait for each other.
         """
         with self._lock:
             file = last.place.file if last else None
@@ -70,10 +70,10 @@ class _Run:
 def write_targets(
     targets: Sequence[Target], source: Source, folder: Path, journal: Journal, *, workers: int, progress: Progress
 ) -> dict[str, list[Written]]:
-    """Write the targets to files below `folder`; returns where the elements of each are, with checksums.
+    """Write the targets to files below `folder`; return the places of each one's elements, with checksums.
 
-    Tensors in the journal of an earlier run are read instead of written, and written again where they are not intact.
-    All bytes are on disk at the return. An exception of a thread, and Ctrl-C, ends all threads.
+    Tensors in the journal of an earlier run are verified instead of written, and written again if they are damaged. All
+    bytes are on disk on return. An exception in a thread, and Ctrl-C, stop all threads.
     """
     run = _Run(targets, progress)
 
@@ -84,7 +84,8 @@ def write_targets(
             found = journal.found.get(target.name, [])
             places = [(each.file, each.offset, each.nbytes) for each in found]
             if places == places_of(target) and all(is_intact(folder, each) for each in found):
-                # Its checksum is not noted: after a crash of the machine it may be lost and the elements not.
+                # The frame's checksum is not recorded: after a crash of the machine, the frame may be lost and the
+                # elements not.
                 writer.write_frame(target, found[0].crc32)
                 run.finish(target, found, None)
                 run.count(_nbytes(target))
@@ -104,12 +105,12 @@ def write_targets(
 
 
 def _nbytes(target: Target) -> int:
-    """Size of its elements and scales."""
+    """Size of the target's elements and scales."""
     return sum(nbytes for _, _, nbytes in places_of(target))
 
 
 def _wait(futures: Sequence[Future[None]]) -> None:
-    """Return when all are done, or raise what the first failed with. Wakes up now and then to take Ctrl-C."""
+    """Return when all are done, or raise the exception of the first to fail. Wakes up regularly to handle Ctrl-C."""
     pending = set(futures)
     while pending:
         done, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_EXCEPTION)

@@ -1,4 +1,4 @@
-"""Where a conversion reads from: tensors by name, of which it asks boxes. Called from several threads at once."""
+"""Sources of a conversion: tensors by name, read by boxes. Several threads call them at once."""
 
 import threading
 from collections.abc import Iterable
@@ -22,13 +22,13 @@ class Source(Protocol):
     """The tensors of a checkpoint."""
 
     def view(self, name: str, box: Box) -> torch.Tensor | None:
-        """The box as it lies in a mapped file; None where it first has to be decoded."""
+        """The box as a view of the mapped file; None if it has to be decoded first."""
 
     def copy_into(self, out: torch.Tensor, name: str, box: Box) -> None:
-        """Write the elements of the box to `out`, converting to its type."""
+        """Write the elements of the box to `out`, converted to its dtype."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of the tensor's elements once decoded."""
+        """The dtype of the tensor's elements after decoding."""
 
 
 class _PerThread(threading.local):
@@ -37,7 +37,7 @@ class _PerThread(threading.local):
 
 
 class HuggingFaceSource:
-    """A HuggingFace checkpoint; block FP8 is decoded to bf16. Raises UserError for FP8 without its scales."""
+    """A HuggingFace checkpoint; block FP8 is decoded to bf16. Raises UserError for FP8 without scales."""
 
     def __init__(self, checkpoint: HuggingFaceCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -47,11 +47,11 @@ class HuggingFaceSource:
         self._scales = scales_of(checkpoint.folder, self._shapes, self._dtypes)
 
     def view(self, name: str, box: Box) -> torch.Tensor | None:
-        """The box in the mapped file; None for FP8."""
+        """The box as a view of the mapped file; None for FP8."""
         return None if name in self._scales else self._checkpoint.read(name, box)
 
     def copy_into(self, out: torch.Tensor, name: str, box: Box) -> None:
-        """The values of the box; UserError, naming the tensor, for FP8 codes or scales that are no numbers."""
+        """Write the values of the box. Raises UserError, naming the tensor, for NaN FP8 codes or invalid scales."""
         view = self._checkpoint.read(name, box)
         if name not in self._scales:
             out.copy_(view)
@@ -71,14 +71,14 @@ class HuggingFaceSource:
             raise UserError(f"{self._checkpoint.folder} holds {name} with {error}; copy it again") from error
 
     def dtype(self, name: str) -> torch.dtype:
-        """As in the file, bf16 for FP8."""
+        """The dtype in the file; bf16 for FP8."""
         return torch.bfloat16 if name in self._scales else self._dtypes[name]
 
 
 class TorchDistSource:
-    """The pieces of a distributed checkpoint, by the names that their layout gives them.
+    """The pieces of a distributed checkpoint, under the names that their layout gives them.
 
-    Raises UserError for a chunk that does not have the checksum it was saved with.
+    Raises UserError for a chunk whose checksum differs from the saved one.
     """
 
     def __init__(self, checkpoint: TorchDistCheckpoint, pieces: Iterable[Piece]) -> None:
@@ -86,22 +86,22 @@ class TorchDistSource:
         self._piece = lru_cache(_VIEWS_KEPT)(self._read_piece)
 
     def view(self, name: str, box: Box) -> torch.Tensor:
-        """The box in the mapped file."""
+        """The box as a view of the mapped file."""
         return self._piece(name)[box.slices()]
 
     def copy_into(self, out: torch.Tensor, name: str, box: Box) -> None:
-        """The values of the box."""
+        """Write the values of the box."""
         out.copy_(self.view(name, box))
 
     def dtype(self, name: str) -> torch.dtype:
-        """As saved."""
+        """The dtype in the checkpoint."""
         return self._checkpoint.weights[self._pieces[name].key].dtype
 
     def _read_piece(self, name: str) -> torch.Tensor:
         piece = self._pieces[name]
         chunk = self._checkpoint.weights[piece.key].chunks[piece.chunk]
         elements, saved = self._checkpoint.checksum_data(piece.key, chunk)
-        # 0 is what torch writes when it is told not to compute it.
+        # Torch writes 0 if told not to compute the checksum.
         if saved and crc32(elements) != saved:
             raise UserError(
                 f"{self._checkpoint.folder / chunk.file} is damaged: the chunk of {piece.key} at"

@@ -1,4 +1,4 @@
-"""Output of a conversion: tensors, each at one place in a file and assembled from boxes of source tensors."""
+"""Targets of a conversion: tensors, each at one place in a file and assembled from boxes of source tensors."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from converters.layout import Shape
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`source_box` of a tensor of the source goes, element for element, into `box` of the target."""
+    """`source_box` of a source tensor is copied, element for element, into `box` of the target."""
 
     source: str
     source_box: Box
@@ -23,7 +23,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """From byte `offset` of a file on. `file` is relative to the output folder."""
+    """A place in a file, from byte `offset` on. `file` is relative to the output folder."""
 
     file: str
     offset: int
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to be written. Elements that no part fills become 0."""
+    """A tensor to write. Elements that no part fills become 0."""
 
     name: str
     place: Place
@@ -39,9 +39,9 @@ class Target:
     shape: Shape
     parts: Sequence[Part]
     framed_shape: Shape | None = None
-    """With what shape torch.save frames it; None for bare elements."""
+    """The shape with which torch.save frames the elements; None for bare elements."""
     scales: Place | None = None
-    """Where the fp32 scales of its 128x128 blocks go; the elements are then FP8 codes."""
+    """Place of the fp32 scales of its 128x128 blocks; if given, the elements are FP8 codes."""
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Where the elements of a tensor are, and their CRC-32."""
+    """The place of a tensor's elements, and their CRC-32."""
 
     file: str
     offset: int
@@ -64,7 +64,7 @@ class Written:
 
     @classmethod
     def from_list(cls, fields: Sequence[Any]) -> "Written":
-        """The reverse of `as_list`. Raises ValueError where no folder can have that, and TypeError for no sequence."""
+        """The inverse of `as_list`. Raises ValueError for values that no folder can have, TypeError for no sequence."""
         file, *numbers = fields
         if not isinstance(file, str) or len(numbers) != 3 or not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise ValueError(f"a tensor or file has the place {fields}")

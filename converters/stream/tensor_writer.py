@@ -1,5 +1,7 @@
-"""Writing one tensor: its bytes straight from the source's mapped file where they lie there as they are to be written,
-and through a buffer where they have to be gathered, converted or quantised.
+"""Writes one tensor.
+
+Bytes that the source's mapped file holds as they are to be written are written directly from it. All others are
+gathered, converted or quantised in a buffer.
 """
 
 import math
@@ -17,15 +19,15 @@ from converters.stream.files import OutputFiles
 from converters.stream.sources import Source
 from converters.stream.targets import Part, Place, Target, Written
 
-# A processor's second-level cache holds it between the checksum and the write.
+# Fits into a processor's second-level cache, where it stays between the checksum and the write.
 _SLICE_BYTES = 2**20
-# Bytes to decode, convert or quantise at once: enough to keep a thread from asking for Python all the time.
+# Bytes to decode, convert or quantise at once: enough that threads do not contend for Python's lock.
 _GATHERED_BYTES = 2**21
 _SCALE_DTYPE = torch.float32
 
 
 def places_of(target: Target) -> list[tuple[str, int, int]]:
-    """File, offset and size of the elements of a target, and of its scales if it has some."""
+    """File, offset and size of a target's elements, and of its scales if it has any."""
     head = frame(target.dtype, target.framed_shape).head_bytes if target.framed_shape is not None else 0
     places = [(target.place.file, target.place.offset + head, target.nbytes)]
     if target.scales:
@@ -37,7 +39,7 @@ def places_of(target: Target) -> list[tuple[str, int, int]]:
 class TensorWriter:
     """Writes tensors one after the other. Each thread has its own.
 
-    `on_bytes` is called with the number of bytes of each slice that has been written; what it raises ends the work.
+    `on_bytes` is called with the size of each slice after it is written; an exception that it raises ends the work.
     """
 
     def __init__(self, source: Source, files: OutputFiles, on_bytes: Callable[[int], None]) -> None:
@@ -46,7 +48,7 @@ class TensorWriter:
         self._scratch = Scratch()
 
     def write(self, target: Target) -> list[Written]:
-        """Write a tensor, its frame and its scales; returns where elements are and their checksums."""
+        """Write a tensor, its frame and its scales; return the places of the elements and scales, with checksums."""
         if target.scales:
             return self._write_fp8(target, target.scales)
         ((file, start, _),) = places_of(target)
@@ -55,7 +57,7 @@ class TensorWriter:
         return [written]
 
     def write_frame(self, target: Target, checksum: int) -> None:
-        """Write what stands around the elements, which have this CRC-32; nothing around bare ones."""
+        """Write the frame around the elements, which have this CRC-32; bare elements have none."""
         if target.framed_shape is None:
             return
         around = frame(target.dtype, target.framed_shape)
@@ -77,7 +79,7 @@ class TensorWriter:
         return Written(place.file, place.offset, position - place.offset, checksum)
 
     def _slices(self, target: Target) -> Iterator[torch.Tensor]:
-        """The elements of a target, in order."""
+        """Yield the elements of a target, in order."""
         row = 0
         for part in _in_row_order(target):
             start, stop = part.box.start[0], part.box.stop[0]
@@ -91,7 +93,7 @@ class TensorWriter:
         yield from self._gathered(target, row, target.shape[0], target.dtype)
 
     def _gathered(self, target: Target, start: int, stop: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Rows `start` to `stop` of a target in `dtype`, in the buffer, a few at a time."""
+        """Yield rows `start` to `stop` of a target in `dtype`, gathered in the buffer a few at a time."""
         for first, last in _row_ranges(target.shape, start, stop, dtype):
             block = Box((first, *(0 for _ in target.shape[1:])), (last, *target.shape[1:]))
             yield self._gather(target, block, dtype)
@@ -131,7 +133,7 @@ class TensorWriter:
         return [written, self._write_slices(place, iter([scales]))]
 
     def _rows_of_blocks(self, target: Target) -> Iterator[torch.Tensor]:
-        """The values of a matrix in the source's type, some rows of FP8 blocks at a time."""
+        """Yield the values of a matrix in the source's dtype, some rows of FP8 blocks at a time."""
         part, dtype = target.parts[0], self._source.dtype(target.parts[0].source)
         view = self._source.view(part.source, part.source_box) if part.box == Box.whole(target.shape) else None
         if view is None:
@@ -142,7 +144,7 @@ class TensorWriter:
 
 
 def _row_ranges(shape: Shape, start: int, stop: int, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Rows `start` to `stop`, cut so that a range of a matrix is whole rows of FP8 blocks, but at the end."""
+    """Cut rows `start` to `stop` into ranges that, except for the last, are whole rows of FP8 blocks in matrices."""
     multiple = BLOCK if len(shape) == 2 else 1
     row_bytes = max(1, math.prod(shape[1:]) * dtype.itemsize)
     rows = max(multiple, _GATHERED_BYTES // row_bytes // multiple * multiple)
@@ -151,7 +153,7 @@ def _row_ranges(shape: Shape, start: int, stop: int, dtype: torch.dtype) -> Iter
 
 
 def _in_row_order(target: Target) -> list[Part]:
-    """The parts of a target; none where they do not all go over whole rows."""
+    """The parts of a target in row order; empty unless all of them cover whole rows."""
     ends = (0,) * (len(target.shape) - 1), tuple(target.shape[1:])
     if any((part.box.start[1:], part.box.stop[1:]) != ends for part in target.parts):
         return []

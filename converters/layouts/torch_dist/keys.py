@@ -1,8 +1,8 @@
 """Keys of Megatron's distributed checkpoints (torch_dist).
 
-The parameters of layers that are all alike lie under one key with a leading dimension for the layer; those of layers
-that differ have the layer's number in their key. The experts of a layer have one leading dimension more. Keys are those
-of Transformer Engine's modules.
+If all layers are alike, a parameter has one key for all layers, with a leading dimension for the layer; if layers
+differ, its key contains the layer's number. Experts add one more leading dimension. Keys are those of Transformer
+Engine's modules.
 """
 
 from collections.abc import Iterator
@@ -16,20 +16,20 @@ _EXPERT_WEIGHT = "weight{expert}"
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One parameter of the whole model, not cut: `index` in the leading dimensions of the tensor `key`."""
+    """One whole parameter of the model, at `index` in the leading dimensions of the tensor `key`."""
 
     parameter: Parameter
     key: str
     index: tuple[int, ...]
     leading: tuple[int, ...]
-    """Lengths of the leading dimensions."""
+    """Sizes of the leading dimensions."""
     hf_names: tuple[str, ...]
     layer: int | None
     expert: int
 
 
 def cells(architecture: Architecture, *, uniform: bool) -> Iterator[Cell]:
-    """Every parameter in the order of the model; `uniform` layers share their keys."""
+    """Yield every parameter in model order; if `uniform`, layers share their keys."""
     numbers = {Part.FIRST: [None], Part.LAYERS: range(architecture.num_layers), Part.LAST: [None]}
     first_mtp = architecture.num_layers
     numbers[Part.MTP] = range(first_mtp, first_mtp + architecture.mtp_layers)
@@ -58,5 +58,5 @@ def _experts(architecture: Architecture, parameter: Parameter, layer: int | None
 
 
 def has_uniform_layers(architecture: Architecture) -> bool:
-    """Whether megatron-core takes all layers for alike: `moe_layer_freq` is not a list."""
+    """Whether megatron-core treats all layers as alike: `moe_layer_freq` is not a list."""
     return architecture.transformer_config.get("moe_layer_freq", 1) == 1

@@ -1,4 +1,4 @@
-"""The chunks of a checkpoint that is to be written, cut along the ranks that will read it."""
+"""Plans the chunks of a checkpoint to write, cut along the ranks that will read it."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,19 @@ from converters.layouts.torch_dist.keys import Cell, cells, has_uniform_layers
 
 @dataclass(frozen=True, slots=True)
 class PlannedChunk:
-    """A chunk that is to be written: a box of the tensor `key`, for the ranks of which `rank` is the first."""
+    """A chunk to write: a box of the tensor `key`, for one or more ranks, the first of which is `rank`."""
 
     key: str
     box: Box
     rank: int
     hf_names: tuple[str, ...]
-    """HuggingFace tensors that its elements come from."""
+    """The HuggingFace tensors that its elements come from."""
 
 
 def plan_chunks(
     architecture: Architecture, parallel: ParallelSizes, padded_vocabulary: int
 ) -> tuple[dict[str, Shape], list[PlannedChunk]]:
-    """Shapes by key, and chunks cut so that each rank of `parallel` reads whole ones."""
+    """Return shapes by key, and chunks cut so that each rank of `parallel` reads whole chunks."""
     shapes: dict[str, Shape] = {}
     chunks: list[PlannedChunk] = []
     stage_of = _stages(architecture, parallel)
@@ -51,7 +51,7 @@ def _grid(
     axis = 1 if parameter.kind is Kind.ROW else 0
     if parameter.kind is Kind.VOCABULARY:
         shape[0] = padded_vocabulary
-    # Megatron saves gate and up by themselves, and so reads them.
+    # Megatron saves and reads gate and up separately.
     parts = {Kind.REPLICATED: 1, Kind.GATED: 2 * ranks}.get(parameter.kind, ranks)
     length = shape[axis] // parts
     return tuple(shape), [
@@ -60,7 +60,7 @@ def _grid(
 
 
 def _stages(architecture: Architecture, parallel: ParallelSizes) -> dict[tuple[Part, int | None], int]:
-    """The pipeline stage of what does not belong to a layer, and of every layer."""
+    """The pipeline stage of every layer, and of each part outside the layers."""
     last = parallel.pipeline_model_parallel_size - 1
     stages: dict[tuple[Part, int | None], int] = {(Part.FIRST, None): 0, (Part.LAST, None): last}
     for stage in range(parallel.pipeline_model_parallel_size):

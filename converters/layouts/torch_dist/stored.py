@@ -1,4 +1,4 @@
-"""The places of HuggingFace tensors in the chunks of a checkpoint, however it was cut."""
+"""Locates HuggingFace tensors in the chunks of a checkpoint, whatever sizes it was saved with."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,22 +17,23 @@ _ALIASES: Mapping[str, str] = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
 }
-"""End of a key -> the end it has where megatron-core's local modules saved the parameter under a fused norm's name."""
+"""Suffix of a key -> the fused norm's suffix, under which megatron-core's local modules may have saved the parameter.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The part of a chunk that belongs to one layer and expert: nearly always the whole chunk.
 
-    It is a tensor of its own, `name`, of `shape`, without the leading dimensions for layers and experts.
+    It is treated as a tensor of its own with `name` and `shape`, without the leading dimensions for layers and experts.
     """
 
     name: str
     key: str
     chunk: int
-    """Its number among the chunks of `key`."""
+    """The chunk's index among those of `key`."""
     index: tuple[int, ...]
-    """Where in the leading dimensions of the chunk."""
+    """The index in the chunk's leading dimensions."""
     shape: Shape
     placements: Sequence[Placement]
     padding: Sequence[Box]
@@ -41,9 +42,10 @@ class Piece:
 def stored_pieces(
     architecture: Architecture, shapes: Mapping[str, Shape], chunks: Mapping[str, Sequence[Box]]
 ) -> Iterator[Piece]:
-    """The places of the HuggingFace tensors in the chunks of a checkpoint, given by key, in the order of the model.
+    """Locate the HuggingFace tensors in the chunks of a checkpoint, given by key; yields pieces in model order.
 
     Rows of the vocabulary beyond `vocab_size` are padding.
+
     Raises UserError for a key of the model that is missing or has another shape, and for surplus keys.
     """
     overlaps = _Overlaps(architecture)
@@ -99,7 +101,7 @@ def _check_shape(cell: Cell, shape: Shape, key: str, stored: Shape) -> None:
 
 
 def _by_index(boxes: Sequence[Box], leading: int) -> dict[tuple[int, ...], list[int]]:
-    """Index in the leading dimensions -> numbers of the boxes that have elements there."""
+    """Index in the leading dimensions -> indices of the boxes that have elements there."""
     found: dict[tuple[int, ...], list[int]] = {}
     for number, box in enumerate(boxes):
         for index in product(*map(range, box.start[:leading], box.stop[:leading])):
@@ -111,12 +113,12 @@ def _by_index(boxes: Sequence[Box], leading: int) -> dict[tuple[int, ...], list[
 class _Overlap:
     shape: Shape
     filled: list[tuple[int, Box, Box]]
-    """Number of the HuggingFace tensor, box in it, box in the piece."""
+    """Index of the HuggingFace tensor, box in it, box in the piece."""
     padding: list[Box]
 
 
 class _Overlaps:
-    """The HuggingFace boxes in a box of a parameter; the same for all layers and experts, so computed once."""
+    """The HuggingFace boxes in a box of a parameter, cached because they are the same for all layers and experts."""
 
     def __init__(self, architecture: Architecture) -> None:
         self._architecture = architecture
