@@ -1,1 +1,1 @@
-"""A step predicted from sizes alone: memory, seconds, a search; and its refit's traffic, ports, replay, picture."""
+"""Predicts a step from sizes alone: memory, seconds, a search; and its refit's traffic, ports, replay and picture."""

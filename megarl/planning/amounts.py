@@ -14,9 +14,9 @@ _MINUTE_S, _HOUR_S = 60, 3600
 
 
 def read_bytes(text: str, option: str) -> int:
-    """The bytes that a text such as `5GB`, `500 MB` or `2GiB` means.
+    """Parse a size such as `5GB`, `500 MB` or `2GiB` into bytes.
 
-    Raises UserError, naming the `option`, for another text, and for less than one byte.
+    Raises UserError, naming the `option`, for any other text and for less than one byte.
     """
     match = _SIZE.fullmatch(text)
     if match and match[2].lower() in _BY_FOLDED_NAME:
@@ -27,7 +27,7 @@ def read_bytes(text: str, option: str) -> int:
 
 
 def say_bytes(nbytes: float) -> str:
-    """A number of bytes to three digits: `1.20 GB`."""
+    """Format a number of bytes with three digits: `1.20 GB`."""
     for unit, factor in _SAID:
         if nbytes >= factor:
             value = nbytes / factor
@@ -36,7 +36,7 @@ def say_bytes(nbytes: float) -> str:
 
 
 def say_seconds(seconds: float) -> str:
-    """A time in the units that suit it: `0.42 s`, `12 s`, `3 min 5 s`, `2 h 10 min`."""
+    """Format a time in suitable units: `0.42 s`, `12 s`, `3 min 5 s`, `2 h 10 min`."""
     if seconds < _MINUTE_S:
         return f"{seconds:.{2 if seconds < 10 else 0}f} s"
     if seconds < _HOUR_S:
@@ -45,5 +45,5 @@ def say_seconds(seconds: float) -> str:
 
 
 def say_count(number: int, noun: str) -> str:
-    """A number of things with a plural in s: `1 file`, `1,200 files`."""
+    """Format a number of things whose plural ends in s: `1 file`, `1,200 files`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

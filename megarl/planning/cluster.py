@@ -1,4 +1,4 @@
-"""The machines of a refit: how many GPUs a node has, how fast each talks, and which rank is where."""
+"""The machines of a refit: GPUs per node, their rates, and the place of every rank."""
 
 from dataclasses import dataclass
 
@@ -7,25 +7,25 @@ from converters.errors import UserError
 from converters.topology import Topology
 
 _SLOWEST = 1e-3
-"""Least rate, in its unit: at 1 Mbit/s the nanoseconds of a large model still fit in 64 bits."""
+"""Lowest rate, in its unit: even at 1 Mbit/s, a large model's nanoseconds fit in 64 bits."""
 _LONGEST_US = 1e6
 _MOST_ON_A_NODE = 65_536
-"""Ranks of a node, each of which has a place in memory whether it is used or not."""
+"""Maximum of GPUs per node; each takes memory whether a rank uses it or not."""
 
 
 @dataclass(frozen=True)
 class Cores:
-    """The processor cores of a node without GPUs, which all its ranks share; rates are of one core while all work.
+    """The processor cores of a node without GPUs, which all its ranks share; rates are per core with all cores working.
 
-    A core that reads what it unpacks, as one-sided reads without a network card do, has both in `unpack_gbyte_per_s`.
-    Raises UserError for less than a core, and for a rate of (nearly) zero or less.
+    If a core reads what it unpacks, as for one-sided reads without a network card, `unpack_gbyte_per_s` covers both.
+    Raises UserError for less than one core, and for a rate of (nearly) zero or less.
     """
 
     per_node: int
     pack_gbyte_per_s: float
     unpack_gbyte_per_s: float
     message_us: float = 0.0
-    """Cost of a message for its sender, and again for its receiver, beside that of its bytes."""
+    """Fixed cost of a message for its sender, and again for its receiver, in addition to that of its bytes."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -38,9 +38,10 @@ class Cores:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes of equal GPUs. The rates are those of one GPU, in and out at once; by default an H100's.
+    """Equal nodes of equal GPUs. Rates are per GPU and direction; the defaults are an H100's.
 
-    With `cores` the GPUs are places for ranks, which work on these, and NVLink is their way to each other.
+    With `cores`, GPUs are only places for ranks: the cores do the work, and NVLink stands for transfers between ranks
+    of a node.
 
     Raises UserError for a size or a rate of (nearly) zero or less.
     """
@@ -50,9 +51,9 @@ class Cluster:
     nvlink_gbyte_per_s: float = 450.0
     memory_gbyte_per_s: float = 3350.0
     nodes: int | None = None
-    """Nodes that there are; None is as many as it takes."""
+    """Number of nodes; None means as many as needed."""
     cores: Cores | None = None
-    """Processor cores that do the work of GPUs, on a cluster without GPUs."""
+    """Processor cores that do the work, for a cluster without GPUs."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -78,11 +79,12 @@ class Cluster:
         return self.memory_gbyte_per_s * 1e9
 
     def topology(self, sources: int, destinations: int, *, colocated: bool) -> Topology:
-        """A GPU for every rank, the trainer's nodes first; or destination ranks on the GPUs of the first sources.
+        """Give every rank a GPU, the trainer's nodes first.
 
-        Where cores do the work, engines begin on the trainer's last node if it has room.
+        If colocated, destination ranks are on the GPUs of the first sources. If cores do the work, engines begin on the
+        trainer's last node if it has room.
 
-        Raises UserError where the cluster does not hold the ranks, and where colocated engines have no GPU.
+        Raises UserError if the cluster is too small for the ranks, or if colocated engines have too few GPUs.
         """
         if colocated and destinations > sources:
             raise UserError(
@@ -101,6 +103,6 @@ class Cluster:
 
 
 def _check_speed(whose: str, name: str, value: object) -> None:
-    """Raise UserError for a rate at which nothing would end."""
+    """Raise UserError for a rate so low that nothing would ever finish."""
     if name.endswith("_per_s") and isinstance(value, float | int) and value < _SLOWEST:
         raise UserError(f"the {whose} {name} is {value}; it must be at least {_SLOWEST:g}")

@@ -1,4 +1,4 @@
-"""The predicted time of a refit: each stage by its busiest rank or port, the lower bound, and the replay."""
+"""Predicts the time of a refit: each stage by its busiest rank or port, the lower bound, and the replay."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,16 +10,16 @@ from megarl.planning.messages import Integers
 from megarl.planning.refit import PlannedRefit
 from megarl.planning.replay import RankRates, Replay, replay
 
-# How often a message's bytes pass through a GPU's memory. Packing reads the weights and writes the message, which is
-# more where it quantises (`NumberFormat.pack_passes`); unpacking reads it and writes the parameters. Kernels take the
-# checksum of what they hold already.
+# How often a message's bytes pass through a GPU's memory. Packing reads the weights and writes the message, with more
+# passes if it quantises (`NumberFormat.pack_passes`); unpacking reads the message and writes the parameters. Checksums
+# are computed from what the kernels have already read.
 _PACK_PASSES = 2
 _UNPACK_PASSES = 2
 
 
 @dataclass(frozen=True)
 class Load:
-    """Bytes through ports of one kind, int64 [ports], and what one of these ports is called."""
+    """Bytes through ports of one kind, int64 [ports], and the name of the thing that has such a port."""
 
     name: str
     place: str
@@ -37,13 +37,13 @@ class Load:
 
     @property
     def mean(self) -> float:
-        """Bytes of a port that has any."""
+        """Mean bytes of the ports that have any."""
         return float(self.nbytes.sum() / max(1, np.count_nonzero(self.nbytes)))
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Cost of a refit. Seconds of a stage are those of its busiest rank or port, as if nothing held that up."""
+    """Cost of a refit. A stage's seconds are those of its busiest rank or port, as if it never waited."""
 
     refit: PlannedRefit
     traffic: Traffic
@@ -53,14 +53,14 @@ class Forecast:
 
     @property
     def peers(self) -> tuple[int, int]:
-        """The most ranks that a trainer's rank is connected with, and the most that an engine's worker is."""
+        """The largest number of peers of a trainer rank, and of an engine worker."""
         relays = np.count_nonzero(self.traffic.relayed, axis=0) + np.count_nonzero(self.traffic.relayed, axis=1)
         of_workers = np.count_nonzero(self.traffic.direct, axis=0) + relays
         return int(np.count_nonzero(self.traffic.direct, axis=1).max()), int(of_workers.max())
 
     @property
     def pairs(self) -> tuple[int, int]:
-        """How many pairs of a trainer's rank and a worker go through memory of their node, and through the network."""
+        """Number of (trainer rank, worker) pairs that communicate through node memory, and through the network."""
         topology = self.traffic.topology
         are_near = np.equal.outer(np.asarray(topology.source_node), np.asarray(topology.destination_node))
         near = np.count_nonzero(self.traffic.direct[are_near])
@@ -112,7 +112,7 @@ class Forecast:
 
     @property
     def _core_seconds(self) -> float:
-        """Seconds in which the cores of a node do all of its work: those of the node with most."""
+        """Seconds of all work that a node's cores do, for the node with the most."""
         played, place = self.replay, self.traffic.topology
         messages, rates, sources = played.messages, self.work, len(place.source_node)
         of_sender = np.array([*place.source_node, *place.destination_node])[messages.sender]
@@ -126,19 +126,19 @@ class Forecast:
 
     @property
     def transfer_seconds(self) -> float:
-        """Predicted for moving the bytes: network and NVLink at the same time."""
+        """Predicted time of moving the bytes, with network and NVLink at the same time."""
         return self.binding_port.seconds
 
     @property
     def predicted_seconds(self) -> float:
-        """Predicted for everything: the slowest stage, since they overlap, and one message before and after it."""
+        """Predicted total time: the slowest stage, since stages overlap, plus packing and unpacking one message."""
         largest = float(self.replay.messages.nbytes.max(initial=0))
         ends = largest / self.work.pack_bytes_per_s + largest / self.work.unpack_bytes_per_s
         return max(self.stages.values()) + ends
 
     @cached_property
     def lower_bounds(self) -> dict[str, float]:
-        """Seconds that no plan can beat, by what forces them."""
+        """Name of a constraint -> the seconds that no plan can beat because of it."""
         return lower_bounds(self.traffic, self.refit.cluster.rates)
 
     @property
@@ -148,17 +148,17 @@ class Forecast:
 
     @property
     def binding_port(self) -> Port:
-        """The port that is busy for longest."""
+        """The port that is busy longest."""
         return busiest_port(self.traffic, self.refit.cluster.rates)
 
     def over_lower_bound(self, seconds: float) -> float:
-        """`seconds` in units of the lower bound; 1 where both are nothing."""
+        """`seconds` as a multiple of the lower bound; 1 if both are zero."""
         lower_bound_seconds = self.lower_bound_seconds
         return seconds / lower_bound_seconds if lower_bound_seconds else 1.0 if not seconds else float("inf")
 
     @property
     def extra_bytes_per_gpu(self) -> int:
-        """Memory of the buckets on a GPU, at its peak: that of each rank on it."""
+        """Peak memory of the buckets on a GPU: those of every rank on it."""
         return (2 if self.refit.colocated else 1) * self.refit.buckets * self.refit.bucket_bytes
 
 

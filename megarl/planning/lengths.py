@@ -1,13 +1,13 @@
-"""Lengths of responses: of all distributions up to a longest with a mean, the one that assumes least else.
+"""Lengths of responses: the maximum-entropy distribution with a given mean, up to a longest length.
 
-It is exponential, cut at the longest, which is 1 here.
+It is an exponential distribution truncated at the longest length, which is 1 here.
 """
 
 import math
 
 
 def exponential_rate(mean: float) -> float:
-    """Rate of the distribution with a mean in (0, 1); negative for a mean above a half."""
+    """Rate of the distribution with a mean in (0, 1); negative for means above one half."""
     low, high = -500.0, 500.0
     mean = min(max(mean, 0.003), 0.997)
     for _ in range(60):
@@ -20,14 +20,14 @@ def exponential_rate(mean: float) -> float:
 
 
 def longer_than(length: float, rate: float) -> float:
-    """The share of responses that are longer than `length`."""
+    """Share of responses longer than `length`."""
     if abs(rate) < 1e-6:
         return 1 - length
     return (math.exp(-rate * length) - math.exp(-rate)) / -math.expm1(-rate)
 
 
 def mean_square(rate: float) -> float:
-    """Mean of the squares of the lengths."""
+    """Mean of the squared lengths."""
     return 1 / 3 - rate / 12 if abs(rate) < 1e-3 else 2 * _mean(rate) / rate - 1 / math.expm1(rate)
 
 

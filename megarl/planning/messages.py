@@ -1,4 +1,4 @@
-"""The messages of a refit: what goes from rank to rank, cut into buckets, and through which ports each goes."""
+"""The messages of a refit: the traffic between ranks, cut into buckets, and the ports that each message uses."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -11,14 +11,15 @@ from converters.topology import Topology
 from megarl.resharding.direct.schedule import sending_order
 
 RELAYS = 16
-"""Assumption of the replay: a destination relays to another in at least so many parts, spread over the time in which
-the bytes arrive. The runtime cuts relays into messages by their size alone."""
+"""Assumption of the replay: a destination relays to another one in at least this many parts, spread over the time in
+which the bytes arrive. The runtime cuts relays into messages by size only.
+"""
 
 Integers = NDArray[np.int64]
 
 
 class Path(IntEnum):
-    """Path between two ranks: the memory of the GPU that both are on, NVLink inside a node, or the network."""
+    """Path between two ranks: the memory of the GPU that both use, NVLink inside a node, or the network."""
 
     MEMORY = 0
     NVLINK = 1
@@ -27,19 +28,19 @@ class Path(IntEnum):
 
 @dataclass(frozen=True)
 class Messages:
-    """Columns of a table of messages, each int64 [messages], sorted by sender and then by the order of sending."""
+    """Columns of a table of messages, each int64 [messages], sorted by sender and then by sending order."""
 
     sender: Integers
     receiver: Integers
     nbytes: Integers
     part: Integers
-    """Number of a message within its pair of sender and receiver."""
+    """Index of a message among those of its pair of sender and receiver."""
     parts: Integers
-    """How many messages its pair has."""
+    """Number of messages of its pair."""
 
 
 def direct_messages(direct: Integers, bucket_bytes: int) -> Messages:
-    """Messages of sources: the bytes of each pair in as few equal messages of at most `bucket_bytes` as they need."""
+    """Messages of sources: the bytes of each pair in as few equal messages of at most `bucket_bytes` as possible."""
     messages = _cut(direct, -(-direct // bucket_bytes))
     sources, destinations = direct.shape
     bounds = np.searchsorted(messages.sender, np.arange(sources + 1))
@@ -53,7 +54,7 @@ def direct_messages(direct: Integers, bucket_bytes: int) -> Messages:
 
 
 def relayed_messages(relayed: Integers, bucket_bytes: int) -> Messages:
-    """Messages that destinations relay, in the order of the parts, to the next rank first and so round the node."""
+    """Messages that destinations relay, ordered by part, each first to the next rank and then on around the node."""
     parts = np.maximum(-(-relayed // bucket_bytes), np.minimum(relayed, RELAYS))
     messages = _cut(relayed, parts)
     distance = (messages.receiver - messages.sender) % max(1, len(relayed))
@@ -61,12 +62,12 @@ def relayed_messages(relayed: Integers, bucket_bytes: int) -> Messages:
 
 
 def _cut(nbytes: Integers, parts: Integers) -> Messages:
-    """The messages of all pairs, ordered by sender, receiver and part; they differ in size by at most a byte."""
+    """The messages of all pairs, ordered by sender, receiver and part; sizes of a pair differ by at most one byte."""
     senders, receivers = np.nonzero(nbytes)
     total, number = nbytes[senders, receivers], parts[senders, receivers]
     part = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
     total_of, parts_of = np.repeat(total, number), np.repeat(number, number)
-    # The quotient and the remainder apart: bytes x parts may not fit into 64 bits.
+    # Quotient and remainder separately, because bytes x parts may overflow 64 bits.
     size = total_of // parts_of + (part < total_of % parts_of)
     return Messages(np.repeat(senders, number), np.repeat(receivers, number), size, part, parts_of)
 
@@ -77,9 +78,9 @@ def _take(messages: Messages, order: Integers) -> Messages:
 
 @dataclass(frozen=True)
 class Routes:
-    """Through which ports messages go and how long they keep them busy, each int64 [messages].
+    """The ports that messages use, and how long they keep them busy, each int64 [messages].
 
-    A port is in one direction: `out_port` is 3 x GPU + path, and `in_port` likewise among the ports into GPUs.
+    Ports have a direction: `out_port` is 3 x GPU + path, and `in_port` is numbered likewise among the ports into GPUs.
     """
 
     out_port: Integers
@@ -88,7 +89,7 @@ class Routes:
 
     @classmethod
     def of(cls, messages: Messages, topology: Topology, rates: Rates, *, relayed: bool) -> "Routes":
-        """The routes of messages from source ranks, or from destination ranks where they are `relayed`."""
+        """The routes of messages from source ranks, or from destination ranks if they are `relayed`."""
         side = "destination" if relayed else "source"
         sender_gpu, sender_node = (
             np.asarray(getattr(topology, f"{side}_{x}"))[messages.sender] for x in ("gpu", "node")
@@ -102,10 +103,10 @@ class Routes:
 
 
 def nanoseconds(nbytes: Integers, bytes_per_s: float | NDArray[np.float64]) -> Integers:
-    """The time that `nbytes` take, rounded up."""
+    """The time for `nbytes`, rounded up."""
     return np.ceil(nbytes / bytes_per_s * 1e9).astype(np.int64)
 
 
 def traffic_messages(traffic: Traffic, bucket_bytes: int) -> tuple[Messages, Messages]:
-    """Messages that sources send, and messages that destinations relay."""
+    """The messages that sources send, and those that destinations relay."""
     return direct_messages(traffic.direct, bucket_bytes), relayed_messages(traffic.relayed, bucket_bytes)

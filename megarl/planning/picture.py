@@ -1,4 +1,4 @@
-"""A forecast as a picture: who sends how much to whom, and how long every port is busy."""
+"""Draws a forecast: who sends how much to whom, and how long every port is busy."""
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -19,7 +19,7 @@ _MOST_TICKS = 17
 
 
 def draw_forecast(forecast: Forecast) -> Figure:
-    """Return a figure: the bytes from each source rank to each destination rank, and the seconds of each port."""
+    """Return a figure of the bytes from each source rank to each destination rank, and the seconds of each port."""
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.04, hspace=0.04)
     figure = Figure(figsize=(15, 7.2), dpi=120, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
@@ -31,7 +31,7 @@ def draw_forecast(forecast: Forecast) -> Figure:
 
 def _draw_flow(figure: Figure, axes: Axes, forecast: Forecast) -> None:
     refit, direct = forecast.refit, forecast.traffic.direct / _MB
-    # Attention is little beside experts, but who sends it is to be seen.
+    # Attention is small compared to experts, but its senders should be visible.
     norm = PowerNorm(0.4, vmin=0, vmax=max(1.0, float(direct.max())))
     image = axes.imshow(direct, cmap=_FLOW, aspect="auto", interpolation="nearest", norm=norm)
     figure.colorbar(
@@ -46,7 +46,7 @@ def _draw_flow(figure: Figure, axes: Axes, forecast: Forecast) -> None:
 
 
 def _mark_groups(axes: Axes, side: str, ranks: int, groups: int) -> None:
-    """Ticks and fine lines where a group of ranks begins, as far as there is room for them."""
+    """Ticks and thin lines where each group of ranks begins, as far as there is room."""
     size = ranks // groups
     step = size * -(-groups // _MOST_TICKS)
     begins = np.arange(0, ranks, step)

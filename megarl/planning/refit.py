@@ -1,4 +1,4 @@
-"""Refit to plan: a model on a trainer's ranks, and the engines that it goes to."""
+"""A refit to plan: a model on a trainer's ranks, and the engines that receive it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ from megarl.planning.amounts import say_count
 from megarl.planning.cluster import Cluster
 
 _OF_A_LOADER = "which reads all tensors out of the memory of one machine, whose rate is not known here"
-"""Why refits through a loader are not counted."""
+"""Why refits through a loader are not planned."""
 
 
 @dataclass(frozen=True)
 class PlannedRefit:
-    """A refit of `replicas` equal engines, of which each rank has the part that `engine` says.
+    """A refit of `replicas` equal engines with the parallel sizes `engine`.
 
-    An engine is cut as vLLM and SGLang cut, which is as Megatron does without pipeline at the same sizes, but for heads
-    of keys and values that are fewer than ranks, and the vocabulary.
+    Engines cut the model as vLLM and SGLang do. This equals Megatron's cut at the same sizes without pipeline
+    parallelism, except for the vocabulary and for key-value heads that are fewer than ranks.
     """
 
     architecture: Architecture
@@ -37,14 +37,14 @@ class PlannedRefit:
     engine: ParallelSizes
     replicas: int
     number_format: NumberFormat | None
-    """The number format of the engines' matrices, None where they are bf16."""
+    """The number format of the engines' matrices; None for bf16."""
     cluster: Cluster
     colocated: bool = False
     bucket_bytes: int = 512 * 10**6
     buckets: int = 2
-    """Number of buckets of each rank."""
+    """Number of buckets per rank."""
     node_once: bool = True
-    """Whether data that several ranks of a node need enters the node once and goes round over NVLink."""
+    """Whether data that several ranks of a node need enters the node once and is relayed over NVLink."""
 
     def __post_init__(self) -> None:
         for name in ("replicas", "bucket_bytes", "buckets"):
@@ -65,18 +65,18 @@ class PlannedRefit:
 
     @property
     def engine_dtype(self) -> str:
-        """Name of the number format of the engines' matrices; bf16 without one."""
+        """Name of the number format of the engines' matrices; "bf16" without one."""
         return self.number_format.name if self.number_format else "bf16"
 
     @property
     def destinations(self) -> int:
-        """Ranks of all engines together."""
+        """Number of ranks of all engines."""
         return self.replicas * self.engine.world_size
 
     def check_served(self) -> None:
-        """Raise UserError for engines that no run can have, though their refit can be planned.
+        """Raise UserError for engines that no run can have, although their refit could be planned.
 
-        Attention's data parallelism over machines, and cuts through the blocks of the number format.
+        These are engines with attention data parallelism across machines, and cuts through blocks of the number format.
         """
         engine, node = self.engine, self.cluster.gpus_per_node
         attention = engine.tensor_model_parallel_size
@@ -89,14 +89,14 @@ class PlannedRefit:
             self.number_format.check(self.engine_architecture, attention, engine.expert_tensor_size)
 
     def layouts(self) -> tuple[Layout, Layout]:
-        """Layouts of the trainer, and of one engine. Raises UserError where the model cannot be cut like that."""
+        """Layouts of the trainer and of one engine. Raises UserError if the model cannot be cut like this."""
         return (
             _layout("trainer", lambda: megatron_layout(self.architecture, self.trainer, module_names="local"), {}),
             _layout("engines", lambda: engine_layout(self.engine_architecture, self.engine), _NAMES_OF_ENGINES),
         )
 
     def traffic(self, dtype: torch.dtype = torch.bfloat16) -> Traffic:
-        """The bytes that go from rank to rank where the trained model is of `dtype`. Raises UserError as `layouts`."""
+        """Bytes from rank to rank if the trained model has dtype `dtype`. Raises UserError as `layouts` does."""
         source, destination = self.layouts()
         topology = self.cluster.topology(source.ranks, self.destinations, colocated=self.colocated)
         plan = Plan(source, destination, self.replicas, topology, node_once=self.node_once)
@@ -107,7 +107,7 @@ _NAMES_OF_ENGINES = {
     **dict.fromkeys(("tensor_model_parallel_size", "expert_tensor_parallel_size"), "engine_tp"),
     "expert_model_parallel_size": "engine_ep",
 }
-"""Field of an engine's `ParallelSizes`, and how sentences here name it, apart from the trainer's."""
+"""Field of an engine's `ParallelSizes` -> its name in messages, to distinguish it from the trainer's."""
 
 
 def _layout(whose: str, make: Callable[[], Layout], names: Mapping[str, str]) -> Layout:
@@ -119,11 +119,11 @@ def _layout(whose: str, make: Callable[[], Layout], names: Mapping[str, str]) ->
 
 
 def engine_sizes(tensor: int, expert: int | None) -> ParallelSizes:
-    """The ranks of one engine: attention cut over `tensor` ranks, whole experts shared out to `expert` ranks.
+    """The sizes of one engine: attention cut over `tensor` ranks, whole experts distributed over `expert` ranks.
 
-    Without `expert` the experts are cut over the `tensor` ranks, too. Where there are more `expert` than `tensor` ranks
-    attention is data-parallel: each group of `tensor` ranks has all of it. Raises UserError, which calls the sizes
-    engine_tp and engine_ep, where the ranks of experts are not such groups.
+    Without `expert`, experts are cut over the `tensor` ranks, too. If `expert` is larger than `tensor`, attention is
+    data-parallel over groups of `tensor` ranks. Raises UserError, which names the sizes engine_tp and engine_ep, if the
+    expert ranks do not consist of such groups.
     """
     for name, size in (("engine_tp", tensor), ("engine_ep", expert)):
         if size is not None and size < 1:
@@ -144,15 +144,15 @@ def engine_sizes(tensor: int, expert: int | None) -> ParallelSizes:
 
 
 def read_trained_model(place: str, prediction_layers: int | None) -> Architecture:
-    """The model of a place as `read_model` takes it, with so many layers of multi-token prediction; None: its own."""
+    """Read a model as `read_model` does, with `prediction_layers` multi-token-prediction layers; None keeps its own."""
     config = unquantised(read_json(model_config_file(place, "the model")))
     return read_architecture(config if prediction_layers is None else {**config, MTP_LAYERS: prediction_layers})
 
 
 def read_model(place: str, name: str = "the model") -> Architecture:
-    """The model of a config.json, of a folder with one, or of a name in configs/models, as far as a refit moves it.
+    """Read the model of a config.json, a folder with one, or a name in configs/models, as far as a refit moves it.
 
-    Layers of multi-token prediction stay in the trainer. Raises UserError, which calls it `name`, where there is no
-    such model, and for a config.json that means no known one.
+    Multi-token-prediction layers stay in the trainer. Raises UserError, which calls the model `name`, if there is none,
+    and for a config.json of an unknown architecture.
     """
     return read_architecture(without_mtp(read_json(model_config_file(place, name))))

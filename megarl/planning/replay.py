@@ -1,4 +1,4 @@
-"""A refit replayed event by event: every message waits for a bucket, for its ports and for its receiver's memory."""
+"""Replays a refit event by event: every message waits for a bucket, for its ports and for its receiver's memory."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -17,28 +17,28 @@ _NEVER = -1
 
 @dataclass(frozen=True)
 class RankRates:
-    """Bytes of messages per second that a rank packs and unpacks, and what each message costs both of its ranks.
+    """Bytes per second at which a rank packs and unpacks messages, and the fixed cost of a message for both its ranks.
 
-    Ports are busy with other messages meanwhile. Where the ranks of a node share `cores`, each of these works, and each
-    message on its way inside the node, takes one of them.
+    Meanwhile, ports can transfer other messages. If the ranks of a node share `cores`, each packing or unpacking, and
+    each transfer inside the node, occupies one core.
     """
 
     pack_bytes_per_s: float
     unpack_bytes_per_s: float
     message_s: float = 0.0
     cores: int | None = None
-    """Processor cores of a node; None where every rank works by itself, as on its GPU."""
+    """Processor cores of a node; None if ranks do not share cores but work independently, as on GPUs."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The times at which everything happened, in nanoseconds from the beginning: int64 [messages], relayed ones last.
+    """The time of every event, in nanoseconds from the start: int64 [messages], relayed messages last.
 
-    Packing and buckets of what is relayed are left out, as if the GPUs of a node read it where it arrived.
+    Packing and buckets of relayed messages are left out, as if the node's GPUs read them where they arrived.
     """
 
     messages: Messages
-    """The sender of a relayed message is `sources` + destination rank."""
+    """The sender of a relayed message is numbered `sources` + destination rank."""
     routes: Routes
     packed: Integers
     departed: Integers
@@ -47,20 +47,20 @@ class Replay:
 
     @property
     def seconds(self) -> float:
-        """Until the last message is unpacked."""
+        """Seconds until the last message is unpacked."""
         return float(self.unpacked.max(initial=0)) / 1e9
 
 
 def replay(traffic: Traffic, rates: Rates, work: RankRates, *, bucket_bytes: int, buckets: int) -> Replay:
     """Replay `traffic` with messages of at most `bucket_bytes`.
 
-    Each port serves one message at a time at its full rate, and a message takes the port out of its sender's GPU and
-    the one into its receiver's at the same time. A source packs its messages in the order of `sending_order`, one at
-    a time, into a free one of its `buckets`, which is free again when the receiver has unpacked the message. A
-    receiver has as many buckets for what arrives and unpacks one message at a time. Among several messages that
-    could depart, those that have waited for the port into the receiver go first. Relays of a destination to another
-    depart in parts, each when the same share of the sender's own bytes has been unpacked. Works that wait for a core
-    get one in the order in which they came.
+    Each port serves one message at a time at its full rate. A message occupies the port out of its sender's GPU and the
+    port into its receiver's GPU at the same time. A source packs its messages one at a time, in `sending_order`, into a
+    free one of its `buckets`; the bucket is free again when the receiver has unpacked the message. A receiver has as
+    many buckets for incoming messages, and unpacks one message at a time. If several messages could depart, those that
+    have waited for the receiver's port go first. A destination relays to another one in parts, each of which departs
+    when the same share of the sender's own bytes has been unpacked. Tasks that need a core get one in first-come,
+    first-served order.
     """
     direct, relayed = traffic_messages(traffic, bucket_bytes)
     sources = len(traffic.direct)
@@ -90,7 +90,7 @@ def _join_routes(direct: Routes, relayed: Routes) -> Routes:
 
 
 class _Nodes:
-    """The nodes of all ranks, their free cores, and the works that wait for one."""
+    """The nodes of all ranks, their free cores, and the tasks that wait for one."""
 
     def __init__(self, topology: Topology, cores: int | None) -> None:
         self.cores = cores
@@ -99,7 +99,7 @@ class _Nodes:
         self._waiting: list[deque[tuple[int, int, int]]] = [deque() for _ in self._free]
 
     def take_core(self, node: int, work: tuple[int, int, int]) -> bool:
-        """Whether there is a core for a work, which waits else."""
+        """Take a core for a task and return True; if none is free, queue the task and return False."""
         if self._free[node]:
             self._free[node] -= 1
             return True
@@ -107,7 +107,7 @@ class _Nodes:
         return False
 
     def leave_core(self, node: int) -> tuple[int, int, int] | None:
-        """The work that gets the core, if one waits."""
+        """Release a core; return the task that gets it, if one waits."""
         if self._waiting[node]:
             return self._waiting[node].popleft()
         self._free[node] += 1
@@ -115,7 +115,7 @@ class _Nodes:
 
 
 class _Machine:
-    """The state of all ranks and ports. Plain lists: a heap of single events is quicker with them than with numpy."""
+    """The state of all ranks and ports, in plain lists, which are faster than numpy for single events."""
 
     def __init__(
         self,
@@ -159,7 +159,7 @@ class _Machine:
         self._times = [[_NEVER] * total for _ in range(4)]
 
     def _gates(self, sources: int, own_bytes: Integers) -> list[deque[tuple[int, int]]]:
-        """For each destination, (bytes of its own that must be there, message) of what it relays, in order."""
+        """For each destination, (own bytes that must have arrived, message) of what it relays, in order."""
         gates: list[deque[tuple[int, int]]] = [deque() for _ in own_bytes]
         part, parts = self._messages.part.tolist(), self._messages.parts.tolist()
         for message in range(self._direct, len(part)):
@@ -168,7 +168,7 @@ class _Machine:
         return [deque(sorted(each)) for each in gates]
 
     def run(self) -> None:
-        """Let everything happen. Raises RuntimeError where a message stays behind, which is an error in here."""
+        """Process all events. Raises RuntimeError if a message is never delivered, which would be a bug here."""
         freed_out, freed_in = set[int](), set[int]()
         for rank in range(len(self._next)):
             self._pack(rank)
@@ -179,7 +179,7 @@ class _Machine:
         while self._heap:
             self._now = self._heap[0][0]
             freed_out, freed_in = set(), set()
-            # All of one moment first: which message departs must not depend on the order of equal times.
+            # Process all events of one moment before any departure, so that the result does not depend on their order.
             while self._heap and self._heap[0][0] == self._now:
                 _, kind, message = heappop(self._heap)
                 self._times[kind][message] = self._now
@@ -190,7 +190,7 @@ class _Machine:
             raise RuntimeError(f"the replay left {left} of {len(self._sender)} messages behind")
 
     def _later(self, nanoseconds_: int, kind: int, message: int) -> None:
-        """Let a work end after so long, and first wait for a core if it takes one and none is free."""
+        """Schedule the end of a task after so many nanoseconds; if it needs a core and none is free, queue it first."""
         node = self._core_of(kind, message)
         if node is not None and not self._nodes.take_core(node, (nanoseconds_, kind, message)):
             return
@@ -203,11 +203,11 @@ class _Machine:
             heappush(self._heap, (self._now + nanoseconds_, next_kind, next_message))
 
     def _core_of(self, kind: int, message: int) -> int | None:
-        """The node whose core a work takes, if any."""
+        """The node whose core a task needs; None if it needs none."""
         nodes = self._nodes
         if nodes.cores is None:
             return None
-        # A NIC works by itself, and what both ranks have mapped is not moved.
+        # A NIC transfers without a core, and memory that both ranks have mapped needs no transfer.
         if kind == _ARRIVED and (self._out[message] % len(Path) == Path.NIC or not self._move_ns[message]):
             return None
         if kind == _PACKED and message < self._direct:
@@ -223,7 +223,7 @@ class _Machine:
             self._later(self._pack_ns[message], _PACKED, message)
 
     def _relay(self, rank: int, freed_out: set[int]) -> None:
-        """Make ready what `rank` can relay now."""
+        """Make ready the messages that `rank` can relay now."""
         gates = self._relays[rank]
         while gates and gates[0][0] <= self._unpacked_bytes[rank]:
             message = gates.popleft()[1]
@@ -262,18 +262,18 @@ class _Machine:
         self._pack(source)
         self._landing[rank] += 1
         first = self._in[message] // len(Path) * len(Path)
-        freed_in.update(range(first, first + len(Path)))  # the bucket may be what a message on any path waits for
+        freed_in.update(range(first, first + len(Path)))  # messages on any path may wait for the bucket
         self._unpacked_bytes[rank] += self._bytes[message]
         self._relay(rank, freed_out)
 
     def _start(self, freed_out: Iterable[int], freed_in: Iterable[int]) -> None:
-        """Let depart what can: first what has waited for a port into its receiver, then what is ready by port out."""
+        """Start messages that can depart: first those that waited for a receiver's port, then others by port out."""
         for port in sorted(freed_in):
             waiting = self._waiting[port]
             while waiting and not self._in_busy[port]:
                 message = waiting.popleft()
                 self._is_waiting[message] = False
-                # One whose port out is busy will be looked at when that is free.
+                # Messages whose port out is busy are considered when it becomes free.
                 if message in self._ready[self._out[message]] and not self._out_busy[self._out[message]]:
                     if not self._has_room(message):
                         waiting.appendleft(message)
@@ -303,6 +303,6 @@ class _Machine:
         self._later(self._move_ns[message], _ARRIVED, message)
 
     def record(self) -> Replay:
-        """Times of all messages so far."""
+        """The times of all messages so far."""
         packed, arrived, unpacked, departed = (np.array(times, np.int64) for times in self._times)
         return Replay(self._messages, self._routes, packed, departed, arrived, unpacked)

@@ -24,7 +24,7 @@ BOUNDS = {
 
 
 def facts(forecast: Forecast) -> dict[str, Any]:
-    """All of the forecast; sizes in bytes, times in seconds."""
+    """The whole forecast; sizes in bytes, times in seconds."""
     refit, traffic = forecast.refit, forecast.traffic
     port = forecast.binding_port
     return {
@@ -122,7 +122,7 @@ def _cluster_facts(cluster: Cluster, nodes: int) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """A value for JSON, which has no number for the rate of what takes no time."""
+    """Make a value representable in JSON, which has no number for the rate of something that takes no time."""
     return None if value == inf else value
 
 
@@ -194,7 +194,7 @@ def _sizes(parallel: ParallelSizes) -> dict[str, int | bool]:
 
 
 def _say_sizes(parallel: ParallelSizes) -> str:
-    """The sizes that are not 1, as Megatron's users abbreviate them."""
+    """Format the sizes other than 1, with the abbreviations of Megatron's users."""
     said = [f"{name.upper()} {size}" for name, size in _sizes(parallel).items() if size > 1 and name != "dp"]
     copies = parallel.weight_copies
     if copies > 1:

@@ -1,7 +1,7 @@
-"""The sizes that take the least predicted time of all that fit, the runner-up, and why the others fall out.
+"""Finds the sizes with the lowest predicted time among those that fit, the runner-up, and why others do not fit.
 
-Trainer and engines are searched apart, since neither's time depends on the other's sizes but for the refit, which is
-added for the best of both together.
+Trainer and engines are searched separately, because the time of each does not depend on the other's sizes, except for
+the refit. The refit is added when the best of both are combined.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,41 +14,41 @@ from megarl.planning.sizes import all_engine_sizes, all_trainer_sizes
 from megarl.planning.step.prediction import PlannedStep, StepPrediction
 
 _TRAINER_SHARES = (1 / 4, 1 / 3, 1 / 2, 2 / 3, 3 / 4)
-"""Shares of the GPUs that train, where trainer and engines have GPUs of their own."""
+"""Shares of the GPUs that train, if trainer and engines have separate GPUs."""
 _SHORT_LIST = 6
-"""Trainers and engines that are tried together."""
+"""Number of trainers, and of engines, that are tried in combination."""
 
 
 @dataclass
 class FallenOut:
-    """Candidates that lack memory, or are none that a run can have, beside the number of those that fit."""
+    """Candidates that lack memory or that no run can have, and the number of those that fit."""
 
     who: str
     count: int = 0
     least_bytes: int = 0
-    """Memory that the nearest one lacks."""
+    """Memory that the nearest candidate lacks."""
     nearest: str = ""
     idle: int = 0
-    """Further candidates, with more data-parallel parts than there are responses."""
+    """Number of further candidates, with more data-parallel ranks than there are responses."""
     unserved: int = 0
-    """Further candidates, which no run takes: see `PlannedRefit.check_served` and `kv_token_bytes`."""
+    """Number of further candidates that no run can have: see `PlannedRefit.check_served` and `kv_token_bytes`."""
     why_unserved: str = ""
-    """The sentence that refuses one of them."""
+    """The message that refuses one of them."""
     fitting: int = 0
 
     def add(self, lacking: int, name: str) -> None:
-        """Count one that lacks so many bytes."""
+        """Count a candidate that lacks so many bytes."""
         if not self.count or lacking < self.least_bytes:
             self.least_bytes, self.nearest = lacking, name
         self.count += 1
 
     def refuse(self, reason: str) -> None:
-        """Count one that no run takes, for this reason."""
+        """Count a candidate that no run can have, for this reason."""
         self.unserved += 1
         self.why_unserved = reason
 
     def say(self) -> str:
-        """A sentence; empty if there are none."""
+        """Describe them in a sentence; empty if there are none."""
         said = []
         if self.count:
             said.append(
@@ -65,19 +65,19 @@ class FallenOut:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The outcome of a search: predictions, the best first."""
+    """The result of a search: predictions, the best first."""
 
     best: Sequence[StepPrediction]
     fitting: int
-    """Combinations of trainer and engines that fit."""
+    """Number of combinations of trainer and engines that fit."""
     fallen_out: Sequence[FallenOut] = field(default_factory=tuple)
 
 
 def search(template: PlannedStep, gpus: int) -> Proposal:
-    """Propose sizes for the model and work of `template` on `gpus` GPUs.
+    """Propose sizes for the model and workload of `template` on `gpus` GPUs.
 
-    They are shared where its trainer and engines are colocated, else split. Raises UserError where nothing fits, with
-    what the nearest candidates lack.
+    The GPUs are shared if the template's trainer and engines are colocated, else split. Raises UserError if nothing
+    fits, with the memory that the nearest candidates lack.
     """
     if gpus == 1 and not template.refit.colocated:
         raise UserError("trainer and engines need a GPU each, and --gpus is 1: give 2 or more, or --colocated")
@@ -98,7 +98,7 @@ def search(template: PlannedStep, gpus: int) -> Proposal:
             " more --prompts or --samples"
         )
     if not found:
-        # Where one of the two fits nowhere, the other is not in the way.
+        # If one side never fits, the other side is not the problem.
         in_the_way = [each for each in lacking if not each.fitting] or lacking
         reasons = "; ".join(filter(None, (each.say() for each in in_the_way))) or "the model cannot be cut over them"
         no_memory_helps = any(each.unserved and not each.count for each in in_the_way)
@@ -112,14 +112,14 @@ def _splits(template: PlannedStep, gpus: int) -> Iterator[tuple[int, int]]:
         yield gpus, gpus
         return
     node = min(template.refit.cluster.gpus_per_node, max(1, gpus // 2))
-    # A small number of nodes rounds several shares to the same.
+    # With few nodes, several shares round to the same number.
     for training in dict.fromkeys(max(node, round(gpus * share / node) * node) for share in _TRAINER_SHARES):
         if training < gpus:
             yield training, gpus - training
 
 
 def _fitting_trainers(template: PlannedStep, gpus: int, lacking: FallenOut) -> list[StepPrediction]:
-    """Trainers that fit, the fastest first: with the recomputation asked for, and with that of whole layers."""
+    """Trainers that fit, the fastest first, each with the recomputation asked for or, if that does not fit, full."""
     refit, recompute = template.refit, template.training.recompute
     fits = []
     world, fully_sharded = refit.cluster.gpus_per_node, refit.trainer.use_torch_fsdp2
@@ -165,7 +165,7 @@ def _together(trainers: Sequence[StepPrediction], engines: Sequence[StepPredicti
 
 
 def say_trainer(prediction: StepPrediction) -> str:
-    """The trainer's sizes: `64 GPUs, TP 2, PP 4, CP 1, EP 8, DP 8, recomputing`."""
+    """Describe the trainer's sizes: `64 GPUs, TP 2, PP 4, CP 1, EP 8, DP 8, recomputing`."""
     sizes = prediction.step.refit.trainer
     again = ", FSDP2" if sizes.use_torch_fsdp2 else ""
     again += ", recomputing" if prediction.step.training.recompute.is_full else ""
@@ -176,7 +176,7 @@ def say_trainer(prediction: StepPrediction) -> str:
 
 
 def say_engine(prediction: StepPrediction) -> str:
-    """The engines' sizes: `8 x (TP 8)`."""
+    """Describe the engines' sizes: `8 x (TP 8)`."""
     refit = prediction.step.refit
     expert = refit.engine.expert_model_parallel_size
     return f"{refit.replicas} x (TP {refit.engine.tensor_model_parallel_size}{f', EP {expert}' if expert > 1 else ''})"

@@ -1,4 +1,4 @@
-"""Sizes of trainer and engines that can be tried: every way to cut a model over some GPUs that its shapes allow."""
+"""Enumerates sizes of trainer and engines: every cut of a model over a number of GPUs that its shapes allow."""
 
 from collections.abc import Iterator
 from math import ceil
@@ -24,10 +24,10 @@ def trainer_sizes(
     *,
     fully_sharded: bool = False,
 ) -> ParallelSizes:
-    """Sizes with whole experts, which FSDP2 does not have; where layers cannot be shared out evenly the first and the
-    last stage have fewer.
+    """Sizes on `world` ranks; experts are whole unless `fully_sharded` (FSDP2).
 
-    Raises UserError where the model or the ranks cannot be cut like that.
+    If layers cannot be divided evenly, the first and the last stage have fewer. Raises UserError if the model or the
+    ranks cannot be cut like this.
     """
     first, last = stage_ends(architecture.num_layers, pipeline)
     sizes = ParallelSizes(
@@ -46,7 +46,7 @@ def trainer_sizes(
 
 
 def stage_ends(layers: int, stages: int) -> tuple[int | None, int | None]:
-    """The layers of the first and the last stage, None where all stages have as many."""
+    """The layers of the first and the last stage; None if all stages have equally many."""
     if layers % stages == 0:
         return None, None
     middle = ceil(layers / stages)
@@ -57,7 +57,7 @@ def stage_ends(layers: int, stages: int) -> tuple[int | None, int | None]:
 def all_trainer_sizes(
     architecture: Architecture, world: int, gpus_per_node: int, *, fully_sharded: bool = False
 ) -> Iterator[ParallelSizes]:
-    """Sizes on `world` ranks: tensor parallelism inside a node, context parallelism of 1 to 8."""
+    """Sizes on `world` ranks, with tensor parallelism inside a node and context parallelism from 1 to 8."""
     for tensor in _powers(gpus_per_node):
         for pipeline in _divisors(world // tensor, min(_MOST_STAGES, architecture.num_layers)):
             for context in _CONTEXT:
@@ -71,9 +71,9 @@ def all_trainer_sizes(
 
 
 def all_engine_sizes(architecture: Architecture, gpus: int, gpus_per_node: int) -> Iterator[ParallelSizes]:
-    """Engines that `gpus` can be filled with: experts cut like attention, or whole with attention in groups."""
+    """Sizes of engines that fill `gpus` evenly: experts cut like attention, or whole with attention in groups."""
     for tensor in _powers(min(gpus, 4 * gpus_per_node)):
-        # Whole experts on one rank are no other cut than none.
+        # Distributing whole experts over a single rank is the same as not distributing them.
         experts = [each for each in _powers(gpus) if each >= max(2, tensor)] if architecture.num_experts else []
         for expert in (None, *experts):
             try:

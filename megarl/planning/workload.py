@@ -1,4 +1,4 @@
-"""The work of one step: how many responses, how long, and in what portions they are trained on."""
+"""The work of one step: how many responses, how long they are, and the batches in which they are trained on."""
 
 import math
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ from megarl.planning.lengths import exponential_rate, mean_square
 class Workload:
     """One step of a run. Lengths are in tokens; those of prompts and responses are means.
 
-    Raises UserError for a number below 1 and a mean response that is longer than the longest.
+    Raises UserError for a number below 1, and for a mean response longer than the longest.
 
     Example: Workload(prompts=512, samples=16, prompt_tokens=200, response_tokens=3000, max_response_tokens=8192)
     """
 
     prompts: int = 64
     samples: int = 8
-    """Responses to each prompt."""
+    """Responses per prompt."""
     prompt_tokens: float = 512
     response_tokens: float = 256
     max_response_tokens: int = 512
     max_tokens_per_micro_batch: int = 16384
-    """On one data-parallel rank; context parallelism shares them out."""
+    """Per data-parallel rank; context-parallel ranks share them."""
     updates: int = 1
     """Optimizer steps."""
     log_prob_passes: int = 1
@@ -42,7 +42,7 @@ class Workload:
 
     @property
     def responses(self) -> int:
-        """Responses of all prompts."""
+        """Number of responses to all prompts."""
         return self.prompts * self.samples
 
     @property
@@ -52,7 +52,7 @@ class Workload:
 
     @property
     def attention_tokens(self) -> float:
-        """Mean length of the sequence that a token is in: long ones have more of the tokens than of the sequences."""
+        """Mean length of a token's sequence. It exceeds the mean over sequences, because long ones have more tokens."""
         longest = float(self.max_response_tokens)
         square = longest**2 * mean_square(exponential_rate(self.response_tokens / longest))
         prompt = self.prompt_tokens
@@ -64,11 +64,11 @@ class Workload:
         return self.responses * self.sequence_tokens
 
     def micro_batches(self, data_parallel: int) -> int:
-        """Micro-batches of a rank in one update, filled as far as sequences of the mean length fill them."""
+        """Number of micro-batches of a rank in one update, filled as far as sequences of the mean length allow."""
         sequences = math.ceil(self.responses / self.updates / data_parallel)
         return math.ceil(sequences * self.sequence_tokens / self.micro_batch_tokens(data_parallel))
 
     def micro_batch_tokens(self, data_parallel: int) -> float:
-        """Tokens of a micro-batch: as many as are allowed, and as there are."""
+        """Tokens per micro-batch: the maximum, or fewer if there are not as many."""
         sequences = math.ceil(self.responses / self.updates / data_parallel)
         return min(max(self.max_tokens_per_micro_batch, self.sequence_tokens), sequences * self.sequence_tokens)

@@ -1,1 +1,1 @@
-"""Memory of a trainer's rank and of an engine's, in closed form."""
+"""Memory of a trainer rank and of an engine rank, in closed form."""

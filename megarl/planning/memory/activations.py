@@ -1,7 +1,8 @@
-"""Activations that layers keep for the backward pass, in closed form: rows of bytes for each token.
+"""Activations that layers keep for the backward pass, in closed form: rows of bytes per token.
 
-The counts follow Korthikanti et al. (arXiv 2205.05198), for gated MLPs, experts, latent attention and attention that
-keeps no scores. Sequence parallelism, which is on wherever TP is above 1, cuts what tensor parallelism does not.
+The counts follow Korthikanti et al. (arXiv 2205.05198), extended to gated MLPs, experts, latent attention, and
+attention that does not store scores. Sequence parallelism, which is enabled whenever TP is above 1, divides what tensor
+parallelism does not.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,44 +15,44 @@ from converters.layouts.parallel_sizes import ParallelSizes
 
 _FLOAT32 = 4
 _ROUTED_ENTRY, _EXPERT_ENTRY = 20, 8
-"""Bytes that a router keeps for each expert that a token goes to, and for each that there is."""
+"""Bytes that a router keeps per expert that a token is routed to, and per expert of the layer."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """Amounts that the modules of a device keep, which depend on how much of them is one kernel."""
+    """Amounts that a device's modules keep, which depend on how far kernels are fused."""
 
     norm_bytes: int
-    """For each element that a norm reads."""
+    """Per element that a norm reads."""
     mlp_copies: int
-    """Tensors as wide as an MLP: gate, up, the activation, their product."""
+    """Number of tensors as wide as an MLP: gate, up, the activation, their product."""
     expert_copies: int
     attention_is_plain: bool
     """Keys and values are repeated for all heads, their output is copied, and the rotary tables are kept."""
 
 
 FUSED = Kernels(norm_bytes=2, mlp_copies=3, expert_copies=3, attention_is_plain=False)
-"""Transformer Engine's modules and flash attention in bf16, as Megatron trains on a GPU."""
+"""Transformer Engine's modules and flash attention in bf16, as Megatron trains on GPUs."""
 PLAIN = Kernels(norm_bytes=8, mlp_copies=5, expert_copies=6, attention_is_plain=True)
-"""The modules of megatron-core that run on a CPU, in bf16: norms copy to float32."""
+"""The modules of megatron-core that run on CPUs, in bf16; norms copy to float32."""
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Parts that are computed again in the backward pass, by Megatron's options.
+    """The parts that are recomputed in the backward pass, by Megatron's options.
 
     Example: Recompute(is_full=True, layers=1), or Recompute(modules=frozenset({"moe"}))
     """
 
     is_full: bool = False
     layers: int = 1
-    """Layers that are computed again at a time (uniform), or of a stage at all (block)."""
+    """Layers that are recomputed at a time (uniform), or per stage (block)."""
     is_block: bool = False
     modules: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any]) -> "Recompute":
-        """The options of the group `megatron`."""
+        """Read the options of the `megatron` group."""
         granularity = megatron.get("recompute_granularity")
         return cls(
             is_full=granularity == "full",
@@ -65,7 +66,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Kept:
-    """A row: what is kept for a token, and the `recompute_modules` that spare it."""
+    """A row: bytes kept per token, and the `recompute_modules` that avoid keeping them."""
 
     name: str
     nbytes: float
@@ -73,17 +74,17 @@ class Kept:
 
 
 def layer_bytes(rows: Iterable[Kept], recompute: Recompute) -> float:
-    """Bytes for a token of a layer with these rows, where it is not recomputed as a whole."""
+    """Bytes per token of a layer with these rows, unless it is recomputed as a whole."""
     return sum(row.nbytes for row in rows if not row.spared_by & recompute.modules)
 
 
 def module_bytes(rows: Sequence[Kept], recompute: Recompute) -> float:
-    """Bytes for a token of the largest part of a layer that is computed again by itself, and is there for that time."""
+    """Bytes per token of the largest separately recomputed part of a layer, which exist while it is recomputed."""
     return max((sum(row.nbytes for row in rows if module in row.spared_by) for module in recompute.modules), default=0)
 
 
 def layer_input_bytes(architecture: Architecture, parallel: ParallelSizes, element_bytes: int) -> float:
-    """Bytes for a token of the hidden state that a layer begins with."""
+    """Bytes per token of a layer's input."""
     return element_bytes * architecture.transformer_config["hidden_size"] / parallel.tensor_model_parallel_size
 
 
@@ -96,9 +97,9 @@ def kept_by_layer(
     element_bytes: int,
     expert_load: float,
 ) -> list[Kept]:
-    """The rows of a layer, for a token of those that the context-parallel rank has.
+    """The rows of a layer, per token of a context-parallel rank.
 
-    `expert_load` are the tokens that go to a rank's experts, of what it were if all ranks had as many.
+    `expert_load` is the number of tokens routed to the rank's experts, relative to an even distribution.
     """
     return [
         *_attention(architecture, parallel, layer, kernels, element_bytes),
@@ -127,7 +128,7 @@ def _attention(
     heads, groups = config["num_attention_heads"] / tp, max(1, config["num_query_groups"] / tp)
     hidden = config["hidden_size"] / tp
     norms = hidden * _hidden_norms(architecture, layer)
-    # Transformer Engine's products have the norm before them in their kernel, but for those of latents and experts.
+    # Transformer Engine fuses a norm into the product after it, except before latent attention and experts.
     apart = kernels.attention_is_plain or is_latent
     rows = [
         Kept("inputs of norms", size * norms),
@@ -142,7 +143,7 @@ def _attention(
             Kept("queries, keys and values", size * (heads * key_width + groups * (key_width + value_width)), up),
             Kept("attention", size * heads * value_width + _FLOAT32 * heads),
         ]
-    # Values and results are as wide as keys there.
+    # In this implementation, values and outputs are as wide as keys.
     core = size * (2 * (heads - groups) + heads) * key_width + _FLOAT32 * heads
     core += size * 2 * heads * key_width * _keys_before(parallel.context_parallel_size)
     return [
@@ -154,9 +155,9 @@ def _attention(
 
 
 def _keys_before(ranks: int) -> float:
-    """Keys of other ranks, in units of its own, that a rank of plain context parallelism keeps for its two chunks.
+    """Keys of other ranks that a rank of plain context parallelism keeps for its two chunks, in units of its own keys.
 
-    Rank r has chunks r and 2 `ranks` - 1 - r, and as many chunks come before them.
+    Rank r has chunks r and 2 `ranks` - 1 - r, before which come as many chunks: 2 `ranks` - 1 in total.
     """
     return (2 * ranks - 1) / 2 if ranks > 1 else 0.0
 
@@ -166,7 +167,7 @@ def _rotary_width(config: Mapping[str, Any]) -> int:
 
 
 def _latents(config: Mapping[str, Any], tp: int, kernels: Kernels, size: int) -> list[Kept]:
-    # The latents of queries and of keys with values, once as norms read them and once as the up projections do.
+    # The latents of queries and of keys and values are kept twice: as inputs of norms, and as inputs of up projections.
     widths = (config["q_lora_rank"] or 0) + config["kv_lora_rank"]
     return [Kept("latents", (kernels.norm_bytes + size) * widths / tp)]
 
@@ -178,7 +179,7 @@ def _head_norms(config: Mapping[str, Any], tp: int, kernels: Kernels, _size: int
 
 
 def _hidden_norms(architecture: Architecture, layer: int) -> int:
-    """Norms of a layer that read the whole hidden state."""
+    """Number of a layer's norms that read the whole hidden state."""
     return sum(
         layer in parameter.layers and parameter.megatron.endswith("layernorm.weight") and dimensions == ("hidden",)
         for parameter in architecture.weight_map
@@ -189,7 +190,8 @@ def _hidden_norms(architecture: Architecture, layer: int) -> int:
 def _mlp(architecture: Architecture, parallel: ParallelSizes, kernels: Kernels, size: int) -> list[Kept]:
     config, tp = architecture.transformer_config, parallel.tensor_model_parallel_size
     return [
-        # A norm apart is not computed again with the MLP, which then keeps its input; one inside only with it.
+        # An unfused norm is not recomputed with the MLP, which then keeps its input; a fused one is recomputed only
+        # with it.
         Kept(
             "input of the MLP",
             size * config["hidden_size"] / tp,
@@ -204,7 +206,7 @@ def _experts(
 ) -> list[Kept]:
     config, tp = architecture.transformer_config, parallel.tensor_model_parallel_size
     topk, moe = config["moe_router_topk"], frozenset({"moe"})
-    # A token's copies are spread over the ranks of its experts, and as many come back: each has as many as before.
+    # A token's copies are sent to the ranks of its experts, and as many arrive, so each rank has as many as before.
     shared = config.get("moe_shared_expert_intermediate_size") or 0
     hidden = size * config["hidden_size"] / tp
     rows = load * topk

@@ -1,4 +1,4 @@
-"""Memory of an engine's rank: weights, the room for keys and values, and what the engine works with."""
+"""Memory of an engine rank: weights, room for keys and values, and workspace."""
 
 from dataclasses import dataclass
 
@@ -11,27 +11,27 @@ from megarl.planning.memory.rank_weights import RankWeights, rank_weights
 
 _BF16 = 2
 _HIDDEN_COPIES = 8
-"""Tensors as wide as the hidden state that a prefill has at once."""
+"""Number of tensors as wide as the hidden state that exist at once in a prefill."""
 _CONTEXT_BYTES = 3e9
-"""The CUDA context, NCCL's buffers and recorded graphs: what vLLM's log says of an H100 beside weights and cache."""
+"""The CUDA context, NCCL's buffers and CUDA graphs: as vLLM logs for an H100, beside weights and KV cache."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of a rank of an engine."""
+    """Bytes of an engine rank."""
 
     weights: int
     working: int
     kv_token: float
-    """Keys and values of one token."""
+    """Bytes of one token's keys and values."""
     kv_cache: int
-    """Room that is left for them; negative where there is none."""
+    """Room left for keys and values; negative if there is none."""
     attention_ranks: int
-    """Ranks with sequences of their own."""
+    """Number of attention data-parallel ranks, each with its own sequences."""
 
     @property
     def tokens(self) -> int:
-        """Tokens whose keys and values the whole engine has room for."""
+        """Number of tokens that fit into the KV cache of the whole engine."""
         return max(0, int(self.kv_cache / self.kv_token)) * self.attention_ranks
 
 
@@ -47,11 +47,11 @@ def engine_memory(
     kv_ranks: int = 1,
     computes_beside: bool = False,
 ) -> EngineMemory:
-    """Memory of one rank of an engine with the sizes `parallel`, which takes `utilization` of a GPU of `memory_bytes`.
+    """Memory of a rank of an engine with the sizes `parallel`, which uses `utilization` of a GPU with `memory_bytes`.
 
-    The engine computes `prefill_tokens` of prompts at a time; for `kv_bytes` and `kv_ranks`, and the UserError they
-    may raise, see `kv_token_bytes`. With `computes_beside` its share is of what CUDA leaves, and for weights, keys and
-    values alone.
+    The engine computes `prefill_tokens` prompt tokens at a time. For `kv_bytes` and `kv_ranks`, and the UserError they
+    may cause, see `kv_token_bytes`. With `computes_beside`, `utilization` applies to the memory that CUDA leaves free,
+    and covers only weights, keys and values.
     """
     weights = engine_weight_bytes(engine_weights(architecture, parallel), number_format)
     groups = parallel.world_size // parallel.tensor_model_parallel_size
@@ -72,18 +72,18 @@ def engine_memory(
 def engine_activation_bytes(
     architecture: Architecture, prefill_tokens: int, attention_ranks: int, expert_parts: int
 ) -> int:
-    """Bytes that a rank computes with when each rank with sequences of its own computes so many tokens of prompts.
+    """Workspace bytes of a rank if each attention data-parallel rank computes `prefill_tokens` prompt tokens.
 
-    One expert is cut into `expert_parts`.
+    Each expert is cut into `expert_parts`.
     """
     hidden = int(prefill_tokens * _BF16 * _HIDDEN_COPIES * architecture.transformer_config["hidden_size"])
     return hidden + expert_workspace_bytes(architecture, prefill_tokens * attention_ranks, expert_parts)
 
 
 def expert_workspace_bytes(architecture: Architecture, tokens: int, expert_parts: int) -> int:
-    """Bytes of two buffers with a row for each choice of each token: what goes into an expert, and what comes out.
+    """Bytes of two buffers with a row per token and chosen expert: the experts' inputs, and their outputs.
 
-    As vLLM's Triton kernel has them (`TritonExperts.workspace_shapes`), wherever the chosen experts are.
+    As vLLM's Triton kernel allocates them (`TritonExperts.workspace_shapes`), wherever the chosen experts are.
     """
     if not architecture.num_experts:
         return 0
@@ -93,21 +93,21 @@ def expert_workspace_bytes(architecture: Architecture, tokens: int, expert_parts
 
 
 def engine_weights(architecture: Architecture, parallel: ParallelSizes) -> RankWeights:
-    """Elements of the parameters of an engine's first rank."""
+    """Number of elements of the parameters of an engine's first rank."""
     return rank_weights(architecture, parallel, 0, ENGINES)
 
 
 def engine_weight_bytes(weights: RankWeights, number_format: NumberFormat | None) -> float:
-    """Bytes of a rank's weights: embedding and output layer in bf16, the others in the engine's format with its scales.
+    """Bytes of a rank's weights: embedding and output layer in bf16, all others in the engine's format, with scales.
 
-    Norms and routers, which stay in bf16 as well, are too few to be told apart.
+    Norms and routers also stay in bf16, but are too small to count separately.
     """
     in_bf16 = weights.embedding + weights.output
     return in_bf16 * _BF16 + (weights.dense + weights.experts) * element_bytes(number_format)
 
 
 def element_bytes(number_format: NumberFormat | None) -> float:
-    """Bytes of an element of a matrix, its share of a scale included."""
+    """Bytes per element of a matrix, including its share of a scale."""
     if number_format is None:
         return _BF16
     rows, columns = number_format.block
@@ -119,10 +119,10 @@ def element_bytes(number_format: NumberFormat | None) -> float:
 def kv_token_bytes(
     architecture: Architecture, parallel: ParallelSizes, kv_bytes: int = _BF16, kv_ranks: int = 1
 ) -> float:
-    """Bytes of keys and values that a rank has of a token: latent attention keeps one latent on every rank.
+    """Bytes of a token's keys and values on a rank; latent attention keeps one latent on every rank.
 
-    One number takes `kv_bytes`, and `kv_ranks` ranks that would have the same share out the tokens; a rank then has
-    some tokens whole, and the bytes are a mean. Raises UserError where not as many ranks have the same.
+    Each element takes `kv_bytes`. With `kv_ranks`, that many ranks with the same keys and values share the tokens, and
+    the result is a mean, since a rank holds whole tokens. Raises UserError if fewer ranks have the same.
     """
     config, tensor = architecture.transformer_config, parallel.tensor_model_parallel_size
     if architecture.multi_latent_attention:

@@ -1,4 +1,4 @@
-"""Whole weights and gradients that a rank has for a while under FSDP2, which keeps rows of them."""
+"""Whole weights and gradients that a rank holds temporarily under FSDP2, which keeps rows of them."""
 
 from math import prod
 
@@ -8,11 +8,11 @@ from megarl.planning.memory.rank_weights import part_shape, stage_parameters
 
 
 def gathered_elements(architecture: Architecture, parallel: ParallelSizes) -> int:
-    """Elements of whole weights and gradients at the most: when the backward pass of some layer ends.
+    """Most elements of whole weights and gradients, which is at the end of some layer's backward pass.
 
-    The output layer, and an embedding tied to it, stay whole to the end of the backward pass, and so do their
-    gradients. A layer has its weights and its gradient by then; the weights of the one before it have been gathered
-    ahead, and the gradient of the one after it is being reduced. The embedding is gathered as a layer is.
+    The output layer, an embedding tied to it, and their gradients stay whole until the end of the backward pass. At the
+    end of its backward pass, a layer has its weights and its gradient; the weights of the previous layer have been
+    prefetched, and the gradient of the next layer is being reduced. The embedding is gathered like a layer.
     """
     layers, embedding, kept = [0] * architecture.num_layers, 0, 0
     for parameter, _ in stage_parameters(architecture, parallel, 0):
@@ -33,7 +33,7 @@ def gathered_elements(architecture: Architecture, parallel: ParallelSizes) -> in
 
 
 def _whole_elements(architecture: Architecture, parallel: ParallelSizes, parameter: Parameter) -> int:
-    """Elements of a parameter in one layer, with the rows that fill up those of the last rank."""
+    """Elements of a parameter in one layer, including rows that pad the last rank's."""
     if parameter.is_buffer:
         return 0
     own = prod(part_shape(architecture, parallel, parameter, 0))

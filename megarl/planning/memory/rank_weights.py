@@ -1,4 +1,4 @@
-"""How many elements of a model a rank has, counted by the weight map: by kinds, without naming each tensor."""
+"""Counts a rank's elements by kind, from the weight map, without naming each tensor."""
 
 from collections.abc import Iterator
 from math import prod
@@ -12,55 +12,55 @@ from converters.layouts.parallel_sizes import ParallelSizes, RankCoordinates
 from converters.layouts.rows import rows_of
 
 _ENDS = {"embedding.word_embeddings": "embedding", "output_layer": "output"}
-"""How the parameters at the ends of a model begin, and the kind that they are."""
+"""Prefix of the parameters at the ends of a model -> their kind."""
 
 
 class RankWeights(NamedTuple):
-    """Elements of a rank's parameters."""
+    """Number of elements of a rank's parameters."""
 
     embedding: int
     """The embedding, which is looked up."""
     output: int
-    """The output layer, unless it is the embedding, too."""
+    """The output layer, unless tied to the embedding."""
     dense: int
-    """All else that every token meets: attention, norms, dense and shared MLPs, routers."""
+    """All other parameters that every token uses: attention, norms, dense and shared MLPs, routers."""
     experts: int
-    """Routed experts, of which a token meets a few."""
+    """Routed experts, of which a token uses a few."""
     tied: int = 0
-    """Elements of the embedding that are the output layer, too."""
+    """The elements of the embedding that are also the output layer."""
 
     @property
     def logits(self) -> int:
-        """Elements that make logits."""
+        """Elements that compute logits."""
         return self.output + self.tied
 
     @property
     def multiplied(self) -> int:
-        """Elements with which every token is multiplied."""
+        """Elements that every token is multiplied with."""
         return self.logits + self.dense
 
     @property
     def shared(self) -> int:
-        """Elements that all ranks of a data-parallel group, context-parallel ones among them, have alike."""
+        """Elements that are the same on all ranks of a data-parallel group, including its context-parallel ranks."""
         return self.embedding + self.output + self.dense
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """All elements."""
         return self.shared + self.experts
 
 
 def rank_weights(
     architecture: Architecture, parallel: ParallelSizes, stage: int, rules: CutRules = MEGATRON
 ) -> RankWeights:
-    """Elements of the parameters on a rank of pipeline stage `stage`; the first, if ranks differ by padding or rows."""
+    """Count the elements on a rank of pipeline stage `stage`; on its first, if ranks differ by padding or rows."""
     counts = dict.fromkeys(RankWeights._fields, 0)
     for parameter, layers in stage_parameters(architecture, parallel, stage):
         elements = prod(part_shape(architecture, parallel, parameter, stage, rules)) * layers
         if parameter.is_expert:
             elements *= architecture.num_experts // parallel.expert_model_parallel_size
         counts[_kind(parameter)] += elements
-    # A last stage that is not the first has a copy of its own.
+    # A last stage that is not the first has its own copy.
     if architecture.gpt_model["share_embeddings_and_output_weights"] and parallel.pipeline_model_parallel_size == 1:
         counts["tied"] = counts["embedding"]
     return RankWeights(**counts)
@@ -79,7 +79,7 @@ def part_shape(
     stage: int,
     rules: CutRules = MEGATRON,
 ) -> Shape:
-    """The shape of a parameter on the first rank of a pipeline stage, under FSDP2 that of its rows."""
+    """The shape of a parameter on the first rank of a pipeline stage; with FSDP2, of its rows."""
     at = RankCoordinates(tensor=0, context=0, pipeline=stage, expert=0, expert_tensor=0)
     rows, *others = shape = parameter_part(architecture, parallel, parameter, at, rules).shape
     if parallel.use_torch_fsdp2 and not parameter.is_buffer:
@@ -88,7 +88,7 @@ def part_shape(
 
 
 def stage_layers(architecture: Architecture, parallel: ParallelSizes, stage: int) -> list[int]:
-    """Global indices of the layers of a pipeline stage, those of all its chunks."""
+    """Global indices of the layers of a pipeline stage, in all its chunks."""
     return [
         layer for chunk in range(parallel.chunks) for layer in parallel.layers(architecture.num_layers, stage, chunk)
     ]
@@ -97,7 +97,7 @@ def stage_layers(architecture: Architecture, parallel: ParallelSizes, stage: int
 def stage_parameters(
     architecture: Architecture, parallel: ParallelSizes, stage: int
 ) -> Iterator[tuple[Parameter, int]]:
-    """Each parameter of a pipeline stage, and how many layers of the stage have it."""
+    """Yield each parameter of a pipeline stage, and the number of the stage's layers that have it."""
     layers = set(stage_layers(architecture, parallel, stage))
     last = parallel.pipeline_model_parallel_size - 1
     on_stage = {Part.FIRST: stage == 0, Part.LAST: stage == last, Part.COPY_ON_LAST: 0 < stage == last}

@@ -1,4 +1,4 @@
-"""Memory of a trainer's rank: state by its elements, activations by the layers and micro-batches that are alive."""
+"""Memory of a trainer rank: state from its elements, activations from the layers and micro-batches in flight."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,44 +27,45 @@ from megatron_ext.log_probs import CHUNK_LOGITS
 _LOGIT_COPIES = 3
 _FLOAT32 = 4
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "uint8": 1}
-"""Bytes of an element of the types that Megatron's options name."""
+"""Bytes per element of the dtypes that Megatron's options name."""
 _LABEL_BYTES = 20 + 16 + 12
-"""Kept of a label for the backward pass: what `linear_log_probs` saves (one long, three of float32), token and position
-(two long), and for the loss, as an estimate, three of float32."""
+"""Kept per label for the backward pass: what `linear_log_probs` saves (one int64, three float32), token and position
+(two int64), and, as an estimate for the loss, three float32.
+"""
 _STAGE_TENSORS = 6
-"""Hidden states that exist for a moment at once: what a layer reads and writes, and their gradients."""
+"""Hidden states that exist at once for a moment: a layer's input and output, and their gradients."""
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Megatron's options on which memory and time depend; bytes are those of an element."""
+    """Megatron's options that affect memory and time; bytes are per element."""
 
     recompute: Recompute = field(default_factory=Recompute)
     kernels: Kernels = FUSED
     weight_bytes: int = 2
     gradient_bytes: int = 4
     optimizer_bytes: float = 12
-    """On the GPU: the main parameter in float32 and Adam's two moments."""
+    """On the GPU: the float32 main parameter and Adam's two moments."""
     is_distributed: bool = True
-    """Data-parallel ranks share the optimizer state out, where they have whole weights."""
+    """Data-parallel ranks shard the optimizer state, if they have whole weights."""
     expert_load: float = 1.0
-    """Tokens that go to the experts of the busiest rank, of the mean."""
+    """Tokens routed to the experts of the busiest rank, relative to the mean."""
     lora: Lora | None = None
-    """The adapter that is trained in place of the weights."""
+    """The adapter that is trained instead of the weights."""
     keeps_reference: bool = False
     """A copy of the weights is kept for the KL or the loss; an adapter needs none."""
 
     @classmethod
     def of(cls, megatron: Mapping[str, Any], dtype: str = "bf16") -> "TrainingOptions":
-        """The options of the group `megatron`, of weights in `dtype`: bf16 or fp32."""
+        """Read the options of the `megatron` group for weights in `dtype`, bf16 or fp32."""
         moments = sum(_width(megatron.get(name)) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
-        # The main parameters of a model in float32 are its weights.
+        # In a float32 model, the weights are the main parameters.
         main = 0 if dtype == "fp32" else _width(megatron.get("main_params_dtype"))
         if megatron.get("use_precision_aware_optimizer") and megatron.get("store_param_remainders", True):
-            # Transformer Engine's Adam has the half of a float32 that a weight in bf16 lacks.
+            # Transformer Engine's Adam stores only the half of a float32 that the bf16 weight lacks.
             main = main - _WIDTHS["bf16"] if main == _FLOAT32 and not megatron.get("optimizer_cpu_offload") else main
         away = megatron.get("optimizer_offload_fraction", 1.0) if megatron.get("optimizer_cpu_offload") else 0.0
-        # Megatron has host copies beside main parameters that it has made on the GPU.
+        # Without the precision-aware optimizer, Megatron keeps main parameters on the GPU besides their host copies.
         kept = main * (1 - away) if megatron.get("use_precision_aware_optimizer") else main
         return cls(
             recompute=Recompute.of(megatron),
@@ -89,17 +90,17 @@ class TrainerMemory:
     gradients: int
     optimizer: int
     reference: int
-    """A copy of the weights that the policy began with."""
+    """A copy of the policy's initial weights."""
     gathered: int
-    """Whole weights and gradients under FSDP2, at the most; the others are rows then."""
+    """Peak of whole weights and gradients under FSDP2; the other parts are rows then."""
     activations: int
-    """Kept for the backward pass by the micro-batches in flight, at the most."""
+    """Peak of what the micro-batches in flight keep for the backward pass."""
     working: int
-    """For a moment: logits in portions, and the hidden states around one layer."""
+    """Temporary tensors: logits in chunks, and the hidden states around one layer."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return sum(self.parts.values())
 
     @property
@@ -118,7 +119,7 @@ def trainer_memory(
 ) -> list[TrainerMemory]:
     """Memory of a rank of each pipeline stage.
 
-    `micro_batch_tokens` counts the tokens of a micro-batch before context parallelism cuts it; `micro_batches` counts
+    `micro_batch_tokens` counts the tokens of a micro-batch before context parallelism splits it; `micro_batches` counts
     the micro-batches of an update.
     """
     tokens = micro_batch_tokens / parallel.context_parallel_size
@@ -164,7 +165,7 @@ def _optimizer_elements(weights: RankWeights, parallel: ParallelSizes, options: 
 def _kept(
     architecture: Architecture, parallel: ParallelSizes, options: TrainingOptions, stage: int, micro_batches: int
 ) -> float:
-    """Bytes for a token of a micro-batch, of all that are alive at once on a stage."""
+    """Bytes per token of a micro-batch, for everything that is kept at once on a stage."""
     recompute = options.recompute
     hidden = layer_input_bytes(architecture, parallel, options.weight_bytes)
     rows = _rows(architecture, parallel, options, stage)
@@ -172,17 +173,17 @@ def _kept(
     flying = micro_batches_in_flight(parallel, stage, micro_batches)
     ends = _ends(architecture, parallel, options, stage)
     if not recompute.is_full:
-        # While a module is computed again, all that comes after it in its micro-batch is done with.
+        # While a module is recomputed, everything after it in its micro-batch has been freed.
         parts = (module_bytes(of_layer, recompute) for of_layer in rows)
         before = [kept + part for kept, part in zip(accumulate(each), parts, strict=True)]
         return (flying - 1) * (sum(each) + ends) + max(sum(each) + ends, *before)
     own = len(stage_layers(architecture, parallel, stage))
     again = [*_recomputed(each[:own], recompute), *([one] for one in each[own:])]
-    # While a layer is computed again the results of its micro-batch are done with, and so are the layers after it.
+    # While a layer is recomputed, the results of its micro-batch have been freed, and so have the layers after it.
     kept = hidden * len(again) + sum(each) - sum(map(sum, again))
     before = [hidden * (number + 1) + sum(group) for number, group in enumerate(again)]
     if len(each) > own:
-        # But those of the model itself are still there while a layer of multi-token prediction is.
+        # The model's own results are still kept while a multi-token-prediction layer is recomputed.
         before[-1] += ends
     return (flying - 1) * (kept + ends) + max(kept + ends, *before)
 
@@ -190,9 +191,9 @@ def _kept(
 def _rows(
     architecture: Architecture, parallel: ParallelSizes, options: TrainingOptions, stage: int
 ) -> list[list[Kept]]:
-    """The rows of each layer of a stage; layers of multi-token prediction, on the last one, are as its last.
+    """The rows of each layer of a stage. Multi-token-prediction layers, on the last stage, are like its last layer.
 
-    These begin with the norms of a hidden state and of an embedding, and project the two.
+    They begin with norms of a hidden state and of an embedding, and a projection of the two.
     """
     layers = stage_layers(architecture, parallel, stage)
     predicting = architecture.mtp_layers if stage == parallel.pipeline_model_parallel_size - 1 else 0
@@ -213,18 +214,18 @@ def _rows(
 
 
 def _recomputed(each: Sequence[float], recompute: Recompute) -> list[Sequence[float]]:
-    """The layers that are computed again together: groups of `each`, the bytes of the layers of a stage."""
+    """The groups of layers that are recomputed together, from `each`, the bytes of a stage's layers."""
     if recompute.is_block:
         return [each[layer : layer + 1] for layer in range(min(recompute.layers, len(each)))]
     return [each[start : start + recompute.layers] for start in range(0, len(each), recompute.layers)]
 
 
 def micro_batches_in_flight(parallel: ParallelSizes, stage: int, micro_batches: float = inf) -> float:
-    """Micro-batches whose activations a stage keeps at the most, in units of all of its layers.
+    """Peak number of micro-batches whose activations a stage keeps, in units of all its layers.
 
-    One forward, one backward in turns (arXiv 2104.04473): a stage is as many ahead as stages follow, and with
-    interleaved chunks as many chunks as `get_pp_rank_microbatches` of megatron-core starts with. An update of fewer
-    `micro_batches` keeps those.
+    The schedule is 1F1B (arXiv 2104.04473): a stage is ahead by as many micro-batches as stages follow. With
+    interleaved chunks, it is ahead by the chunks that megatron-core's `get_pp_rank_microbatches` starts with. An update
+    with fewer `micro_batches` keeps only those.
     """
     stages, chunks = parallel.pipeline_model_parallel_size, parallel.chunks
     if chunks == 1:
@@ -234,7 +235,7 @@ def micro_batches_in_flight(parallel: ParallelSizes, stage: int, micro_batches: 
 
 
 def _ends(architecture: Architecture, parallel: ParallelSizes, options: TrainingOptions, stage: int) -> float:
-    """Bytes for a token of the last norm and of the log-probabilities, on the last stage."""
+    """Bytes per token of the last norm and of the log-probabilities, on the last stage."""
     if stage != parallel.pipeline_model_parallel_size - 1:
         return 0.0
     hidden = architecture.transformer_config["hidden_size"]

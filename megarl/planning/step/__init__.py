@@ -1,1 +1,1 @@
-"""The seconds of a step, stage by stage, from the rates of the devices."""
+"""Predicts the seconds of a step, stage by stage, from the rates of the devices."""

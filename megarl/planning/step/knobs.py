@@ -1,4 +1,4 @@
-"""Which knob moves a step most: each size doubled and halved, and what it does to seconds and memory."""
+"""Finds the knobs that change a step most: doubles and halves each size, and predicts seconds and memory."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from megarl.planning.step.prediction import PlannedStep, StepPrediction
 
 @dataclass(frozen=True)
 class Turned:
-    """A knob that was turned."""
+    """A changed knob."""
 
     name: str
-    """All that is turned, on the same GPUs, as the command takes it. Example: "--engine-tp 8 --replicas 4"."""
+    """All options that change, on the same GPUs, as the command accepts them. Example: "--engine-tp 8 --replicas 4"."""
     prediction: StepPrediction
 
 
 def turned_knobs(step: PlannedStep) -> list[Turned]:
-    """Every knob that can be turned, the one that saves most seconds first."""
+    """Every knob that can be changed, those that save most seconds first."""
     found = []
     for name, change in _changes(step):
         try:
@@ -50,7 +50,7 @@ _ENDS = {
 
 
 def _changes(step: PlannedStep) -> Iterator[tuple[str, _Change]]:
-    """Each knob by its option, and the step in which it is turned."""
+    """Yield each knob as its option, with a function that returns the changed step."""
     work, recompute = step.workload, step.training.recompute
     for option, name in _TRAINER_SIZES.items():
         for value in _doubled_and_halved(getattr(step.refit.trainer, name)):
@@ -59,7 +59,7 @@ def _changes(step: PlannedStep) -> Iterator[tuple[str, _Change]]:
             yield f"{option} {value}{said}", partial(_with_trainer, step, fields)
     yield from _engine_changes(step)
     for value in _doubled_and_halved(work.max_tokens_per_micro_batch):
-        # A sequence is in one micro-batch.
+        # A sequence must fit in one micro-batch.
         if value < work.prompt_tokens + work.max_response_tokens:
             continue
         portions = replace(work, max_tokens_per_micro_batch=value)
@@ -75,17 +75,17 @@ def _doubled_and_halved(size: int) -> list[int]:
 
 
 def _moved_ends(step: PlannedStep, stages: int) -> dict[str, int]:
-    """The layers of the first and the last of so many stages, where they are not what the command would take anyway."""
+    """The layers of the first and last of `stages` stages, if the command would not choose these by itself."""
     trainer, layers = step.refit.trainer, step.refit.architecture.num_layers
     moved = zip(_ENDS.values(), stage_ends(layers, stages), strict=True)
-    # An end that was given is unset by no option, but may be as the other stages.
+    # No option unsets an end that was given, but it can be set to the layers of the other stages.
     sizes = {name: size or layers // stages for name, size in moved if stages > 1}
     now = {name: getattr(trainer, name) for name in sizes}
     return {name: size for name, size in sizes.items() if now[name] != size and (now[name] or size != layers // stages)}
 
 
 def _with_trainer(step: PlannedStep, fields: Mapping[str, Any]) -> PlannedStep:
-    """The same ranks, with these sizes alone changed."""
+    """The same ranks with only these sizes changed."""
     trainer = replace(step.refit.trainer, **fields)
     check_divisible(step.refit.architecture, trainer)
     return replace(step, refit=replace(step.refit, trainer=trainer))
@@ -113,7 +113,7 @@ def _in_fp8(step: PlannedStep) -> PlannedStep:
 
 
 def _with_engine(step: PlannedStep, gpus: int, tensor: int, expert: int | None) -> PlannedStep:
-    """The same GPUs, as engines of another size."""
+    """The same GPUs with engines of another size."""
     engine = engine_sizes(tensor, expert)
     if gpus % engine.world_size:
         raise UserError(f"{gpus} GPUs are no engines of {engine.world_size}")

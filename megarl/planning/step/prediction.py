@@ -1,4 +1,4 @@
-"""A whole step: memory of trainer and engines, seconds of each stage, and whether it fits."""
+"""Predicts a whole step: memory of trainer and engines, seconds of each stage, and whether it fits."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,31 +16,31 @@ from megarl.planning.step.training import Training
 from megarl.planning.workload import Workload
 
 _SPARE = 0.06
-"""Share of a GPU that a trainer leaves to the CUDA context, NCCL's buffers and gaps of the allocator."""
+"""Share of a GPU that a trainer leaves free for the CUDA context, NCCL's buffers and allocator fragmentation."""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """An engine's own options on which memory and time depend."""
+    """An engine's own options that affect memory and time."""
 
     utilization: float = 0.9
-    """Share of a GPU that the engine takes: vLLM's `gpu_memory_utilization`."""
+    """Share of a GPU that the engine uses: vLLM's `gpu_memory_utilization`."""
     is_eager: bool = False
     kv_bytes: int = 2
-    """Bytes of a number of keys and values."""
+    """Bytes per element of keys and values."""
     kv_ranks: int = 1
-    """Ranks that share out the tokens of keys and values: vLLM's `decode_context_parallel_size`."""
+    """Ranks that share the tokens of keys and values: vLLM's `decode_context_parallel_size`."""
     prefill_tokens: int = 16384
-    """Tokens of prompts that are computed at a time: vLLM's `max_num_batched_tokens`."""
+    """Prompt tokens computed at once: vLLM's `max_num_batched_tokens`."""
     most_samples: float = inf
-    """Samples that each group of ranks with all of attention computes at once: vLLM's `max_num_seqs`."""
+    """Samples that each attention data-parallel group computes at once: vLLM's `max_num_seqs`."""
     computes_beside: bool = False
     """See `EngineKind.computes_beside`."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step to predict: sizes, work and device. Trainer and engines take turns where they are colocated."""
+    """A step to predict: sizes, work and device. Trainer and engines take turns if they are colocated."""
 
     refit: PlannedRefit
     workload: Workload
@@ -48,13 +48,13 @@ class PlannedStep:
     training: TrainingOptions = field(default_factory=TrainingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     staleness: int = 0
-    """Versions that a trained token may be old."""
+    """How many versions old a trained token may be."""
     sends_whole_tensors: bool = False
-    """Refits go through the engines' own loader (`refit.path=loader`), which gets every tensor whole."""
+    """Refits use the engines' own loader (`refit.path=loader`), which gets every tensor whole."""
     refit_seconds: float | None = None
-    """Seconds in which the bytes of a refit move, where they have been replayed; else those of an engine's NIC."""
+    """Seconds for moving a refit's bytes if they have been replayed; else the time of an engine's NIC is used."""
     predicting: Architecture | None = None
-    """The model that is trained, where it has layers of multi-token prediction: no refit moves them."""
+    """The trained model if it has multi-token-prediction layers, which no refit moves."""
 
     @property
     def trained(self) -> Architecture:
@@ -63,19 +63,19 @@ class PlannedStep:
 
     @property
     def overlaps(self) -> bool:
-        """Whether engines sample while the trainer trains."""
+        """Whether engines generate while the trainer trains."""
         return self.staleness > 0 and not self.refit.colocated
 
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Memory and seconds of a step. Bytes are those of a GPU."""
+    """Memory and seconds of a step. Bytes are per GPU."""
 
     step: PlannedStep
 
     @cached_property
     def trainer_memory(self) -> TrainerMemory:
-        """The rank with most."""
+        """Memory of the pipeline stage that needs most."""
         refit, workload = self.step.refit, self.step.workload
         ranks = refit.trainer.data_parallel_size
         return max(
@@ -91,7 +91,7 @@ class StepPrediction:
 
     @cached_property
     def engine_memory(self) -> EngineMemory:
-        """Every rank has as much."""
+        """Memory of every rank; all need the same."""
         refit = self.step.refit
         return engine_memory(
             refit.engine_architecture,
@@ -107,30 +107,30 @@ class StepPrediction:
 
     @property
     def bucket_bytes(self) -> int:
-        """Buckets of a refit on a trainer's GPU, those of an engine there among them: nobody gives them back."""
+        """Refit buckets on a trainer's GPU, including those of a colocated engine; they are never freed."""
         refit = self.step.refit
         return refit.buckets * refit.bucket_bytes * (2 if refit.colocated else 1)
 
     @property
     def trainer_bytes(self) -> int:
-        """A trainer's rank, and the buckets on its GPU."""
+        """Memory of a trainer's rank, and the buckets on its GPU."""
         return self.trainer_memory.total + self.bucket_bytes
 
     @property
     def trainer_room(self) -> int:
-        """Bytes that a trainer's rank has left; negative for those that it lacks."""
+        """Free bytes on a trainer's GPU; if negative, the missing bytes."""
         return round(self.step.device.memory_bytes * (1 - _SPARE)) - self.trainer_bytes
 
     @property
     def engine_room(self) -> int:
-        """Bytes of an engine's rank that are left beside the keys and values of one longest response."""
+        """Bytes of the KV cache that are left beside one response of the maximum length."""
         workload = self.step.workload
         longest = workload.prompt_tokens + workload.max_response_tokens
         return self.engine_memory.kv_cache - round(longest * self.engine_memory.kv_token)
 
     @property
     def refit_room(self) -> int:
-        """Bytes of a GPU that are left while it has the weights of trainer and engine, and the buckets of both."""
+        """Free bytes on a GPU while it holds the weights of trainer and engine, and the buckets of both."""
         if not self.step.refit.colocated:
             return 0
         held = self.trainer_memory.weights + self.engine_memory.weights + self.bucket_bytes
@@ -138,17 +138,17 @@ class StepPrediction:
 
     @property
     def host_bytes(self) -> tuple[int, int]:
-        """Pinned memory of the host for what a trainer's rank and an engine's have on a GPU in turns; the most of each.
+        """Peak pinned host memory for the state that a trainer rank, and an engine rank, move off their GPU in turns.
 
-        vLLM copies each segment of its weights, and torch rounds each such copy up to a power of two. State that
-        `optimizer_cpu_offload` keeps there for good is not counted.
+        vLLM copies each segment of its weights, and torch rounds each copy up to a power of two. State that
+        `optimizer_cpu_offload` keeps on the host permanently is not counted.
         """
         memory = self.trainer_memory
         return memory.weights + memory.optimizer + memory.reference, 2 * self.engine_memory.weights
 
     @property
     def fits(self) -> bool:
-        """Whether both have room, and where they take turns the weights of both together."""
+        """Whether trainer and engine fit and, if they take turns, also the weights of both together."""
         return min(self.trainer_room, self.engine_room, self.refit_room) >= 0
 
     @cached_property
@@ -159,19 +159,19 @@ class StepPrediction:
 
     @cached_property
     def rollout_seconds(self) -> float:
-        """The engines' stage, which needs nothing of the trainer."""
+        """Seconds of the engines' stage, which do not depend on the trainer."""
         return rollout_seconds(self._decoding, self.step.workload, self.step.refit.replicas)
 
     @cached_property
     def training_seconds(self) -> dict[str, float]:
-        """The trainer's stages, which need nothing of the engines."""
+        """Seconds of the trainer's stages, which do not depend on the engines."""
         step = self.step
         training = Training(step.trained, step.refit.trainer, step.training, self._speeds, step.workload)
         return {"log_probs": training.log_prob_seconds, "update": training.update_seconds}
 
     @property
     def step_seconds(self) -> float:
-        """The stages one after the other, or rollout beside training where these overlap; refits interrupt."""
+        """Seconds of all stages in sequence; rollout and training may overlap, but a refit interrupts both."""
         seconds = self.seconds
         if not self.step.overlaps:
             return sum(seconds.values())
@@ -179,7 +179,7 @@ class StepPrediction:
         return max(seconds["rollout"], trained) + seconds["refit"]
 
     def why_not(self) -> str | None:
-        """How much is missing where, and what makes it less; None if it fits."""
+        """Describe what is missing where, and how to reduce it; None if the step fits."""
         short: list[str] = []
         if self.trainer_room < 0:
             parts = self.trainer_memory.parts
@@ -219,7 +219,7 @@ class StepPrediction:
         )
 
     def _refit_seconds(self) -> float:
-        """Moving the bytes, and the engine's pause."""
+        """Seconds for moving the bytes, and for the engine's pause."""
         if self.step.refit_seconds is not None:
             return self.step.refit_seconds + EXCHANGE_S
         nbytes = self.engine_memory.weights
@@ -229,14 +229,14 @@ class StepPrediction:
         return self._speeds.send(nbytes) + EXCHANGE_S
 
     def _turn_seconds(self) -> float:
-        """All that trainer and engine have on the GPUs in turns, to the host and back: they share them."""
+        """Seconds for moving all state of colocated trainer and engine to the host and back, once per step."""
         memory = self.trainer_memory
         away = memory.weights + memory.optimizer + memory.reference
         return self._speeds.host(2 * (away + self.engine_memory.weights))
 
 
 def _helps(part: str, step: PlannedStep) -> str:
-    """The knobs that make a part of a trainer's memory less."""
+    """The knobs that reduce a part of a trainer's memory."""
     if part in ("activations", "working"):
         again = "" if step.training.recompute.is_full else "recompute layers (--recompute full), "
         return f"{again}lower --micro-batch-tokens, or raise --cp or --tp"

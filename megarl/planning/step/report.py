@@ -15,7 +15,7 @@ _PROPOSALS = 5
 
 
 def step_facts(prediction: StepPrediction) -> dict[str, Any]:
-    """The prediction; sizes in bytes of a GPU, times in seconds."""
+    """The prediction; sizes in bytes per GPU, times in seconds."""
     engine, colocated = prediction.engine_memory, prediction.step.refit.colocated
     return {
         "step_seconds": prediction.step_seconds,
@@ -31,14 +31,14 @@ def step_facts(prediction: StepPrediction) -> dict[str, Any]:
 
 
 def step_tables(prediction: StepPrediction, knobs: list[Turned]) -> Iterator[Table]:
-    """Memory of a GPU, seconds of the stages, and what turning each knob does."""
+    """Memory of a GPU, seconds of the stages, and the effect of each knob."""
     yield _memory(prediction)
     yield _stages(prediction)
     yield _knobs(prediction, knobs)
 
 
 def proposal_tables(proposal: Proposal) -> Iterator[Table]:
-    """The proposed sizes, and what fell out."""
+    """The proposed sizes, and those that did not fit."""
     table = _table("Proposed sizes", "step", "rollout", "training", "trainer", "engines")
     for each in proposal.best[:_PROPOSALS]:
         table.add_row(
@@ -99,7 +99,7 @@ def _stages(prediction: StepPrediction) -> Table:
     table = _table("Seconds of a step", "stage", "s", "share")
     total = prediction.step_seconds
     for name, seconds in prediction.seconds.items():
-        # A run without log-prob passes has no such stage.
+        # Runs without log-prob passes do not have this stage.
         if not seconds:
             continue
         table.add_row(name, f"{seconds:.1f}", f"{seconds / total:.0%}")

@@ -1,4 +1,4 @@
-"""Seconds of the rollout: every decoding step of an engine, from its full batch to the last long response."""
+"""Seconds of the rollout: every decoding step of an engine, from a full batch to the last long response."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ from megarl.planning.workload import Workload
 
 _BF16 = 2
 _STEPS = 32
-"""Points at which the time of a decoding step is computed along the longest response."""
+"""Number of points along the longest response at which the time of a decoding step is computed."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """An engine that decodes."""
+    """A decoding engine."""
 
     architecture: Architecture
     parallel: ParallelSizes
@@ -30,16 +30,16 @@ class Decoding:
     memory: EngineMemory
     speeds: Speeds
     is_eager: bool = False
-    """Its kernels are launched one by one: vLLM's `enforce_eager`."""
+    """Kernels are launched one by one: vLLM's `enforce_eager`."""
     most_samples: float = math.inf
-    """Samples that its ranks compute at once."""
+    """Samples that the engine computes at once."""
 
     @cached_property
     def _weights(self) -> RankWeights:
         return engine_weights(self.architecture, self.parallel)
 
     def step_seconds(self, sequences: float, context: float) -> float:
-        """Seconds to sample one token for each of `sequences`, which are `context` tokens long on average."""
+        """Seconds to sample one token for each of `sequences`, which have `context` tokens on average."""
         weights = self._weights
         own = sequences / self.memory.attention_ranks
         share = _expert_share(self.architecture)
@@ -55,7 +55,7 @@ class Decoding:
         return computing + layers * (layer + self._talking(own)) + ENGINE_STEP_S
 
     def prefill_seconds(self, tokens: float, length: float) -> float:
-        """Prompts of the engine of so many tokens in all, each of this length."""
+        """Seconds to prefill `tokens` prompt tokens on the engine, in prompts of this length."""
         weights = self._weights
         own = tokens / self.memory.attention_ranks
         flops = 2 * (own * weights.multiplied + tokens * _expert_share(self.architecture) * weights.experts)
@@ -65,12 +65,12 @@ class Decoding:
         return computing + self.architecture.num_layers * self._talking(own)
 
     def _pair_flops(self, widths: Callable[[Architecture], tuple[int, int]]) -> float:
-        """Attention of a token to one before it, with heads as wide as `widths` says."""
+        """Attention FLOPs per pair of tokens, with heads as wide as `widths` says."""
         heads = self.architecture.transformer_config["num_attention_heads"] / self.parallel.tensor_model_parallel_size
         return 2 * heads * sum(widths(self.architecture)) * self.architecture.num_layers
 
     def _talking(self, own: float) -> float:
-        """The collectives of a layer: sums after attention and MLP, or the exchange of whole experts' tokens."""
+        """Seconds of a layer's collectives: all-reduces after attention and MLP, or the all-to-all of whole experts."""
         hidden = _BF16 * self.architecture.transformer_config["hidden_size"]
         tensor = self.parallel.tensor_model_parallel_size
         if self.memory.attention_ranks == 1:
@@ -81,31 +81,31 @@ class Decoding:
 
 
 def _expert_share(architecture: Architecture) -> float:
-    """Experts that a token goes to, of all."""
+    """Share of the experts that a token is routed to."""
     if not architecture.num_experts:
         return 0.0
     return architecture.transformer_config["moe_router_topk"] / architecture.num_experts
 
 
 def rollout_seconds(engine: Decoding, workload: Workload, replicas: int) -> float:
-    """Seconds until the last response of an engine that has its share of all.
+    """Seconds until an engine has finished the last of its share of the responses.
 
-    The engine keeps as many sequences as its cache has room for, and as it computes at once. Responses have the lengths
-    of `megarl.planning.lengths`: as they end the batch becomes smaller, and at its end the longest ones decode alone.
+    The engine decodes as many sequences at once as its KV cache and `most_samples` allow. Responses have the lengths of
+    `megarl.planning.lengths`: as they finish, the batch shrinks, and at the end the longest ones decode alone.
     """
     sequences = math.ceil(workload.responses / replicas)
     prompts = math.ceil(workload.prompts / replicas)
     room = engine.memory.tokens / (workload.prompt_tokens + workload.response_tokens)
     together = max(1.0, min(sequences, room, engine.most_samples))
     context = workload.prompt_tokens + workload.response_tokens / 2
-    # Waiting requests begin as others end: until all have begun the batch is full.
+    # Waiting requests start as others finish, so the batch is full until all have started.
     full = (sequences - together) * workload.response_tokens / together * engine.step_seconds(together, context)
     prefill = engine.prefill_seconds(prompts * workload.prompt_tokens, workload.prompt_tokens)
     return full + prefill + _ending(engine, workload, together)
 
 
 def _ending(engine: Decoding, workload: Workload, sequences: float) -> float:
-    """Seconds from the start of `sequences` to the end of the last."""
+    """Seconds from the start of `sequences` to the end of the last one."""
     seconds = 0.0
     for begin, end, alive in _alive(workload, sequences):
         context = workload.prompt_tokens + (begin + end) / 2
@@ -114,11 +114,11 @@ def _ending(engine: Decoding, workload: Workload, sequences: float) -> float:
 
 
 def _alive(workload: Workload, sequences: float) -> Iterator[tuple[float, float, float]]:
-    """Stretches of the longest response: first and last token, and the share of responses that are as long."""
+    """Intervals of the longest response: first and last token, and the share of responses that are still running."""
     longest = float(workload.max_response_tokens)
     rate = exponential_rate(workload.response_tokens / longest)
     for number in range(_STEPS):
         alive = longer_than((number + 0.5) / _STEPS, rate)
-        # Less than half a response is none.
+        # Less than half a response counts as none.
         if alive * sequences >= 0.5:
             yield longest * number / _STEPS, longest * (number + 1) / _STEPS, alive

@@ -1,4 +1,4 @@
-"""Seconds of Megatron's passes over a batch: the slowest stage, its micro-batches, and the bubble around them."""
+"""Seconds of Megatron's passes over a batch: the slowest stage, its micro-batches, and the pipeline bubble."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,41 +14,41 @@ from megarl.planning.workload import Workload
 
 _BF16, _FLOAT32 = 2, 4
 _BACKWARD = 2
-"""A backward pass has two products for each of the forward pass."""
+"""Matrix products in the backward pass per product in the forward pass."""
 
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """One micro-batch on a pipeline stage, forward."""
+    """Forward seconds of one micro-batch on a pipeline stage."""
 
     computing: float
     tensor: float
-    """Collectives of tensor parallelism."""
+    """Tensor-parallel collectives."""
     experts: float
-    """The exchange of tokens."""
+    """The all-to-all of tokens."""
     context: float
-    """The exchange of keys and values."""
+    """The exchange of keys and values in context parallelism."""
     sending: float
-    """To the next stage."""
+    """Sending to the next stage."""
 
     @property
     def talking(self) -> float:
-        """All that is exchanged."""
+        """All communication."""
         return self.tensor + self.experts + self.context + self.sending
 
     @property
     def total(self) -> float:
-        """All, as if nothing overlapped."""
+        """The sum, as if nothing overlapped."""
         return self.computing + self.talking
 
     def after(self, products: int, *, again: bool) -> float:
-        """The backward pass, of so many products for each forward; `again` with a forward pass that it begins with.
+        """Seconds of the backward pass, with `products` per forward product; `again` if it recomputes the forward pass.
 
-        All that a forward pass exchanges goes back as its gradient, once. Tensor parallelism gathers the input of every
-        second product once more, for the gradient of its weights.
+        Gradients repeat all communication of the forward pass, once. For weight gradients, tensor parallelism also
+        gathers again the inputs of half of the products.
         """
         backward = products * self.computing + self.talking + self.tensor / 2
-        # A layer that is computed again has its input.
+        # A recomputed layer has its input already.
         return backward + (self.total - self.sending if again else 0.0)
 
 
@@ -64,52 +64,52 @@ class Training:
 
     @property
     def log_prob_seconds(self) -> float:
-        """All forward passes over the batch, before the update."""
+        """Seconds of all forward passes over the batch before the update."""
         workload = self.workload
         # A rank has all of its sequences of the step at once.
         number = workload.micro_batches(self.parallel.data_parallel_size) * workload.updates
-        # Layers of multi-token prediction run in updates alone.
+        # Multi-token-prediction layers run only in updates.
         policy = replace(self, architecture=self.architecture.without_mtp)
         slowest = max(max(each.total, policy._gathering) for each in policy._stages)
         return workload.log_prob_passes * self._pipelined(slowest, number)
 
     @property
     def update_seconds(self) -> float:
-        """All optimizer steps."""
-        # Weights that do not train need no gradient: half of the backward pass.
+        """Seconds of all optimizer steps."""
+        # Frozen weights need no gradient, which is half of the backward pass.
         backward = 1 if self.options.lora else _BACKWARD
         slowest = 0.0
         for stage, each in enumerate(self._stages):
-            # Gradients are added to those that are there: read and written. An adapter has few.
+            # Gradient accumulation reads and writes all gradients; an adapter has few.
             weights = 0 if self.options.lora else self._held[stage].total
             adding = self.speeds.memory(weights * 2 * self.options.gradient_bytes)
-            # Weights are gathered again, and gradients take the same way back.
+            # Weights are gathered again, and gradients are reduce-scattered.
             after = max(each.after(backward, again=self.options.recompute.is_full), 2 * self._gathering)
             slowest = max(slowest, max(each.total, self._gathering) + after + adding)
         number = self.workload.micro_batches(self.parallel.data_parallel_size)
         return self.workload.updates * (self._pipelined(slowest, number) + self._optimizer_seconds())
 
     def _pipelined(self, seconds: float, number: int) -> float:
-        """`number` micro-batches that take a stage `seconds` each: stages wait at the start and at the end."""
+        """Seconds of `number` micro-batches that take `seconds` each per stage, with the bubble at start and end."""
         waiting = (self.parallel.pipeline_model_parallel_size - 1) / self.parallel.chunks
         return seconds * (number + waiting)
 
     @cached_property
     def _weights(self) -> list[RankWeights]:
-        """Elements of each stage, as its ranks compute with them."""
+        """Elements per stage with which its ranks compute."""
         stages = range(self.parallel.pipeline_model_parallel_size)
         return [rank_weights(self.architecture, self.parallel.unsharded, stage) for stage in stages]
 
     @cached_property
     def _held(self) -> list[RankWeights]:
-        """Elements of each stage, as its ranks have them at rest."""
+        """Elements per stage that its ranks hold between passes."""
         if not self.parallel.use_torch_fsdp2:
             return self._weights
         return [rank_weights(self.architecture, self.parallel, 0)]
 
     @cached_property
     def _gathering(self) -> float:
-        """All weights, gathered by FSDP2 beside a pass, layer by layer; embedding and output layer are two more."""
+        """Seconds of FSDP2's all-gathers during a pass, one per layer, plus one each for embedding and output layer."""
         if not self.parallel.use_torch_fsdp2:
             return 0.0
         gathers = self.architecture.num_layers + 2
@@ -130,11 +130,11 @@ class Training:
             layers += [self.architecture.num_layers - 1] * self.architecture.mtp_layers
         moe = sum(has_experts(self.architecture, layer) for layer in layers)
         hidden = tokens * config["hidden_size"] * _BF16
-        # The tokens of a sequence-parallel rank, to each of their experts and back.
+        # The tokens of a sequence-parallel rank are sent to each of their experts and back.
         sent = hidden / tensor * config.get("moe_router_topk", 0) * self.options.expert_load
         key_values = tokens * _key_value_width(self.architecture) / tensor * _BF16
-        # Attention and dense MLPs gather their tokens and scatter their sums, and so do shared experts; the others get
-        # theirs by the exchange.
+        # Attention, dense MLPs and shared experts gather their tokens and scatter their sums; routed experts get theirs
+        # by the all-to-all.
         gathers = 4 * len(layers) - (0 if config.get("moe_shared_expert_intermediate_size") else 2 * moe)
         return PassSeconds(
             computing=self._computing(stage, tokens, layers, moe),
@@ -147,12 +147,12 @@ class Training:
     def _computing(self, stage: int, tokens: float, layers: list[int], moe: int) -> float:
         parallel = self.parallel
         weights = self._weights[stage]
-        # Layers of multi-token prediction make logits, too.
+        # Multi-token-prediction layers compute logits, too.
         products = weights.multiplied + weights.logits * self.architecture.mtp_layers
         dense = self.speeds.products(2 * tokens * products, products * _BF16)
         length = self.workload.attention_tokens
         heads = self.architecture.transformer_config["num_attention_heads"] / parallel.tensor_model_parallel_size
-        # Causal: half of the pairs, of two products.
+        # Causal attention has half of the pairs, in two products.
         pairs = tokens * length * heads * sum(head_widths(self.architecture))
         attention = self.speeds.products(len(layers) * pairs, 0)
         experts = 0.0
@@ -163,7 +163,7 @@ class Training:
         return max(dense + attention + experts, len(layers) * LAUNCHED_LAYER_S)
 
     def _optimizer_seconds(self) -> float:
-        """Gradients summed over data-parallel ranks, Adam, new weights gathered; next to nothing of an adapter."""
+        """Seconds of reducing gradients over data-parallel ranks, Adam, and gathering weights; few for an adapter."""
         if self.options.lora:
             return 0.0
         if self.parallel.use_torch_fsdp2:
@@ -180,7 +180,7 @@ class Training:
         return slowest
 
     def _adam_seconds(self, own: float) -> float:
-        """Adam on so many elements."""
+        """Seconds of Adam for `own` elements."""
         return self.speeds.memory(own * (2 * self.options.optimizer_bytes + _FLOAT32))
 
 
