@@ -1,1 +1,1 @@
-"""Configurations: composed of recipe, overrides and flags (`compose`), then judged as a whole (`validate`)."""
+"""Configurations: composed from recipe, overrides and flags (`compose`), then checked as a whole (`validate`)."""

@@ -1,4 +1,4 @@
-"""Whether the engine does what the schedule and the algorithm ask of it."""
+"""Checks that the engine supports what the schedule and the algorithm need."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from megarl.schema import MegarlConfig
 
 
 class _Need(NamedTuple):
-    """A choice that asks something of the engine, and what to choose where that cannot be had."""
+    """A choice that needs an ability of the engine, and what to choose without it."""
 
     choice: str
     ability: Ability
@@ -18,7 +18,7 @@ class _Need(NamedTuple):
 
 
 def check_abilities(config: MegarlConfig) -> None:
-    """Raise UserError for a choice that asks of the engine what engines of its kind do not do."""
+    """Raise UserError for a choice that needs an ability that engines of this kind lack."""
     kind = engine_kind(config.rollout.engine)
     for need in _needs(config):
         if need.ability not in kind.offers:
@@ -33,7 +33,7 @@ def _needs(config: MegarlConfig) -> Iterator[_Need]:
     if schedule.in_flight == "keep":
         yield _Need("schedule.in_flight=keep", Ability.KEPT_KV, "set it to recompute")
     if schedule.max_staleness:
-        # Prompts of later batches would be in the way of those that the next batch waits for.
+        # Prompts of later batches would delay those that the next batch waits for.
         yield _Need(f"schedule.max_staleness={schedule.max_staleness}", Ability.PRIORITIES, "set it to 0")
     if algorithm.corrections:
         kinds = ", ".join(each.kind for each in algorithm.corrections)

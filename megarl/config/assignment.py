@@ -1,4 +1,4 @@
-"""Overrides in Hydra's grammar, and where each was given."""
+"""Overrides in Hydra's grammar, with the place where each was given."""
 
 import re
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ _PLAIN_VALUE = re.compile(r"[\w./:+\-]+|\[.*\]|\{.*\}|'.*'|\".*\"")
 
 @dataclass(frozen=True)
 class Assignment:
-    """An override, and where it was given."""
+    """An override, and the place where it was given."""
 
     text: str
     origin: str
 
     @property
     def key(self) -> str:
-        """The key that it gives a value to."""
+        """The key that it sets."""
         return self.text.partition("=")[0].lstrip("+~")
 
 
 def override(key: str, value: object) -> str:
-    """A Hydra override that gives `key` exactly this value."""
+    """Return a Hydra override that sets `key` to exactly this value."""
     text = str(value)
     if _PLAIN_VALUE.fullmatch(text):
         return f"{key}={text}"

@@ -1,4 +1,4 @@
-"""Facts of each command that takes a configuration: what it reads, trains and refits, and for how many steps."""
+"""Describes each command that takes a configuration: what it reads, trains and refits, and for how many steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,19 +9,19 @@ from megarl.schema import MegarlConfig
 
 @dataclass(frozen=True)
 class CommandFacts:
-    """A command's use of the configuration; all that is checked of it is in `megarl/config/validate.py`."""
+    """How a command uses the configuration; its checks are all in `megarl/config/validate.py`."""
 
     files: Sequence[str] = ()
-    """Keys of the lists of files that it reads; the first one may not be empty."""
+    """Keys of the lists of files that it reads; the first list may not be empty."""
     steps_key: str = ""
-    """Key of the number of optimizer steps that it takes; empty where it takes none."""
+    """Key of its number of optimizer steps; empty if it has none."""
     refits_engines: bool = False
-    """Whether the policy that it trains is brought into engines."""
+    """Whether the policy that it trains is loaded into engines."""
     trains_auxiliary: bool = False
-    """Whether it trains models beside the policy, too."""
+    """Whether it also trains models other than the policy."""
 
     def steps(self, config: MegarlConfig) -> int:
-        """How many optimizer steps it takes."""
+        """Number of optimizer steps."""
         return attrgetter(self.steps_key)(config) if self.steps_key else 0
 
 

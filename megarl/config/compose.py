@@ -1,4 +1,4 @@
-"""From a recipe and overrides to one typed configuration, in which every key is known and of its type."""
+"""Composes a recipe and overrides into one typed configuration, in which every key is known and has its type."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -27,21 +27,21 @@ from megarl.schema import MegarlConfig
 from megatron_ext.options.arguments import check_options
 
 PRESETS = ("algorithm",)
-"""Groups of the configuration that have a folder of ready-made choices."""
+"""Groups of the configuration that have a folder of presets."""
 _REPLACES_NOTHING = re.compile(r"No match in the defaults list\. To append to your default list use (\S+)")
-"""Hydra's words where a preset is to be replaced and the recipe has none."""
+"""Hydra's message if an override replaces a preset and the recipe has none."""
 _BUILT_ON = re.compile(r"In '([^']*)': Could not ")
-"""Hydra's words before the name of a file that is not there: the one that names it."""
+"""Hydra's message before the name of a missing file; it names the file that refers to it."""
 _KEY_ALONE = re.compile(r"\+*([\w.]+)")
 _WANTS_LIST = "is not a ListConfig"
-"""OmegaConf's words where a list has been given one value."""
+"""OmegaConf's message if a list is set to a single value."""
 
 
 def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> MegarlConfig:
     """Compose recipe `config_name` with Hydra `overrides` (`loop.steps=10`) into a configuration.
 
-    Recipes are looked up in `config_dir`, if given, before megarl's own. Raises UserError naming the key for one that
-    does not exist, a value of the wrong type, or a mandatory key without a value.
+    Recipes are looked up in `config_dir`, if given, before megarl's own. Raises UserError, naming the key, for an
+    unknown key, a value of the wrong type, or a mandatory key without a value.
     """
     merged = _merge(config_name, overrides, config_dir)
     if left_open := _open_keys(merged):
@@ -69,7 +69,7 @@ def open_keys(config_name: str, overrides: Sequence[str] = (), config_dir: str |
 
 
 def files_of(config_name: str, overrides: Sequence[str], config_dir: str | None) -> list[tuple[Path, str]]:
-    """The files that Hydra composes a recipe of, in their order, each with the group that its keys lie in."""
+    """The files of which Hydra composes a recipe, in its order, each with the group that its keys are in."""
     folders = _folders(config_dir)
     with _hydra(config_name, folders) as searchpath:
         found = (
@@ -78,7 +78,7 @@ def files_of(config_name: str, overrides: Sequence[str], config_dir: str | None)
             .compute_defaults_list(config_name, [*searchpath, *map(_checked_override, overrides)], RunMode.RUN)
         )
     named = [(each.config_path, each.package or "") for each in found.defaults if each.config_path]
-    # Settings of Hydra itself come out of its own package.
+    # Hydra's own settings come from its package.
     return [
         (next(file for folder in folders if (file := folder / f"{path}.yaml").is_file()), group)
         for path, group in named
@@ -87,7 +87,7 @@ def files_of(config_name: str, overrides: Sequence[str], config_dir: str | None)
 
 
 def _merge(config_name: str, overrides: Sequence[str], config_dir: str | None) -> DictConfig:
-    """The recipe in the schema: every key is known and every value of its type; mandatory ones may be open."""
+    """Merge the recipe into the schema, which checks keys and types; mandatory keys may still lack a value."""
     folders = _folders(config_dir)
     with _hydra(config_name, folders) as searchpath:
         recipe = hydra_compose(config_name, [*searchpath, *map(_checked_override, overrides)])
@@ -117,7 +117,7 @@ def _open_keys(merged: DictConfig) -> list[str]:
 
 @contextmanager
 def _naming_the_key() -> Iterator[None]:
-    """Turn an error of OmegaConf into a UserError that names the key."""
+    """Convert errors of OmegaConf to UserErrors that name the key."""
     try:
         yield
     except OmegaConfBaseException as error:
@@ -144,7 +144,7 @@ def _folders(config_dir: str | None) -> list[Path]:
 
 @contextmanager
 def _hydra(config_name: str, folders: Sequence[Path]) -> Iterator[list[str]]:
-    """Hydra at work on a recipe of these folders; yields the overrides that make it look in all of them."""
+    """Initialise Hydra for a recipe in these folders; yields the overrides that make it search all of them."""
     first, *others = folders
     if not first.is_dir():
         raise UserError(f"--config-dir {first} is not a folder")
@@ -173,7 +173,7 @@ def _hydra(config_name: str, folders: Sequence[Path]) -> Iterator[list[str]]:
 
 
 def _no_file(config_name: str, error: MissingConfigException, folders: Sequence[Path]) -> str:
-    """The sentence for a recipe that is there, and a file that it builds on that is not."""
+    """The message for a recipe that exists, but is based on a file that does not."""
     group, _, name = str(error.missing_cfg_file).removesuffix(".yaml").rpartition("/")
     if group not in PRESETS:
         above = _BUILT_ON.match(error.args[0])
@@ -184,13 +184,13 @@ def _no_file(config_name: str, error: MissingConfigException, folders: Sequence[
 
 
 def _names_like(name: str, folders: Sequence[Path]) -> str:
-    """The end of a sentence about a name that no file of these folders has: the nearest, else all that there are."""
+    """The end of a message about a name that no file in these folders has: the nearest name, or else all names."""
     names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
     return did_you_mean(name, names) or f"; there are {', '.join(names)}"
 
 
 def _quoting_hint(text: str) -> str:
-    """How to give a value with letters that Hydra does not know outside of quotes; the shell has quotes of its own."""
+    """How to quote a value whose characters Hydra accepts only in quotes, since the shell removes its own quotes."""
     key, equals, value = text.partition("=")
     if not equals or not key.replace(".", "").replace("_", "").isalnum() or any(quote in value for quote in "'\""):
         return ""
@@ -198,9 +198,9 @@ def _quoting_hint(text: str) -> str:
 
 
 def _checked_override(text: str) -> str:
-    """An override in the form that Hydra accepts for a key that the recipe does not mention: the schema decides.
+    """Convert an override to the form that Hydra accepts for keys that a recipe lacks; the schema checks them later.
 
-    Raises UserError for text that is no override of one value.
+    Raises UserError for text that is not an override of a single value.
     """
     try:
         override = OverridesParser.create().parse_override(text)
@@ -226,6 +226,6 @@ def _checked_override(text: str) -> str:
 
 
 def chooses_file(override: Override) -> bool:
-    """Whether it chooses a file, as `algorithm=gspo` one of configs/algorithm/, in place of giving a value."""
+    """Whether an override chooses a file, as `algorithm=gspo` does in configs/algorithm/, and does not set a value."""
     group = override.key_or_group
     return "/" in group or group in PRESETS or override.package is not None

@@ -1,4 +1,4 @@
-"""Whether the parts of an algorithm go together."""
+"""Checks that the parts of an algorithm are compatible."""
 
 from dataclasses import fields
 
@@ -11,7 +11,7 @@ from megarl.schema import CriticConfig, MegarlConfig, RewardModelConfig
 
 
 def check_composition(config: MegarlConfig) -> None:
-    """Raise UserError for the first two parts that don't go together, or a part without what it needs."""
+    """Raise UserError for the first two incompatible parts, or for a part without something that it needs."""
     check_algorithm(config.algorithm)
     _check_groups(config)
     _check_filter(config)
@@ -49,7 +49,7 @@ def _check_groups(config: MegarlConfig) -> None:
 
 def _check_filter(config: MegarlConfig) -> None:
     algorithm, functions = config.algorithm, config.reward.functions
-    # A single function's parts are known when it has scored.
+    # The parts of a single reward function are known only after it has scored.
     if not (algorithm.dynamic_sampling or algorithm.filter_groups) or not functions:
         return
     known = ["outcome", "reward", *functions]
@@ -157,7 +157,7 @@ def _check_ranges(config: MegarlConfig) -> None:
 
 
 _ALL_TOKENS = {"top_p": 1.0, "top_k": -1}
-"""With these the engine samples from the whole vocabulary."""
+"""With these values, the engine samples from the whole vocabulary."""
 
 
 def _check_whole_vocabulary(config: MegarlConfig) -> None:

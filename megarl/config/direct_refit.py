@@ -1,10 +1,10 @@
-"""Keys of a configuration that are for direct refits alone."""
+"""Keys of a configuration that apply to direct refits only."""
 
 from megarl.schema import RefitConfig
 
 
 def asked_of_direct(refit: RefitConfig) -> dict[str, str]:
-    """The keys that ask something of direct refits, as they are given, and how each would be given without that.
+    """Map the keys that are set for direct refits, as given, to how each would be set without them.
 
     Example: `{"refit.delta=true": "refit.delta to false"}`.
     """

@@ -1,4 +1,4 @@
-"""Where the files of configs/ are."""
+"""Finds the files of configs/."""
 
 import json
 import sys
@@ -9,13 +9,13 @@ from converters.errors import UserError, did_you_mean
 
 
 def recipes_folder() -> Path:
-    """Where megarl's own recipes lie: beside the packages in a checkout, below the prefix when installed."""
+    """The folder of megarl's own recipes: next to the packages in a checkout, below the prefix if installed."""
     checkout = Path(__file__).resolve().parents[2] / "configs"
     return checkout if checkout.is_dir() else Path(sys.prefix, "share", "megarl", "configs")
 
 
 def known_model(name: str) -> dict[str, Any]:
-    """The config.json of a model of configs/models/. Raises UserError for one that is not there."""
+    """The config.json of a model in configs/models/. Raises UserError for an unknown name."""
     folder = recipes_folder() / "models"
     names = sorted(path.stem for path in folder.glob("*.json"))
     if name not in names:
@@ -28,7 +28,7 @@ def known_model(name: str) -> dict[str, Any]:
 def model_config_file(place: str, option: str) -> Path:
     """The config.json that a command is given by `option`: a file, a folder with one, or a name in configs/models.
 
-    Raises UserError where there is none such.
+    Raises UserError if there is none.
     """
     path = Path(place)
     if path.is_dir():

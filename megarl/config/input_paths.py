@@ -1,4 +1,4 @@
-"""Files and folders that a configuration names, looked for before anything that takes seconds to import."""
+"""Checks that the files and folders named in a configuration exist, before slow imports."""
 
 import os
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from megarl.schema import MegarlConfig
 
 
 def check_input_paths(config: MegarlConfig, command: str) -> None:
-    """Raise UserError for a model or data that are not where a command reads them, and for a name that none can have.
+    """Raise UserError for a model or data that is not where a command reads it, and for an invalid file name.
 
-    Needs a moment: a typo in a path is not to cost the seconds in which torch is loaded.
+    It is fast, so that a typo in a path does not cost the seconds of importing torch.
     """
     check_name("output_dir", config.output_dir)
     if not Path(config.model.path, "config.json").is_file():
@@ -28,7 +28,7 @@ def check_input_paths(config: MegarlConfig, command: str) -> None:
 
 
 def _why_not_empty(key: str, config: MegarlConfig, command: str) -> str:
-    """The sentence for a list without files; a recipe that is for another command may have none."""
+    """The message for a list without files; a recipe for another command may have none."""
     commands, example = commands_of(config), f"name at least one parquet file, {key}=[path/to/file.parquet]"
     if key.endswith(".train_files") and command not in commands:
         return f"{key} is empty, and this recipe is for {say_commands(commands)}: run that, or {example}"
@@ -37,7 +37,7 @@ def _why_not_empty(key: str, config: MegarlConfig, command: str) -> str:
 
 def _check_files(key: str, files: Iterable[str]) -> None:
     for file in files:
-        if not os.path.isfile(file):  # which, unlike Path.is_file, takes any name
+        if not os.path.isfile(file):  # unlike Path.is_file, accepts any name
             raise UserError(f"{key}: {_why_no_file(file)}")
 
 

@@ -1,4 +1,4 @@
-"""Every key of the configuration, and for a name that is none of them: which one was probably meant."""
+"""Knows every key of the configuration, and suggests for an unknown name which key was probably meant."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -39,7 +39,7 @@ def all_keys() -> tuple[str, ...]:
 
 
 def check_keys(values: Mapping[Any, Any], group: type = MegarlConfig, prefix: str = "") -> None:
-    """Raise UserError for the first key in nested `values` that the schema lacks, or a value in a group's place."""
+    """Raise UserError for the first key in nested `values` that the schema lacks, or for a value instead of a group."""
     known = {field.name: field.type for field in fields(group)}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -51,7 +51,7 @@ def check_keys(values: Mapping[Any, Any], group: type = MegarlConfig, prefix: st
 
 
 def _check_value(key: str, value: Any, kind: Any) -> None:
-    """Check a value of a type of the schema: a group, groups by name, or a list of groups; others have no keys."""
+    """Check a value of a schema type: a group, a mapping of groups, or a list of groups; other types have no keys."""
     if isinstance(kind, type) and is_dataclass(kind):
         _check_is_group(key, value, fields(kind)[0].name)
         check_keys(value, kind, f"{key}.")
@@ -77,9 +77,9 @@ def _first_leaf(key: str, value: Any) -> str:
 
 
 def advice(key: str, neighbours: Sequence[str] = ()) -> str:
-    """Suggest a replacement of the unknown `key`, as the end of a sentence; empty where nothing comes near.
+    """Suggest a replacement of the unknown `key`, as the end of a message; empty if nothing is similar.
 
-    `neighbours` are the keys of its group, where that is one of a list or has a name of the user's.
+    `neighbours` are the keys of its group if the group is an element of a list or has a name chosen by the user.
     """
     absent = next((text for start, text in VERL_ABSENT.items() if f"{key}.".startswith(f"{start}.")), None)
     if absent is not None:
@@ -95,7 +95,7 @@ def advice(key: str, neighbours: Sequence[str] = ()) -> str:
 
 
 def flag_hints() -> dict[str, str]:
-    """Flag (with underscores) that is no option of Megatron -> the end of a sentence saying what to give instead."""
+    """Flag (with underscores) that is not an option of Megatron -> the end of a message with what to give instead."""
     leaves: dict[str, list[str]] = {}
     for key in schema_keys():
         for name in {key.rpartition(".")[2], key.replace(".", "_")}:
@@ -107,13 +107,13 @@ def flag_hints() -> dict[str, str]:
 
 
 def _as_given(key: str) -> str:
-    """A key, or the flag that gives it."""
+    """A key, or the flag that sets it."""
     group, _, option = key.partition(".")
     return f"--{option.replace('_', '-')}" if group == "megatron" else key
 
 
 def _nearest(key: str) -> list[str]:
-    """Keys of the same last name; else one of a similar name in the same group; else one that looks similar."""
+    """Keys with the same last part; else one with a similar name in the same group; else one that looks similar."""
     group, _, leaf = key.rpartition(".")
     for keys in (schema_keys(), all_keys()):
         same_leaf = [known for known in keys if known.rpartition(".")[2] == leaf]
@@ -125,7 +125,8 @@ def _nearest(key: str) -> list[str]:
 
 
 def _options_of_parts() -> list[str]:
-    # The parts are functions of tensors, and torch takes seconds to import: most wrong keys do not need it.
+    # Imported here, because most wrong keys do not need it: algorithms work on tensors, and torch takes seconds to
+    # import.
     from megarl.algorithms.compatibility import option_keys
 
     return option_keys()

@@ -1,4 +1,4 @@
-"""The `lora` group of a configuration: as the Megatron ranks take it, and what it does not go with."""
+"""The `lora` group of a configuration: conversion to options of the Megatron ranks, and incompatible choices."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from megatron_ext.options.options import AdapterOptions
 
 
 def adapter_options(config: LoraConfig, seed: int) -> AdapterOptions | None:
-    """The adapter that a configuration trains, None if it trains weights.
+    """The adapter that a configuration trains; None if it trains the weights.
 
-    Raises UserError for a folder that holds no adapter, or another one than the rest of the group says.
+    Raises UserError for a folder without an adapter, or with one that contradicts the rest of the group.
     """
     if config.path is None:
         if not config.rank:
@@ -32,14 +32,14 @@ def adapter_options(config: LoraConfig, seed: int) -> AdapterOptions | None:
 
 
 def without_dropout(config: LoraConfig) -> str | None:
-    """A sentence where an adapter goes on that was trained with dropout: its log-probs are equal, its training not."""
+    """A warning if an adapter trained with dropout continues without: its log-probs stay the same, its training not."""
     if config.path is None or not (dropout := read_dropout(Path(config.path))):
         return None
     return f"the adapter in lora.path={config.path} has lora_dropout={dropout:g}, and goes on without dropout"
 
 
 def without_adapter(config: LoraConfig) -> str | None:
-    """A sentence where an adapter goes on, so that the policy does not begin as its reference."""
+    """A warning if training continues an adapter, so that the policy does not start equal to its reference."""
     if config.path is None:
         return None
     return (
@@ -49,7 +49,7 @@ def without_adapter(config: LoraConfig) -> str | None:
 
 
 def check_lora(config: MegarlConfig) -> None:
-    """Raise UserError for what cannot be chosen with an adapter, and for choices of an adapter that is not trained."""
+    """Raise UserError for choices that are incompatible with an adapter, and for adapter options without an adapter."""
     adapter = adapter_options(config.lora, config.loop.seed)
     if adapter is None:
         plain = LoraConfig()
@@ -74,7 +74,7 @@ def check_lora(config: MegarlConfig) -> None:
 
 
 def _check_alone(config: MegarlConfig) -> None:
-    """Raise UserError for what cannot be chosen with an adapter that goes into the engines alone."""
+    """Raise UserError for choices that are incompatible with sending only an adapter to the engines."""
     alone = "lora.merge=false sends the adapter alone"
     for key in asked_of_direct(config.refit):
         raise UserError(f"{alone}, whole and by the engines' loader, and {key} is for weights: leave it out")
@@ -86,7 +86,7 @@ def _check_alone(config: MegarlConfig) -> None:
 
 
 def refuse_lora(config: MegarlConfig) -> None:
-    """Raise UserError for an adapter where the whole model is trained: a new head has no use for one."""
+    """Raise UserError for an adapter in a command that trains the whole model: a new head has no use for one."""
     if adapter_options(config.lora, config.loop.seed) is not None:
         raise UserError(
             "lora.rank above 0 is for language models, and a reward model has a head to train: leave it out"

@@ -1,4 +1,4 @@
-"""The `megatron` group of a configuration as the Megatron ranks take it."""
+"""Converts the `megatron` group of a configuration to options of the Megatron ranks."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, cast
@@ -15,18 +15,18 @@ from megatron_ext.options.supported_options import check_supported
 
 
 class ModelGroup(Protocol):
-    """Keys of a model beside the policy: critic, reward model, implicit reward model or teacher."""
+    """The keys of a model other than the policy: critic, reward model, implicit reward model or teacher."""
 
     megatron: dict[str, Any]
     ranks: int | None
 
 
 def megatron_options(config: MegarlConfig, model: ModelGroup | None = None) -> MegatronOptions:
-    """Megatron's options in a checked configuration, for the policy or for another model beside it.
+    """The Megatron options in a checked configuration, for the policy or another model.
 
-    Options that such a model does not set are the policy's. Its layers for multi-token prediction stay as they were
-    loaded: nobody drafts with them, and wrong responses would teach them. Raises UserError for an option that is not
-    supported, and for sizes that do not fit each other.
+    Options that another model does not set are the policy's. Its multi-token-prediction layers are not trained: they
+    are not used for drafts, and wrong responses would be learnt. Raises UserError for an unsupported option and for
+    inconsistent sizes.
     """
     options = {**config.megatron, **(model.megatron if model else {})}
     check_supported(options)

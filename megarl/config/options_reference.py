@@ -1,4 +1,4 @@
-"""Write docs/options.md from the tables of options: `python -m megarl.config.options_reference docs/options.md`."""
+"""Writes docs/options.md from the tables of options: `python -m megarl.config.options_reference docs/options.md`."""
 
 import sys
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Where each value of a configuration comes from: a line of a file, an override, a flag, or the schema's default."""
+"""Tells where each value of a configuration comes from: a file's line, an override, a flag, or the schema's default."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,13 +16,13 @@ from megarl.schema import MegarlConfig
 
 DEFAULT = "default"
 OPEN = "???"
-"""Value, in OmegaConf's own word, of a mandatory key that nobody has given."""
+"""OmegaConf's value of a mandatory key that has not been set."""
 _DEDUCED = "follows from other keys"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The value of a key, and where it was given."""
+    """The value of a key, and the place where it was set."""
 
     value: Any
     origin: str
@@ -48,7 +48,7 @@ def explain(config_name: str, assignments: Sequence[Assignment], config_dir: str
 
 
 def compose_open(config_name: str, overrides: Sequence[str], config_dir: str | None) -> tuple[MegarlConfig, list[str]]:
-    """The configuration with stand-ins for the keys that are open, and these keys. Raises UserError as `compose`."""
+    """Compose with placeholders for open keys; also returns these keys. Raises UserError as `compose` does."""
     open_ = open_keys(config_name, overrides, config_dir)
     stand_ins = [f"{key}={_stand_in(_defaults().get(key, OPEN))}" for key in open_]
     return compose(config_name, [*overrides, *stand_ins], config_dir), open_
@@ -59,7 +59,7 @@ def _stand_in(default: Any) -> str:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of all that is not a group; lists and empty groups are values."""
+    """Dotted key and value of everything that is not a group; lists and empty groups are values."""
     for name, value in values.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -74,7 +74,7 @@ def _defaults() -> Mapping[str, Any]:
 
 
 def _origin(key: str, given: Mapping[str, str]) -> str:
-    """The origin of the key, else the origin of the nearest enclosing group that was given as one value."""
+    """The origin of the key, or else of the nearest enclosing group that was set as one value."""
     while key:
         if key in given:
             return given[key]
@@ -83,7 +83,7 @@ def _origin(key: str, given: Mapping[str, str]) -> str:
 
 
 def _origins(config_name: str, assignments: Sequence[Assignment], config_dir: str | None) -> dict[str, str]:
-    """Key -> where it was given last."""
+    """Key -> the place where it was last set."""
     found: dict[str, str] = {}
     for file, group in files_of(config_name, [each.text for each in assignments], config_dir):
         found |= {key: f"{_shown(file)}:{line}" for key, line in _lines_of_file(file, f"{group}." if group else "")}
@@ -93,7 +93,7 @@ def _origins(config_name: str, assignments: Sequence[Assignment], config_dir: st
             continue
         key = override.key_or_group
         value = None if override.is_delete() else override.value()
-        # A table is merged into what is there, key by key; a list takes its place.
+        # A mapping is merged into the existing values, key by key; a list replaces them.
         given = dict(leaves(value, f"{key}.")) if isinstance(value, Mapping) and value else {key: value}
         found |= dict.fromkeys(given, assignment.origin)
     return found

@@ -1,4 +1,4 @@
-"""Which pools a configuration may have, before it is known which machines there are."""
+"""Checks the pools of a configuration, before the machines are known."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from megarl.schema import MegarlConfig
 
 
 def check_pools(config: MegarlConfig) -> None:
-    """Raise UserError for a pool of roles that do not exist, or of a kind that there is not."""
+    """Raise UserError for a pool with unknown roles, or of an unknown kind."""
     pools = config.cluster.pools
     if pools and config.cluster.gpu_share < 1:
         raise UserError(
@@ -45,7 +45,7 @@ def take_turns(config: MegarlConfig) -> bool:
 
 
 def refuse_turns(config: MegarlConfig) -> None:
-    """Raise UserError for a pool whose roles would have to take turns, of a command in which they do not."""
+    """Raise UserError for a pool whose roles would have to take turns, for commands that do not support it."""
     for name, pool in config.cluster.pools.items():
         if pool.shared:
             raise UserError(

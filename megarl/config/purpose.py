@@ -1,4 +1,4 @@
-"""The commands that a recipe is for: those whose group it sets."""
+"""Finds the commands that a recipe is for: those whose group of keys it sets."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ _OWN_GROUPS: Mapping[str, tuple[Any, Sequence[str]]] = {
 
 
 def commands_of(config: MegarlConfig) -> Sequence[str]:
-    """The commands that train by this configuration: their group of keys differs from its defaults."""
+    """The commands that train with this configuration, because their group of keys differs from its defaults."""
     for group, (unset, commands) in _OWN_GROUPS.items():
         if getattr(config, group) != unset:
             return commands
@@ -22,13 +22,13 @@ def commands_of(config: MegarlConfig) -> Sequence[str]:
 
 
 def say_commands(commands: Sequence[str]) -> str:
-    """Names of commands in a sentence: "megarl dpo, reward-model or spin"."""
+    """Format names of commands for a sentence: "megarl dpo, reward-model or spin"."""
     *others, last = commands
     return f"megarl {', '.join(others)} or {last}" if others else f"megarl {last}"
 
 
 def check_plannable(config: MegarlConfig, recipe: str) -> None:
-    """Raise UserError for a recipe whose command has another step than `megarl plan` counts."""
+    """Raise UserError for a recipe of a command whose steps `megarl plan` does not predict."""
     commands = commands_of(config)
     if "train" not in commands:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Write docs/configuration.md from the schema: `python -m megarl.config.reference docs/configuration.md`."""
+"""Writes docs/configuration.md from the schema: `python -m megarl.config.reference docs/configuration.md`."""
 
 import ast
 import inspect
@@ -74,7 +74,7 @@ def _default(field: Any) -> str:
 
 
 def _meanings(group: type) -> dict[str, str]:
-    """Field -> the string below it in the source, on one line."""
+    """Field -> the docstring below it in the source, on one line."""
     (definition,) = ast.parse(inspect.getsource(group)).body
     assert isinstance(definition, ast.ClassDef)
     meanings = {}

@@ -1,4 +1,4 @@
-"""Keys of other frameworks, and what they are called here."""
+"""Keys of other frameworks, and their names here."""
 
 from collections.abc import Mapping
 
@@ -92,7 +92,7 @@ VERL: Mapping[str, str] = {
     "trainer.n_gpus_per_node": "cluster.trainer_ranks",
     "trainer.nnodes": "cluster.trainer_ranks",
 }
-"""Key of verl -> key of megarl, beside those that a translation takes as they are; some occur only in blog posts."""
+"""Key of verl -> key of megarl, except those that are translated unchanged; some occur only in blog posts."""
 
 VERL_PREFIXES: Mapping[str, str] = {
     "actor_rollout_ref.actor.megatron.": "megatron.",
@@ -103,7 +103,7 @@ VERL_PREFIXES: Mapping[str, str] = {
     "actor_rollout_ref.rollout.engine_kwargs.sglang.": "rollout.engine_args.",
     "actor_rollout_ref.rollout.": "rollout.",
 }
-"""Where the rest of a verl key may be a key of megarl or an option of Megatron or the engine."""
+"""Prefix of verl keys -> prefix under which the rest may be a key of megarl, or an option of Megatron or the engine."""
 
 VERL_ABSENT: Mapping[str, str] = {
     "actor_rollout_ref.model.backend": "the trainer is always Megatron-core, so leave it out",
@@ -115,7 +115,7 @@ VERL_ABSENT: Mapping[str, str] = {
     "trainer.async_weight_update": "new weights reach the engines before the next rollout, so leave it out",
     "reward_model.style": "a reward is a function, given as reward.function",
 }
-"""Key of verl, or the start of one, that has no counterpart here -> what to do."""
+"""Key or prefix of verl keys without a counterpart -> what to do."""
 
 MEGATRON_LM_FLAGS: Mapping[str, str] = {
     "bf16": "model.dtype=bf16",
@@ -162,7 +162,7 @@ OWNED: Mapping[str, str] = {
     "params_dtype": "model.dtype",
     "pipeline_dtype": "model.dtype",
 }
-"""Option of Megatron that follows from a key of megarl."""
+"""Option of Megatron -> the key of megarl that determines it."""
 
 MEGATRON_LM_ABSENT: Mapping[str, str] = {
     "torch_fsdp2_no_reshard_after_forward": "layers give the weights that they gathered back after their forward pass"
@@ -170,4 +170,4 @@ MEGATRON_LM_ABSENT: Mapping[str, str] = {
     "use_checkpoint_args": "the arguments that Megatron-LM saved with model.megatron_checkpoint are compared with"
     " config.json in any case: leave it out",
 }
-"""Argument of Megatron-LM's training script that has no counterpart here -> why, and what to do."""
+"""Argument of Megatron-LM's training script without a counterpart -> why, and what to do."""

@@ -1,4 +1,4 @@
-"""Whether a schedule goes with the rest of the configuration, and what it adds to it."""
+"""Checks that a schedule is compatible with the rest of the configuration, and adds its corrections."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,21 +11,21 @@ if TYPE_CHECKING:
     from megarl.algorithms.policy_losses.policy_loss import PolicyLoss
 
 _TRUNCATED_AT = 2.0
-"""Bound of the importance weights that a schedule turns on, as in the examples of verl and slime."""
+"""Bound of the importance weights that a schedule enables, as in the examples of verl and slime."""
 
 
 def with_correction(config: MegarlConfig) -> AlgorithmConfig:
-    """The algorithm, with importance weights where the schedule has any staleness and nothing else weighs for it.
+    """Add importance weights to the algorithm if the schedule allows staleness and nothing else corrects for it.
 
-    Masks stay beside them: a mask drops what is far from the sampler, and leaves all else at a weight of 1.
+    Masks are kept besides: a mask drops what is far from the sampler, and leaves everything else at weight 1.
 
-    Without a correction one version of staleness has ended runs of others; truncated importance sampling on the
-    engine's log-probs kept them (arXiv:2505.24298 and "Your efficient RL framework secretly brings you off-policy
+    Without a correction, one version of staleness has been enough to end others' runs; truncated importance sampling on
+    the engine's log-probs saved them (arXiv:2505.24298 and "Your efficient RL framework secretly brings you off-policy
     training", 2025).
 
-    A loss with one ratio per response gets the geometric mean over the response: GSPO's own ratio (arXiv:2507.18071,
-    equation 7) is (pi / pi_old)^(1/|y|), and with this weight it is that to the sampler. The product over thousands of
-    tokens is near 0 for nearly all responses, and so trains on the short ones.
+    A loss with one ratio per response gets the geometric mean over the response. GSPO's own ratio (arXiv:2507.18071,
+    equation 7) is (pi / pi_old)^(1/|y|), and this weight turns it into the ratio to the sampler. The product over
+    thousands of tokens is near 0 for nearly all responses, so it would train on the short ones.
     """
     algorithm, schedule = config.algorithm, config.schedule
     if not schedule.max_staleness or not schedule.corrected or _is_corrected(algorithm):
@@ -36,14 +36,14 @@ def with_correction(config: MegarlConfig) -> AlgorithmConfig:
 
 
 def is_corrected_by_schedule(config: MegarlConfig) -> bool:
-    """Whether the corrections of the algorithm are those that its schedule turns on where there are no others."""
+    """Whether the algorithm's corrections are those that its schedule enables by default."""
     corrections = config.algorithm.corrections
     alone = replace(config, algorithm=replace(config.algorithm, corrections=[]))
     return bool(corrections) and with_correction(alone).corrections == corrections
 
 
 def check_schedule(config: MegarlConfig) -> None:
-    """Raise UserError for a schedule that does not go with the rest."""
+    """Raise UserError for a schedule that is incompatible with the rest of the configuration."""
     schedule, loop = config.schedule, config.loop
     slots = (schedule.max_staleness + 1) * loop.prompts_per_step
     if schedule.window > 1 and schedule.window + loop.prompts_per_step - 1 > slots:
@@ -71,8 +71,8 @@ def check_schedule(config: MegarlConfig) -> None:
 
 
 def _is_corrected(algorithm: AlgorithmConfig) -> bool:
-    """Whether the loss has the ratio to the sampler, as its own or as a weight."""
-    # Torch comes with it, which takes seconds that a configuration without this need not wait.
+    """Whether the loss includes the ratio to the sampler, in itself or as a weight."""
+    # Imported here, because it imports torch, which takes seconds that most configurations need not wait.
     from megarl.algorithms import CORRECTIONS
 
     weights = [name for name, correction in CORRECTIONS.items() if correction.weighs]
@@ -83,7 +83,7 @@ def _is_corrected(algorithm: AlgorithmConfig) -> bool:
 
 
 def _policy_loss(algorithm: AlgorithmConfig) -> "PolicyLoss | None":
-    """The loss; None for a name that is refused elsewhere."""
+    """The policy loss; None for an unknown name, which is refused elsewhere."""
     from megarl.algorithms import POLICY_LOSSES  # as above
 
     return POLICY_LOSSES.get(algorithm.policy_loss)

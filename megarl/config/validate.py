@@ -1,4 +1,4 @@
-"""Where a configuration is judged: each value by itself, then what belongs together; needs neither GPU nor model."""
+"""Checks a configuration: each value on its own, then combinations. Needs neither a GPU nor a model."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -48,7 +48,7 @@ _CHOICES: Mapping[str, Collection[str]] = {
 _ALIASES: Mapping[str, Mapping[str, str]] = {
     "rollout.weights": {"fp8": "fp8_block", "int8": "int8_channel", "bf16": AS_TRAINED, "auto": AS_TRAINED},
 }
-"""Key -> values of other programs and ours for the same, where the nearest by its letters is another."""
+"""Key -> values of other programs and our equivalents, which a similarity of names would not suggest."""
 _AT_LEAST: Mapping[str, float] = {
     **dict.fromkeys(("rollout.temperature", "loop.eval_temperature"), COLDEST),
     "lora.rank": 0,
@@ -91,7 +91,7 @@ _AT_LEAST: Mapping[str, float] = {
     "cluster.max_restarts": 0,
     "cluster.rendezvous_port": 0,
     "cluster.device_memory_bytes": 1,
-    # Ray (2.60) makes no smaller store.
+    # Ray (2.60) refuses a smaller object store.
     "cluster.object_store_bytes": 75 * 1024**2,
     "checkpoint.every": 0,
     "checkpoint.keep_last": 1,
@@ -125,7 +125,7 @@ _AT_MOST: Mapping[str, int] = {
     "refit.bucket_bytes": 4 * 1024**3,
 }
 _MOST_PROCESSES_HERE = 1024
-"""Largest number of ranks and engines on one machine."""
+"""Maximum number of ranks and engines on one machine."""
 _MEGATRON_BETWEEN: Mapping[str, tuple[float, float]] = {
     **dict.fromkeys(("lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_steps"), (0.0, math.inf)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), (0.0, 1.0)),
@@ -142,7 +142,7 @@ def validate(config: MegarlConfig, command: str) -> None:
 
 
 def check_single_values(config: MegarlConfig) -> None:
-    """Raise UserError for the first value that is wrong by itself, whatever the others and the machine are."""
+    """Raise UserError for the first value that is invalid on its own, whatever the other values and the machine are."""
     _check_finite("", asdict(config))
     for key, names in _CHOICES.items():
         _check_choice(key, _value(config, key), names)
@@ -193,7 +193,7 @@ def _check_job(config: MegarlConfig) -> None:
 
 
 def _check_direct(config: MegarlConfig) -> None:
-    """Raise UserError where a key is for direct refits, and another allows none."""
+    """Raise UserError if one key requires direct refits and another rules them out."""
     weights = NUMBER_FORMATS.get(config.rollout.weights)
     for key, without in asked_of_direct(config.refit).items():
         if config.refit.path == "loader":
@@ -297,4 +297,4 @@ CHECKS: Mapping[str, Sequence[Callable[[MegarlConfig], None]]] = {
     "eval": (_check_logs,),
     "chat": (_check_logs,),
 }
-"""Command -> all that is checked after the range of every single value."""
+"""Command -> the checks after those of single values' ranges."""

@@ -1,4 +1,4 @@
-"""Choices that are taken and can change nothing: a warning at the start of a run."""
+"""Warns, at the start of a run, of accepted choices that have no effect."""
 
 from megarl.algorithms import POLICY_LOSSES
 from megarl.algorithms.parts import option_defaults
@@ -6,7 +6,7 @@ from megarl.schema import AlgorithmConfig, MegarlConfig
 
 
 def without_effect(config: MegarlConfig) -> list[str]:
-    """One sentence for each choice that cannot act in this run."""
+    """One sentence for each choice that cannot have an effect in this run."""
     return [*_in_algorithm(config.algorithm), *_in_schedule(config)]
 
 
@@ -24,9 +24,9 @@ def _in_schedule(config: MegarlConfig) -> list[str]:
 def _in_algorithm(config: AlgorithmConfig) -> list[str]:
     """See `without_effect`.
 
-    With one update per rollout the policy that is trained is the old one, so every ratio to it is 1. A loss of ratios
-    is then the plain policy gradient; that is no mistake in itself, only in place of what was chosen. GRPO as the
-    defaults make it says nothing of a clip, and is not warned of.
+    With one update per rollout, the trained policy is the old policy, so every ratio to it is 1, and a loss of ratios
+    becomes the plain policy gradient. This is not wrong in itself, only different from the chosen loss. GRPO with the
+    default options does not choose a clip, so it gets no warning.
     """
     if config.updates_per_step > 1 or config.ratio_to != "old":
         return []

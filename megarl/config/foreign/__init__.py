@@ -1,1 +1,1 @@
-"""Settings in the form of other programs, read and translated: scripts of Megatron-LM, verl and slime."""
+"""Reads and translates settings in the form of other programs: scripts of Megatron-LM, verl and slime."""

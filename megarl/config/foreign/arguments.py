@@ -1,4 +1,4 @@
-"""Arguments of a program, `--name value ...`, as they stand in a script or a YAML file."""
+"""Reads a program's arguments, `--name value ...`, from a script or a YAML file."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,24 +24,24 @@ class Argument:
     """One argument with its values."""
 
     name: str
-    """Without dashes before it, and with underscores in it."""
+    """Without leading dashes, and with underscores inside."""
     values: tuple[Word, ...]
     where: str
     """File and line."""
 
     @property
     def flag(self) -> str:
-        """The argument as it is written."""
+        """The argument as written."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
     def words(self) -> list[str]:
-        """The values. Raises UserError for one that is not known."""
+        """The values. Raises UserError if one is unknown."""
         return [value.known() for value in self.values]
 
     @property
     def unknown(self) -> str:
-        """The first value that only running the script would tell."""
+        """The first value that is unknown without running the script."""
         return next((value.unknown for value in self.values if value.unknown), "")
 
 
@@ -51,9 +51,9 @@ class ArgumentList:
 
     arguments: tuple[Argument, ...]
     uncertain: Mapping[str, list[str]] = field(default_factory=dict)
-    """Reason -> places of arguments that the script may add or not, and variables that it may set."""
+    """Reason -> places of arguments that the script may or may not add, and variables that it may set."""
     program: Word | None = None
-    """The module or the file that is given them, where they are of a script that starts one."""
+    """The module or file that gets the arguments, if they come from a script that starts one."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +61,25 @@ class Program:
     """A Python program that a script starts."""
 
     name: Word
-    """Its module or its file."""
+    """Its module or file."""
     is_certain: bool
-    """Whether it runs, exactly once."""
+    """Whether it runs exactly once for certain."""
     words: list[Word]
-    """The words that it is given."""
+    """Its arguments."""
 
     @property
     def texts(self) -> list[str]:
-        """Its name and its words."""
+        """Its name and its arguments, as text."""
         return [word.text for word in (self.name, *self.words)]
 
 
 def read_arguments(
     file: Path, environment: Mapping[str, str], counts: Callable[[Word], bool] | None = None
 ) -> ArgumentList:
-    """The arguments in a YAML file or a shell script.
+    """Read the arguments in a YAML file or a shell script.
 
-    In a script they are those of the last Python program that it starts, of those that count; where it starts none, the
-    arrays, the variables or the lines that hold arguments.
+    In a script, they are those of the last Python program that it starts, among those accepted by `counts`. If it
+    starts none, they are in the arrays, variables or lines that hold arguments.
 
     Raises UserError for a file that cannot be read or has no argument.
     """
@@ -96,10 +96,10 @@ def read_arguments(
 
 
 def last_program(script: ShellScript, counts: Callable[[Word], bool] | None = None) -> Program | None:
-    """The last Python program of a script, of those that count if there are any; None where it starts none.
+    """The last Python program of a script, among those accepted by `counts` if any are; None if it starts none.
 
-    Raises UserError for a statement behind a program that begins with arguments, for a last program beside another one,
-    where only running the script would tell which of the two it is, and for a script that ends with an error before.
+    Raises UserError for a statement after a program that begins with arguments, for a script that exits with an error
+    before, and if only running the script would tell which of several programs is the last.
     """
     found: list[Program] = []
     for command, where, is_certain in zip(script.commands, script.places, script.certain, strict=True):
@@ -131,7 +131,7 @@ def last_program(script: ShellScript, counts: Callable[[Word], bool] | None = No
 
 
 def _words_without_program(script: ShellScript) -> tuple[Iterable[Word], Collection[str]]:
-    """The words that count where no program is given them, and the arrays that they are from."""
+    """The words that count if no program gets arguments, and the arrays that they are from."""
     arrays = {name: words for name, words in script.arrays.items() if words and words[0].text.startswith("--")}
     if arrays:
         return [word for words in arrays.values() for word in words], arrays
@@ -143,7 +143,7 @@ def _words_without_program(script: ShellScript) -> tuple[Iterable[Word], Collect
 
 
 def _arguments(words: Iterable[Word]) -> Iterator[Argument]:
-    """Cut the words at the flags. Raises UserError for words that belong to none."""
+    """Split the words at the flags. Raises UserError for words that belong to none."""
     flag: Word | None = None
     values: list[Word] = []
     for word in words:
@@ -160,7 +160,7 @@ def _arguments(words: Iterable[Word]) -> Iterator[Argument]:
 
 
 def _argument(flag: Word, words: Sequence[Word]) -> Argument:
-    """The argument with its values. Raises UserError for a word behind them that may be arguments of its own."""
+    """The argument with its values. Raises UserError for a word after them that may be arguments itself."""
     text, equals, value = flag.text.partition("=")
     name = Word(text, flag.where).known()[2:].replace("-", "_")
     values = (*((Word(value, flag.where),) if equals else ()), *words)
@@ -180,9 +180,9 @@ def _arguments_of_yaml(file: Path) -> Iterator[Argument]:
 
 
 def _leaves(node: yaml.MappingNode, file: Path) -> Iterator[Argument]:
-    """The leaves of nested groups, as Megatron-LM's --yaml-cfg and the configurations of its tests have them."""
+    """The leaves of nested groups, as in Megatron-LM's --yaml-cfg and the configurations of its tests."""
     for key, value in node.value:
-        # Variables of the environment are not arguments.
+        # Environment variables are not arguments.
         if isinstance(value, yaml.MappingNode) and key.value != "ENV_VARS":
             yield from _leaves(value, file)
         elif not isinstance(value, yaml.MappingNode):
@@ -202,7 +202,7 @@ def _of_value(name: str, node: yaml.Node, where: str) -> Iterator[Argument]:
 
 
 def number_or_text(word: str) -> Any:
-    """The word as a number where it is one."""
+    """Convert the word to a number if it is one."""
     for kind in (int, float):
         try:
             return kind(word)

@@ -1,4 +1,4 @@
-"""Arguments of engines by the names that verl and slime give them."""
+"""Engine arguments, by the names that verl and slime use for them."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ OF_VERL: Mapping[str, Mapping[str, str]] = {
 """Engine -> key of verl below actor_rollout_ref.rollout -> argument of the engine."""
 
 TENSOR_PARALLEL: Mapping[str, str] = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
-"""Engine -> its argument for the size of tensor parallelism."""
+"""Engine -> its argument for the tensor-parallel size."""
 
 EXPERT_PARALLEL: Mapping[str, tuple[str, bool]] = {
     "vllm": ("enable_expert_parallel", True),
@@ -29,4 +29,4 @@ EXPERT_PARALLEL: Mapping[str, tuple[str, bool]] = {
 """Engine -> its argument for expert parallelism, and whether that is a switch."""
 
 OF_SLIME = ("sglang", "sglang_")
-"""slime's engine, and how the names of its arguments begin there."""
+"""The engine of slime, and its prefix of engine arguments."""

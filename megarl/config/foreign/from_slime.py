@@ -1,4 +1,4 @@
-"""`megarl config --from-slime`: a recipe that does what a script of slime does, and what has no counterpart."""
+"""`megarl config --from-slime`: a recipe equivalent to a slime script, and what has no counterpart."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ from megarl.rollout import ENGINES
 
 
 def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
-    """The recipe of a script. Raises UserError for an argument that neither slime nor Megatron-LM has."""
+    """Translate a script. Raises UserError for an argument that neither slime nor Megatron-LM has."""
     found = read_arguments(file, environment, SLIME.counts)
     trainer = SLIME.trainer(found.program)
     translation = _Translation({argument.name: argument for argument in found.arguments}, trainer)
@@ -34,7 +34,7 @@ def from_slime(file: Path, environment: Mapping[str, str]) -> TranslatedRecipe:
 
 
 class _Translation:
-    """Translates arguments of slime, taken one by one, into a recipe."""
+    """Translates slime's arguments, one by one, into a recipe."""
 
     def __init__(self, given: Mapping[str, Argument], trainer: Trainer) -> None:
         self.given = given
@@ -43,7 +43,7 @@ class _Translation:
         self.taken: set[str] = set()
 
     def take(self, name: str) -> Any:
-        """The value of an argument, else slime's default; true for one without a value."""
+        """Consume an argument and return its value, or else slime's default; true for one without a value."""
         self.taken.add(name)
         if name not in self.given:
             return slime.DEFAULTS.get(name)
@@ -51,13 +51,13 @@ class _Translation:
         return number_or_text(words[0]) if words else True
 
     def absent(self, name: str, why: str) -> None:
-        """Say that a given argument has no counterpart."""
+        """Note that a given argument has no counterpart."""
         self.taken.add(name)
         self.recipe.absent.setdefault(why, []).append(shown(self.given[name]))
 
 
 def shown(argument: Argument) -> str:
-    """The argument as it stands in the script."""
+    """The argument as written in the script."""
     values = " ".join(value.unknown or value.text for value in argument.values)
     return f"{argument.flag} {values}".rstrip()
 
@@ -185,7 +185,7 @@ def _data(t: _Translation) -> None:
 def _reward(t: _Translation) -> None:
     reward = t.take("rm_type")
     if reward == "dapo" and not ("reward_key" in t.given and t.given["reward_key"].words == ["acc"]):
-        # A KL in the reward, which is copied, counts as there only where right and wrong are as far apart.
+        # A KL in the reward, copied unchanged, counts the same only if right and wrong are as far apart as in slime.
         t.recipe.weigh_twice(slime.REWARDS[reward], [shown(t.given["rm_type"])], "slime")
     elif reward in slime.REWARDS:
         t.recipe.set("reward.function", slime.REWARDS[reward])
@@ -197,9 +197,9 @@ def _reward(t: _Translation) -> None:
 
 
 def _evaluation(t: _Translation) -> None:
-    """Held-out responses, which slime samples as it samples others, one to a prompt, too."""
+    """Translate evaluation: slime samples held-out responses as it samples rollouts, even one response per prompt."""
     samples = t.take("n_samples_per_eval_prompt")
-    # An option of evaluations that is not given is that of the rollout.
+    # An evaluation option that is not given defaults to that of the rollout.
     name_of = {
         option: f"eval_{option}" if t.take(f"eval_{option}") is not None else f"rollout_{option}"
         for option in ("temperature", "top_p", "top_k")
@@ -217,7 +217,7 @@ def _evaluation(t: _Translation) -> None:
 
 
 def _length(t: _Translation) -> None:
-    """The steps of a run, and its checkpoints, all of which stay in slime."""
+    """Translate the number of steps and the checkpoints, all of which slime keeps."""
     epochs, prompts = t.take("num_epoch"), t.take("rollout_batch_size")
     if "num_rollout" not in t.given:
         files = t.recipe.get("data.train_files")
@@ -236,7 +236,7 @@ def _engines(t: _Translation) -> None:
     t.recipe.set(f"rollout.engine_args.{TENSOR_PARALLEL[engine]}", t.take("rollout_num_gpus_per_engine"))
     left_out: dict[str, str] = {}
     names = [each for each in t.given if each.startswith(prefix) and not _beginning(each)]
-    # An argument that others are left out with comes before them.
+    # Arguments that decide whether others are left out come before them.
     for name in sorted(names, key=lambda each: each not in slime.ABSENT_WITH):
         argument = t.given[name]
         if why := next((why for start, why in left_out.items() if name.startswith(start)), ""):
@@ -276,7 +276,7 @@ def _cluster(t: _Translation) -> None:
 
 
 def _rest(t: _Translation) -> None:
-    """All arguments that mean the same here, and Megatron's."""
+    """Translate the arguments with the same meaning here, and Megatron's."""
     script = MegatronScript()
     for name, argument in t.given.items():
         if (key := slime.SAME.get(name)) is not None:
@@ -311,7 +311,7 @@ def _rest(t: _Translation) -> None:
 
 
 def _of_either(table: Mapping[str, str], name: str) -> str:
-    """The text for an argument, or for the one that it turns off; empty where there is none."""
+    """The text for an argument, or for the one that it turns off; empty if there is none."""
     return table.get(name) or table.get(name.removeprefix("disable_").removeprefix("no_"), "")
 
 
@@ -320,7 +320,7 @@ def _beginning(name: str) -> str:
 
 
 def _compare(t: _Translation, model: list[Argument]) -> None:
-    """Compare what the script says of the model with config.json, where it is there."""
+    """Compare what the script says about the model with config.json, if that is available."""
     path = t.recipe.get("model.path", OPEN)
     if path != OPEN and Path(str(path), "config.json").is_file():
         check_model(model, str(path))

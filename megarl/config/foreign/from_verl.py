@@ -1,4 +1,4 @@
-"""`megarl config --from-verl`: a recipe that does what a verl command does, and what has no counterpart."""
+"""`megarl config --from-verl`: a recipe equivalent to a verl command, and what has no counterpart."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from megarl.rollout import ENGINES
 
 
 def from_verl(given: Sequence[str], environment: Mapping[str, str]) -> TranslatedRecipe:
-    """The recipe of a file or of overrides. Raises UserError for a value that cannot be translated."""
+    """Translate a file or overrides. Raises UserError for a value that cannot be translated."""
     settings = read_settings(given, environment)
     translation = Translation(settings.values, settings.trainer)
     for key, why in verl_notes.REFUSED.items():
@@ -32,7 +32,7 @@ def _model(t: Translation) -> None:
     if t.given.get("lora.rank") and not t.has("lora.adapter_path"):
         t.recipe.set("lora.alpha", t.take("lora.alpha"))
     if t.given.get("lora.rank") or t.has("lora.adapter_path"):
-        # Adapters are not for the modules of Transformer Engine, which GPUs have where it is installed.
+        # Adapters do not support the modules of Transformer Engine, which GPUs use where it is installed.
         t.recipe.set("megatron.transformer_impl", "local")
     if t.has("lora.target_modules"):
         modules = t.take("lora.target_modules")
@@ -47,7 +47,7 @@ def _model(t: Translation) -> None:
     _prediction_layers(t)
     if t.has(size := f"{ACTOR}ulysses_sequence_parallel_size"):
         t.recipe.set("megatron.context_parallel_size", t.take(size))
-    # verl's Megatron recomputes as override_transformer_config says, and its FSDP by this key.
+    # verl's Megatron trainer recomputes according to override_transformer_config, its FSDP trainer by this key.
     recomputes = t.take("actor_rollout_ref.model.enable_gradient_checkpointing")
     if recomputes and not is_megatron:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -56,7 +56,7 @@ def _model(t: Translation) -> None:
 
 
 def _prediction_layers(t: Translation) -> None:
-    """Layers for multi-token prediction, which verl has and trains only where it is told to."""
+    """Translate multi-token-prediction layers, which verl has and trains only if told to."""
     below = "actor_rollout_ref.model.mtp."
     if not t.take(f"{below}enable"):
         return
@@ -99,7 +99,7 @@ def _rollout(t: Translation) -> None:
             t.absent(below + name, "the installed engine has no such argument")
         else:
             arguments[name] = (t.count if name == TENSOR_PARALLEL[engine] else t.take)(below + name)
-    # Room for the model's own length, which may be 30 times as much, is asked for before an engine starts.
+    # Otherwise engines would require room for the model's own maximum length, which may be 30 times as much.
     arguments.setdefault(ENGINES[engine].context_argument, _longest(t))
     t.recipe.set("rollout.engine_args", arguments)
     quantization = t.take(f"{ROLLOUT}quantization")
@@ -117,7 +117,7 @@ def _rollout(t: Translation) -> None:
 
 
 def _longest(t: Translation) -> int:
-    """Tokens of the longest prompt with the longest response."""
+    """Tokens of the longest prompt plus the longest response."""
     return int(t.recipe.get("data.max_prompt_tokens") + t.recipe.get("rollout.max_response_tokens"))
 
 
@@ -160,7 +160,7 @@ def _algorithm(t: Translation) -> None:
 
 
 def _refills(t: Translation, batches: int) -> int:
-    """Prompts that may be replaced for a step, in times of those of a step; there, batches that may be drawn for it."""
+    """Prompts that may be replaced per step, in multiples of a step's prompts; verl counts the batches drawn for it."""
     if batches <= 0:
         return WITHOUT_LIMIT
     if not t.trainer.draws_batches:
@@ -171,7 +171,7 @@ def _refills(t: Translation, batches: int) -> int:
 
 
 def _batches(t: Translation) -> tuple[int, int]:
-    """Prompts that a step trains on, and those of a batch that is drawn, by which epochs are counted."""
+    """Number of prompts that a step trains on, and of a drawn batch, by which epochs are counted."""
     trained = t.count("data.train_batch_size")
     drawn = t.count("data.gen_batch_size") if t.has("data.gen_batch_size") else trained
     filters = t.take(f"{ALGORITHM}filter_groups.enable")
@@ -204,7 +204,7 @@ def _kl(t: Translation) -> None:
 
 
 def _corrections(t: Translation) -> None:
-    """Importance weights, by the keys of three versions of verl."""
+    """Translate importance weights, by the keys of three versions of verl."""
     corrections = _by_level(t)
     if (cap := t.take(f"{ACTOR}tis_imp_ratio_cap", -1)) > 0:
         corrections = [{"kind": "token_importance", "high": cap}]
@@ -221,7 +221,7 @@ def _corrections(t: Translation) -> None:
 
 
 def _weights(kind: str, bounds: Any) -> list[dict[str, Any]]:
-    """Weights up to a bound or, with `LOW_HIGH`, without those beyond the two."""
+    """Weights truncated at a bound or, with `LOW_HIGH`, without those outside the two bounds."""
     low, between, high = str(bounds).partition("_")
     try:
         if not between:
@@ -237,7 +237,7 @@ def _weights(kind: str, bounds: Any) -> list[dict[str, Any]]:
 
 
 def _by_level(t: Translation) -> list[dict[str, Any]]:
-    """The weights of verl 0.6.0, which only looks at ratios where it does not apply them."""
+    """The weights of verl 0.6.0, which only monitors ratios where it does not apply them."""
     below = f"{ALGORITHM}rollout_is"
     high, low = t.take(f"{below}_threshold"), t.take(f"{below}_threshold_lower")
     level, last = t.choose(f"{below}_level", verl.LEVELS), t.choose(f"{below}_mode", verl.MODES)
@@ -275,7 +275,7 @@ def _reward(t: Translation) -> None:
 
 
 def _reward_model(t: Translation) -> None:
-    """The score of a model, beside which verl asks no rule; a term of any weight there would be a part of the sum."""
+    """Translate a reward model, whose score verl uses alone; here, a rule of any weight would be added to it."""
     t.recipe.set("reward_model.path", t.take(path := "reward_model.model.path", OPEN))
     if t.has(path):
         t.absent(path, "it reads the policy's tokens, and so has to have the policy's vocabulary; verl gives it text")
@@ -302,7 +302,7 @@ def _run(t: Translation) -> None:
     steps, epochs = t.take("trainer.total_training_steps"), t.take("trainer.total_epochs")
     by_epochs = steps_of_epochs(t.recipe.get("data.train_files"), epochs, drawn)
     t.schedule_length = steps or by_epochs
-    # verl's loop ends with the epochs, too, and its learning rate is planned for all steps.
+    # In verl, the loop also ends with the epochs, and the learning rate is scheduled for all steps.
     t.recipe.set("loop.steps", min(steps, by_epochs) if steps and by_epochs != OPEN else t.schedule_length)
     t.recipe.set("loop.eval_every", max(0, t.take("trainer.test_freq")))
     saved = max(0, t.take("trainer.save_freq"))
@@ -325,7 +325,7 @@ def _run(t: Translation) -> None:
 
 
 def _cluster(t: Translation) -> None:
-    """Trainer and engines of verl's hybrid engine: on the same GPUs, in turns; or engines that sample ahead."""
+    """Translate verl's hybrid engine: trainer and engines take turns on the same GPUs, or engines sample ahead."""
     nodes, gpus = t.count("trainer.nnodes"), t.count("trainer.n_gpus_per_node")
     engine_nodes, engine_gpus = nodes, gpus
     if t.trainer.samples_ahead:

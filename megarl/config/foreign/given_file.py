@@ -1,4 +1,4 @@
-"""The text of a file that a command line names."""
+"""Reads a file that a command line names."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from converters.errors import UserError
 
 
 def read_given(file: Path) -> str:
-    """The text of a script or a YAML file. Raises UserError for one that is not there and for what is no text."""
+    """The text of a script or a YAML file. Raises UserError for a missing file and for one that is not text."""
     try:
         return file.read_text()
     except FileNotFoundError as error:
@@ -23,7 +23,7 @@ def read_given(file: Path) -> str:
 
 @contextmanager
 def yaml_errors_in_a_sentence(file: Path) -> Iterator[None]:
-    """Around the reading of a YAML file: its errors become a UserError."""
+    """Context in which errors of reading a YAML file become a UserError."""
     try:
         yield
     except yaml.YAMLError as error:

@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM's training script that are not fields of megatron-core, and what becomes of each."""
+"""Arguments of Megatron-LM's training script that are not fields of megatron-core, and their translation."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -67,10 +67,10 @@ MODEL: Mapping[str, str] = {
     "untie_embeddings_and_output_weights": "share_embeddings_and_output_weights",
     "use_rope_scaling": "rope_scaling",
 }
-"""Argument -> what it says of the model, by the name of `Architecture.transformer_config` or `gpt_model`."""
+"""Argument -> what it says about the model, as a name in `Architecture.transformer_config` or `gpt_model`."""
 
 NEGATIVE = frozenset(("disable_bias_linear", "untie_embeddings_and_output_weights"))
-"""Arguments whose presence says no."""
+"""Arguments whose presence means no."""
 
 _GELU = "no architecture that is converted has this activation function"
 REFUSED: Mapping[str, str] = {
@@ -84,7 +84,7 @@ REFUSED: Mapping[str, str] = {
     "torch_fsdp2_no_reshard_after_forward": "layers give the weights that they gathered back after their forward pass:"
     " leave it out",
 }
-"""Argument that would make another model or another optimizer -> why, and what to do."""
+"""Argument that would mean another model or another optimizer -> why, and what to do."""
 
 _RUN = "the recipe says the batches, the length and the checkpoints of a run"
 _DATA = "data and tokenizer are given as data.* and model.path"
@@ -160,7 +160,7 @@ LEFT_OUT: Mapping[str, str] = {
     ),
     **dict.fromkeys(("group_query_attention", "mtp_num_layers", "no_rope_freq"), _IMPLIED),
 }
-"""Argument, without `no_`, that is read and changes nothing here -> why."""
+"""Argument (without `no_`) that is accepted and has no effect here -> why."""
 
 LEFT_OUT_BEGINNINGS: Mapping[str, str] = {
     **dict.fromkeys(("ckpt_", "dist_ckpt_", "non_persistent_", "replication"), _RUN),
@@ -175,11 +175,11 @@ LEFT_OUT_BEGINNINGS: Mapping[str, str] = {
     **dict.fromkeys(("calc_ft_", "distributed_", "enable_ft_", "enable_gloo_", "ft_", "inprocess_", "rdzv_"), _LAUNCH),
     **dict.fromkeys(("grpo_", "inference_", "langrl_", "perform_rl_", "refit_", "rl_"), _RL),
 }
-"""How such arguments begin -> why they change nothing here."""
+"""Prefix of such arguments -> why they have no effect here."""
 
 
 def left_out(name: str) -> str:
-    """Why an argument of the training script changes nothing here; empty for all others."""
+    """Why an argument of the training script has no effect here; empty for all others."""
     positive = name.removeprefix("no_")
     beginning = next((why for start, why in LEFT_OUT_BEGINNINGS.items() if positive.startswith(start)), "")
     return LEFT_OUT.get(name) or LEFT_OUT.get(positive) or beginning

@@ -1,4 +1,4 @@
-"""`--megatron-args FILE`: the arguments of a Megatron-LM script as options here, and as statements about the model."""
+"""`--megatron-args FILE`: translates a Megatron-LM script's arguments into options, and statements about the model."""
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,14 +36,14 @@ class MegatronScript:
 
     assignments: list[Assignment] = field(default_factory=list)
     model: list[Argument] = field(default_factory=list)
-    """Arguments that say what the model is; `check_model` compares them with config.json."""
+    """Arguments that describe the model; `check_model` compares them with config.json."""
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    """Reason -> arguments that change nothing here."""
+    """Reason -> arguments that have no effect here."""
     uncertain: Mapping[str, list[str]] = field(default_factory=dict)
-    """Reason -> places of arguments that the script may add or not, and variables that it may set."""
+    """Reason -> places of arguments that the script may or may not add, and variables that it may set."""
 
     def notes(self) -> Iterator[str]:
-        """One sentence for each reason for which arguments were left out."""
+        """One sentence per reason for which arguments were left out."""
         for reason, flags in self.left_out.items():
             yield f"left out, since {reason}: {' '.join(flags)}"
         for reason, found in self.uncertain.items():
@@ -60,8 +60,8 @@ def read_megatron_script(file: Path, environment: Mapping[str, str]) -> Megatron
 
 
 def check_model(arguments: Iterable[Argument], model_path: str) -> None:
-    """Raise UserError for the first argument that says another model than the config.json in `model_path`."""
-    # Torch comes with them, which takes seconds, and a script that cannot be read needs none.
+    """Raise UserError for the first argument that contradicts the config.json in `model_path`."""
+    # Imported here, because it imports torch, which takes seconds that a script with errors need not wait.
     from converters.architectures import read_architecture
     from converters.formats.safetensors import CONFIG, read_json
 
@@ -81,9 +81,9 @@ def check_model(arguments: Iterable[Argument], model_path: str) -> None:
 def translate(
     argument: Argument, others: Iterable[Argument], script: MegatronScript, of_slime: Iterable[str] = ()
 ) -> None:
-    """Add one argument to the `script`; `others` are those beside it. Raises UserError as `read_megatron_script`.
+    """Add one argument to `script`; `others` are those beside it. Raises UserError as `read_megatron_script` does.
 
-    The names `of_slime` are those of a script that is slime's, where an argument may be meant as one of them.
+    In a slime script, `of_slime` are the names of slime's arguments, one of which may have been meant.
     """
     name, fields = argument.name, megatron_fields()
     positive = name.removeprefix("no_")
@@ -121,7 +121,7 @@ def _assignment(argument: Argument, key: str, value: Any) -> Assignment:
 
 
 def _in_steps(argument: Argument, others: Iterable[Argument]) -> Assignment:
-    """Optimizer steps, of --global-batch-size samples each, for a number of samples."""
+    """Convert a number of samples to optimizer steps of --global-batch-size samples."""
     samples = _number(argument)
     (size,) = [_number(each) for each in others if each.name == "global_batch_size"][-1:] or [0]
     if samples and (not size or any(each.name == "rampup_batch_size" for each in others)):
@@ -133,7 +133,7 @@ def _in_steps(argument: Argument, others: Iterable[Argument]) -> Assignment:
 
 
 def _number(argument: Argument) -> int:
-    """The one value of an argument that counts something. Raises UserError for another one, and for none."""
+    """The single value of an argument that is a count. Raises UserError for any other value, and for none."""
     words = argument.words
     if len(words) != 1 or not words[0].isdecimal():
         raise UserError(
@@ -143,7 +143,7 @@ def _number(argument: Argument) -> int:
 
 
 def _virtual_stages(argument: Argument, others: Iterable[Argument]) -> Assignment:
-    """Megatron-LM counts the layers of a virtual stage, megatron-core the virtual stages of a rank."""
+    """Convert Megatron-LM's layers per virtual stage to megatron-core's virtual stages per rank."""
     sizes = {each.name: int(each.words[0]) for each in others if each.name in ("num_layers", _PIPELINE)}
     if len(sizes) < 2:
         raise UserError(
@@ -161,7 +161,7 @@ def _virtual_stages(argument: Argument, others: Iterable[Argument]) -> Assignmen
 
 
 def _difference(argument: Argument, architecture: "Architecture") -> tuple[str, str] | None:
-    """The value of the argument and the one of config.json, where they differ."""
+    """The values of the argument and of config.json, if they differ."""
     if argument.unknown:
         return None
     name = MODEL.get(argument.name) or MODEL[argument.name.removeprefix("no_")]
@@ -171,14 +171,14 @@ def _difference(argument: Argument, architecture: "Architecture") -> tuple[str, 
         return None
     given = _value(argument, said)
     known = _pattern(said[name], said["num_layers"]) if name == "moe_layer_freq" else said[name]
-    # One group of experts is none.
+    # One group of experts is the same as none.
     nothing = (1, 0, None) if name in ("moe_router_group_topk", "moe_router_num_groups") else (0, None)
     same = given == known or (given in nothing and known in nothing)
     return None if same else (_in_words(given), _in_words(known))
 
 
 def _is_not_read(name: str, said: Mapping[str, Any]) -> bool:
-    """Whether Megatron does not look at the field in such a model, so that scripts hold anything there."""
+    """Whether Megatron ignores the field in such a model, so that scripts may set it to anything."""
     if name == "moe_router_pre_softmax":
         return said["moe_router_score_function"] != "softmax"
     if name in ("kv_channels", "num_query_groups", "rotary_percent"):
@@ -210,7 +210,7 @@ def _value_of(word: str) -> Any:
 
 
 def _literal(text: str, argument: Argument) -> Any:
-    """A number, or a list as Megatron-LM takes it: `[0]*3+[1]*58`."""
+    """Parse a number, or a list in Megatron-LM's form: `[0]*3+[1]*58`."""
 
     def value(node: ast.AST) -> Any:
         match node:

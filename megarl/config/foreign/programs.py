@@ -1,4 +1,4 @@
-"""Programs of verl and slime that scripts start, and what training is theirs."""
+"""Programs of verl and slime that scripts start, and how they train."""
 
 import re
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from megarl.config.foreign.shell_words import Word
 
 @dataclass(frozen=True)
 class Trainer:
-    """A program whose training is that of a recipe."""
+    """A program whose training can be translated into a recipe."""
 
     samples_ahead: bool = False
-    """Whether engines with GPUs of their own sample a batch while the trainer learns from the one before it."""
+    """Whether engines with their own GPUs sample a batch while the trainer trains on the previous one."""
     draws_batches: bool = True
-    """Whether prompts are drawn in batches of data.gen_batch_size, all of which are trained on without a filter."""
+    """Whether prompts are drawn in batches of data.gen_batch_size, all of which are trained on unless filtered."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Key -> the program's own default, where it is another than verl's."""
+    """Key -> the program's own default if it differs from verl's."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """Reason -> what the program does besides, without a counterpart."""
+    """Reason -> what else the program does, which has no counterpart."""
 
 
 _SPLIT = "a critic that has GPUs of its own is a pool of cluster.pools; here it takes turns with the others"
@@ -61,26 +61,26 @@ OTHERS: Mapping[str, str] = {
     "main_spin": "is self-play, which is megarl spin here: only RL is translated",
     "main_sppo": "is SPPO, the preset algorithm=sppo: write a recipe with it, as in quickstart_sppo",
 }
-"""The last part of the name of another program -> what is said of it."""
+"""Last part of the name of another program -> what is said about it."""
 
 
 @dataclass(frozen=True)
 class Programs:
-    """The trainers of a framework by their names."""
+    """The trainers of a framework, by name."""
 
     trainers: Mapping[str, Trainer]
-    """The last `parts` of the name of a module or a file, or those that it has -> what it does."""
+    """The last `parts` components of a module or file name (or all, if it has fewer) -> the trainer."""
     parts: int
     usual: str
     """The program whose training can be translated."""
 
     def counts(self, name: Word) -> bool:
-        """Whether a program by this name may train: not one that merges, copies or measures."""
+        """Whether a program with this name may train, rather than merge, copy or measure."""
         other = OTHERS.get(_last(name), _SAMPLES)
         return name.is_unknown or self._key(name) in self.trainers or other != _SAMPLES
 
     def trainer(self, name: Word | None) -> Trainer:
-        """The trainer by this name, and the usual one without. Raises UserError for a program that is none of them."""
+        """The trainer with this name, or the usual one without a name. Raises UserError for any other program."""
         if name is None:
             return Trainer()
         if (key := self._key(name)) in self.trainers:

@@ -1,4 +1,4 @@
-"""A recipe that is made of the settings of another program, and what could not be translated."""
+"""A recipe made from another program's settings, and what could not be translated."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,21 +16,21 @@ SAMPLED_FROM_ALL = "held-out responses are sampled from all tokens"
 """Why an evaluation has neither top_p nor top_k."""
 
 WITHOUT_LIMIT = 1_000_000
-"""Refills, where verl and slime sample on until a batch is full."""
+"""Maximum of refills, where verl and slime continue to sample until a batch is full."""
 
 
 @dataclass
 class TranslatedRecipe:
-    """Nested keys of megarl, and what is to be said about the rest."""
+    """Nested keys of megarl, and notes about all other settings."""
 
     values: dict[str, Any] = field(default_factory=dict)
     always: dict[str, list[str]] = field(default_factory=dict)
-    """Reason -> settings that are so here in any case."""
+    """Reason -> settings that always hold here."""
     absent: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> settings without a counterpart."""
 
     def set(self, key: str, value: Any) -> None:
-        """Give a dotted key a value."""
+        """Set a dotted key."""
         *groups, name = key.split(".")
         place = self.values
         for group in groups:
@@ -38,7 +38,7 @@ class TranslatedRecipe:
         place[name] = value
 
     def set_option(self, key: str, value: Any, shown: str) -> None:
-        """Give an option of Megatron a value, or say under `shown` why it cannot have it."""
+        """Set an option of Megatron, or note under `shown` why it cannot be set."""
         refusal = REFUSED.get(key.rpartition(".")[2])
         if refusal and refusal.covers(value):
             self.absent.setdefault(refusal.reason, []).append(shown)
@@ -55,15 +55,15 @@ class TranslatedRecipe:
         return place
 
     def weigh_twice(self, reward: str, settings: list[str], where: str) -> None:
-        """Let a term of the reward have right and wrong as far apart as `where`, whose function gives 1 and -1."""
+        """Double the weight of a 0-or-1 reward, so that right and wrong are as far apart as the 1 and -1 of `where`."""
         self.set(f"reward.functions.{reward}.function", reward)
         self.set(f"reward.functions.{reward}.weight", 2.0)
         why = f"right answers are worth 2 and wrong ones 0, as far apart as {where}'s 1 and -1, in eval/accuracy, too"
         self.always[why] = settings
 
     def evaluate_with(self, samples: int, temperature: float, settings: list[str]) -> None:
-        """Let held-out responses be as many, and sampled or greedy; `settings` ask for several greedy ones."""
-        from megarl.rollout.sampling import COLDEST  # loads torch, for which a script that cannot be read does not wait
+        """Set number and temperature of held-out samples; `settings` are those that ask for several greedy ones."""
+        from megarl.rollout.sampling import COLDEST  # imports torch, for which a script with errors need not wait
 
         if temperature >= COLDEST:
             self.set("loop.eval_temperature", temperature)
@@ -73,14 +73,14 @@ class TranslatedRecipe:
         self.set("loop.eval_samples", samples)
 
     def sample_ahead(self) -> None:
-        """Let engines sample a batch while the trainer learns from the one before it, corrected only as is said."""
+        """Let engines sample a batch while the trainer trains on the previous one; the schedule adds no correction."""
         self.set("schedule.max_staleness", 1)
         self.set("schedule.corrected", False)
 
     def decay_over_the_whole_run(self, warm_up: str) -> None:
-        """Let the policy's decay end with the run, steps of the critic alone included, as verl and slime have it.
+        """Let the policy's decay end with the run, including steps that train only the critic, as in verl and slime.
 
-        Where the length of the run is open, that is said under `warm_up`, the setting of these steps.
+        If the length of the run is open, that is noted under `warm_up`, the setting of these steps.
         """
         is_constant = self.get("megatron.lr_decay_style", "constant") == "constant"
         if not self.get("critic.warmup_steps") or is_constant or self.get("megatron.lr_decay_steps"):
@@ -94,10 +94,10 @@ class TranslatedRecipe:
             self.set("megatron.lr_decay_steps", max(steps * updates, warm + 1))
 
     def yaml(self, title: str) -> str:
-        """The recipe, with what could not be translated before it."""
+        """The recipe as YAML, after comments on what could not be translated."""
         lines = [f"# {title}"]
         for heading, notes in (("No counterpart", self.absent), ("So in any case", self.always)):
-            # A value may have several lines, such as a chat template; a comment has one.
+            # A value such as a chat template may have several lines; a comment has one.
             said = {why: " ".join(" ".join(settings).split()) for why, settings in notes.items()}
             lines += [f"# {heading}: {settings}: {why}." for why, settings in sorted(said.items())]
         for name, refusal in WITHOUT_DEEPEP.items():
@@ -107,18 +107,18 @@ class TranslatedRecipe:
 
 
 def steps_of_epochs(files: Any, epochs: int, prompts: int) -> int | str:
-    """Steps in `epochs` epochs, without each epoch's last batch if it is not full; open if the data is not here."""
+    """Steps in `epochs` epochs, without the last, incomplete batch of each; open if the data is not available."""
     if not isinstance(files, list) or not all(Path(file).expanduser().is_file() for file in files):
         return OPEN
-    import pyarrow.parquet as pq  # takes a second, which a script that cannot be read is not to cost
+    import pyarrow.parquet as pq  # takes a second, for which a script with errors need not wait
 
     rows = sum(pq.read_metadata(Path(file).expanduser()).num_rows for file in files)
     return epochs * (rows // prompts)
 
 
 def check(recipe: TranslatedRecipe) -> None:
-    """Raise UserError where the recipe could not run, whatever the run gives for its open keys."""
-    # Torch comes with some of them, which takes seconds, and a script that cannot be translated needs none.
+    """Raise UserError if the recipe cannot run, whatever values its open keys get."""
+    # Imported here, because some import torch, which takes seconds that a script with errors need not wait.
     from megarl.config.abilities import check_abilities
     from megarl.config.composition import check_composition
     from megarl.config.megatron import megatron_options

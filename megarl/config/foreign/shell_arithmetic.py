@@ -1,4 +1,4 @@
-"""Arithmetic of a shell script."""
+"""Evaluates arithmetic of a shell script."""
 
 import ast
 import operator
@@ -23,7 +23,7 @@ _OPERATIONS: Mapping[type, Callable[[int, int], int]] = {
 
 
 def evaluate(text: str, variable: Callable[[str], Word | None]) -> int | None:
-    """The value of the text in `$((...))`; None where it is not known."""
+    """The value of the text in `$((...))`; None if it is unknown."""
 
     def value(node: ast.AST) -> int:
         match node:
@@ -31,7 +31,7 @@ def evaluate(text: str, variable: Callable[[str], Word | None]) -> int | None:
                 return value(body)
             case ast.Constant(value=number) if type(number) is int:
                 return number
-            # In a number that begins with 0 bash reads another one.
+            # Bash reads a number with a leading 0 as octal.
             case ast.Name(id=name) if (found := variable(name)) and NUMBER.fullmatch(found.text):
                 return int(found.text)
             case ast.UnaryOp(op=ast.USub(), operand=operand):

@@ -1,4 +1,4 @@
-"""Conditions of a shell script: which statements run where the values that are compared are known."""
+"""Evaluates conditions of a shell script: which statements run, if the compared values are known."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ _COMPARED: Mapping[str, Callable[[str, str], bool]] = {
 
 
 NUMBER = re.compile(r"-?[1-9][0-9]{0,17}|0")
-"""A number in which everybody reads the same."""
+"""A number that every program reads as the same value."""
 
 
 @dataclass(eq=False)
@@ -30,14 +30,14 @@ class Condition:
 
     words: list[RawWord] = field(default_factory=list)
     patterns: list[RawWord] | None = None
-    """Patterns of a case, whose word is then the only one of `words`; None for a test."""
+    """Patterns of a case, whose word is then the only one in `words`; None for a test."""
 
 
 UNDECIDED = Condition()
 
 
 def is_test(words: Sequence[RawWord]) -> bool:
-    """Whether the statement is a test that can be decided, if its values are known."""
+    """Whether the statement is a test that can be decided if its values are known."""
     return bool(words) and words[-1].start == _TESTS.get(words[0].start)
 
 
@@ -46,24 +46,24 @@ class Block:
     """A construct of the script that is still open."""
 
     kind: str
-    """if, case, or another, whose statements may run once, often or never."""
+    """if, case, or any other, whose statements may run any number of times."""
     state: str = ""
     """test or body of an if; word, pattern or body of a case."""
     failed: list[Condition] = field(default_factory=list)
-    """Conditions that do not hold where this part runs."""
+    """Conditions that are false where this part runs."""
     now: Condition | None = None
-    """The condition that holds there."""
+    """The condition that is true there."""
     tests: list[Condition] = field(default_factory=list)
     patterns: list[RawWord] = field(default_factory=list)
     word: list[RawWord] = field(default_factory=list)
 
     def next_part(self, state: str) -> None:
-        """Go on to the part behind this one, which runs where this one does not."""
+        """Continue with the next part, which runs if this one does not."""
         self.failed += [self.now] if self.now else []
         self.state, self.now, self.tests, self.patterns = state, None, [], []
 
     def begin_body(self) -> None:
-        """Begin the part that runs where the test holds, or one of the patterns fits."""
+        """Begin the part that runs if the test holds or one of the patterns matches."""
         if self.kind == "case":
             self.now = Condition(self.word, self.patterns) if self.word and self.patterns else UNDECIDED
         else:
@@ -71,14 +71,14 @@ class Block:
         self.state = "body"
 
     def conditions(self) -> list[tuple[Condition, bool]]:
-        """The conditions under which this part runs, and whether each has to hold."""
+        """The conditions under which this part runs, and whether each must be true or false."""
         if self.kind not in ("if", "case"):
             return [(UNDECIDED, True)]
         return [*((each, False) for each in self.failed), *([(self.now, True)] if self.now else [])]
 
 
 def holds(texts: Sequence[str]) -> bool | None:
-    """Whether a test with these words holds; None where that is not known."""
+    """Whether a test with these words is true; None if that is unknown."""
     words = list(texts[1:-1])
     if len(words) == 2 and words[0] in ("-n", "-z"):
         return bool(words[1]) == (words[0] == "-n")
@@ -89,7 +89,7 @@ def holds(texts: Sequence[str]) -> bool | None:
 
 
 def fits(text: str, patterns: Sequence[str]) -> bool | None:
-    """Whether one of the patterns of a case fits; None where that is not known."""
+    """Whether one of a case's patterns matches; None if that is unknown."""
     if set("".join(patterns)) & set("[\\"):
-        return None  # which characters a bracket takes depends on the language of the shell
+        return None  # which characters a bracket matches depends on the locale
     return any(fnmatchcase(text, each) for each in patterns)

@@ -1,4 +1,4 @@
-"""Folders that a shell script finds by its own name."""
+"""Folders that a shell script derives from its own name."""
 
 import os
 import re
@@ -10,9 +10,9 @@ _AWAY = re.compile(r"\s*(?:[12&]?>\s*/dev/null|2>&1)")
 
 
 def found_by_name(command: str, script: Path, source: Path, known: Callable[[str], str]) -> Path | None:
-    """The folder that `dirname $0` and its like say: `script` is $0, and `source` BASH_SOURCE. None for others.
+    """The folder that `dirname $0` and the like print; `script` is $0, `source` is BASH_SOURCE. None for others.
 
-    `known` is the value of a word, empty where that is not known.
+    `known` returns the value of a word, empty if it is unknown.
     """
 
     def of_command(text: str) -> Path | None:

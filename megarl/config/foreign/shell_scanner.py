@@ -1,4 +1,4 @@
-"""The words of a shell script, with what would be expanded in them still to be expanded; nothing is run."""
+"""Splits a shell script into statements of words, whose expansions are not evaluated yet; nothing is run."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -28,31 +28,33 @@ class Statement:
 
     words: list[RawWord]
     conditions: list[tuple[Condition, bool]]
-    """Conditions under which it runs, and whether each has to hold; it may run once, often or never."""
+    """Conditions under which it runs, and whether each must be true or false; if undecidable, it may run any number of
+    times.
+    """
     may_be_of_function: bool = False
-    """Whether `$1` and `$@` may be those of a function."""
+    """Whether `$1` and `$@` may be the arguments of a function."""
 
 
 class ShellScanner(ShellText):
-    """Goes through the statements of a script once. Raises UserError, as ShellText, for a quote without end."""
+    """Scans the statements of a script once. Raises UserError, as ShellText does, for an unterminated quote."""
 
     def __init__(self, text: str, name: str, line: int = 1) -> None:
         super().__init__(text, name, line)
         self._is_substitution = False
         """Whether the text ends with the parenthesis that closes it."""
         self._ends_of_texts: list[tuple[int, str, re.Pattern[str]]] = []
-        """Line, word and form of the ends of the texts that begin behind this line."""
+        """Line, word and pattern of the ends of the here-documents that begin after this line."""
         self._blocks: list[Block] = []
         self._parentheses = 0
         self._chain: list[tuple[Condition, bool]] = []
-        """The condition of a statement behind && or ||."""
+        """The conditions of a statement after && or ||."""
         self.functions: set[str] = set()
-        """Names of functions that are defined so far."""
+        """Names of the functions defined so far."""
         self._is_plain = True
-        """Whether the statement has neither redirections nor arithmetic nor a `!`."""
+        """Whether the statement has no redirections, no arithmetic and no `!`."""
 
     def statements(self) -> Iterator[Statement]:
-        """The statements in their order."""
+        """Yield the statements in order."""
         words: list[RawWord] = []
         while self._at < len(self._text):
             char = self._text[self._at]
@@ -84,7 +86,7 @@ class ShellScanner(ShellText):
         self._past_texts()
 
     def _is_repeated(self) -> bool:
-        """Whether this is in a loop or a function, where other values may be compared each time."""
+        """Whether this is in a loop or a function, where the compared values may differ each time."""
         return any(block.kind not in ("if", "case") for block in self._blocks)
 
     def _is_in_case(self) -> bool:
@@ -92,23 +94,23 @@ class ShellScanner(ShellText):
         return bool(self._blocks) and self._blocks[-1].kind == "case" and self._blocks[-1].state == "pattern"
 
     def _is_of_case(self, word: str) -> bool:
-        """Whether it is the word or a pattern of a case, where other words than esac are no keywords."""
+        """Whether this is the word or a pattern of a case, where only esac is a keyword."""
         block = self._blocks[-1] if self._blocks else Block("")
         return block.kind == "case" and (
             block.state == "word" or (block.state == "pattern" and word not in ("esac", "in"))
         )
 
     def _is_keyword(self, word: str) -> bool:
-        """Whether this is one at the beginning of a statement, after it has been taken notice of."""
+        """Whether this is a keyword at the beginning of a statement; if so, update the state."""
         if word in _OPENING:
             self._blocks.append(Block(word, _OPENING[word]))
-            return word not in ("for", "select")  # which set a variable
+            return word not in ("for", "select")  # they set a variable
         if word in _CLOSING:
             self._blocks = self._blocks[:-1]
         elif word == "function":
             while self._text[self._at : self._at + 1] in (" ", "\t"):
                 self._skip(1)
-            self.functions.add(self._word().start)  # behind which { is a keyword
+            self.functions.add(self._word().start)  # after this, { is a keyword
         elif word not in _BETWEEN:
             return False
         elif word == "!":
@@ -121,7 +123,7 @@ class ShellScanner(ShellText):
         return True
 
     def _ended(self, words: list[RawWord], operator: str) -> Iterator[Statement]:
-        """The statement that ends here, and what it says of those that follow."""
+        """Yield the statement that ends here, and record its effect on the following ones."""
         block = self._blocks[-1] if self._blocks else Block("")
         is_of_case = block.kind == "case" and block.state in ("word", "pattern")
         if is_of_case:
@@ -152,7 +154,7 @@ class ShellScanner(ShellText):
         self._is_plain = True
 
     def _follows(self, words: list[RawWord], test: Condition, operator: str) -> list[tuple[Condition, bool]]:
-        """The condition of what is behind && or ||; a statement that is no test is taken to succeed."""
+        """The conditions after && or ||; a statement that is not a test is assumed to succeed."""
         if not self._chain and (test is not UNDECIDED or operator == "||" or not (self._is_plain and _succeeds(words))):
             return [(test, operator == "&&")]
         if not self._chain:
@@ -164,7 +166,7 @@ class ShellScanner(ShellText):
 
     @staticmethod
     def _pattern(block: Block, words: list[RawWord], operator: str) -> None:
-        """Take the word or a pattern of a case."""
+        """Record the word or a pattern of a case."""
         if block.state == "word":
             if not words:
                 return
@@ -200,7 +202,7 @@ class ShellScanner(ShellText):
         self._ends_of_texts = []
 
     def _past_command(self) -> str:
-        """The commands between the parenthesis here and the one that closes it."""
+        """The commands between this parenthesis and the one that closes it."""
         inside = ShellScanner(self._text, self._name, self._line)
         inside._at, inside._is_substitution = self._at + 1, True
         for _ in inside.statements():
@@ -213,7 +215,7 @@ class ShellScanner(ShellText):
 
 
 def _succeeds(words: list[RawWord]) -> bool:
-    """Whether a statement is taken to succeed."""
+    """Whether a statement is assumed to succeed."""
     if not words or words[0].start in _SUCCEEDING or re.match(r"\w+\+?=", words[0].start):
         return bool(words)
     return re.fullmatch(r".*(python[\d.]*|torchrun|\.py)", words[0].start) is not None

@@ -1,4 +1,4 @@
-"""The words that a shell script gives to programs, with variables in their places, read and never run."""
+"""Finds the words that a shell script passes to programs, with variables expanded; reads it without running it."""
 
 import re
 from collections.abc import Collection, Mapping
@@ -23,11 +23,11 @@ _CHANGED = re.compile(r"(?<![=!<>])=(?!=)|(?:<<|>>)=|\+\+|--")
 _CHANGING = frozenset(("read", "let", "unset", "mapfile", "readarray", "getopts", "for", "select"))
 """Commands that set the variables that they name."""
 _BRACES = re.compile(r"\{(?:[^{}]*,[^{}]*|-?\w+\.\.-?\w+(?:\.\.-?\d+)?)\}")
-"""Braces that bash makes several words of."""
+"""Braces that bash expands to several words."""
 _HOME = re.compile(r"^~(?=/|$)")
 _KEPT = re.compile("\0([0-9]+)\0")
 _DEEPEST = 8
-"""Scripts that read each other, before it is said that they go round."""
+"""Maximum nesting of scripts that read each other; deeper nesting is reported as a cycle."""
 
 
 _IN_A_BRANCH = "it stands in a branch or a loop of the script"
@@ -42,20 +42,20 @@ class ShellScript:
     places: list[str] = field(default_factory=list)
     """File and line of each command."""
     certain: list[bool] = field(default_factory=list)
-    """Whether it runs, exactly once, for each command."""
+    """Whether each command runs exactly once for certain."""
     arrays: dict[str, list[Word]] = field(default_factory=dict)
     variables: dict[str, Word] = field(default_factory=dict)
     grown: dict[str, list[str]] = field(default_factory=dict)
-    """Array -> places where it grows in a branch or a loop, which do not count."""
+    """Array -> places where it grows in a branch or a loop, which are not counted."""
     exported: dict[str, str] = field(default_factory=dict)
-    """Variables that a branch or a loop sets, whose value here is that of the environment."""
+    """Variables that a branch or a loop sets, whose values here are those of the environment."""
     used: set[str] = field(default_factory=set)
-    """Arrays that a command takes."""
+    """Arrays that a command uses."""
     failed_at: str = ""
-    """File and line of the `exit` by which it ends with an error."""
+    """File and line of the `exit` that ends it with an error."""
 
     def uncertain(self, arrays: Collection[str]) -> dict[str, list[str]]:
-        """Reason -> arguments that running the script may give, or give otherwise: places of `arrays`, variables."""
+        """Reason -> what may add or change arguments when the script runs: places of `arrays`, and variables."""
         exported = [f"{name}={value}" for name, value in self.exported.items()]
         found = {_IN_A_BRANCH: list(self.skipped(arrays)), _EXPORTED: exported}
         return {why: what for why, what in found.items() if what}
@@ -68,7 +68,7 @@ class ShellScript:
 def read_script(file: Path, environment: Mapping[str, str]) -> ShellScript:
     """Read the script; variables that it does not set come from `environment`.
 
-    Raises UserError for a file that cannot be read, and for quotes and parentheses without end.
+    Raises UserError for a file that cannot be read, and for unterminated quotes and parentheses.
     """
     reader = _Reader(environment)
     reader.read(file)
@@ -82,19 +82,19 @@ class _Reader:
         self._files: list[Path] = []
         self._not_read: list[str] = []
         self._unknown: list[str] = []
-        """Unknown stretches of texts that were read as statements, where their places count."""
+        """Unknown parts of texts that were read as statements; placeholders refer to them by index."""
         self._decided: dict[Condition, bool | None] = {}
         self._is_certain = True
-        """Whether the file that is read, and the statement that is taken, run exactly once."""
+        """Whether the current file and the current statement run exactly once for certain."""
         self._has_ended = False
         self._has_arguments = self._are_arguments_set = False
-        """Whether $1 and $@ may be those of a function or of `set`, in the statement that is taken and from now on."""
+        """Whether $1 and $@ may be set by a function or by `set`, in the current statement and from now on."""
         self._functions: set[str] = set()
         self._sets_for_others = False
         self._set_by_functions: set[str] = set()
         """Variables that a function may set when it is called."""
         self._forgotten: set[str] = set()
-        """Variables whose value is neither that of the environment nor one that could be read."""
+        """Variables whose value is neither that of the environment nor known from the script."""
 
     def read(self, file: Path) -> None:
         text = read_given(file)
@@ -118,7 +118,7 @@ class _Reader:
         before, self._is_certain = self._is_certain, self._is_certain and runs is True
         self._take_running(statement)
         if statement.words[0].start in ("exit", "exec") and self._is_certain:
-            # Without a program, exec redirects what the script itself writes.
+            # Without a program, exec redirects the output of the script itself.
             self._has_ended = statement.words[0].start == "exit" or len(statement.words) > 1
             if statement.words[0].start == "exit" and [word.start for word in statement.words[1:]] not in ([], ["0"]):
                 self.found.failed_at = self._where(statement.words[0])
@@ -134,7 +134,7 @@ class _Reader:
         first = next((at for at, word in enumerate(words) if not _NAME.match(word.start)), len(words))
         for word in words[:first]:
             if assignment := _NAME.match(word.start):
-                # Before a program, it is an assignment for that program alone.
+                # Before a program, it is an assignment for that program only.
                 if first == len(words) or statement.words[0].start in _DECLARATIONS:
                     self._assign(word, assignment, not self._is_certain)
                 elif words[first].start in ("source", "."):
@@ -157,7 +157,7 @@ class _Reader:
         self.found.certain.append(self._is_certain)
 
     def _evaluate(self, words: list[RawWord], where: str) -> None:
-        """Take the statements that `eval` is given."""
+        """Process the statements passed to `eval`."""
         text = " ".join(each.text for word in words for each in self._expand(word))
 
         def kept(unknown: re.Match[str]) -> str:
@@ -169,7 +169,7 @@ class _Reader:
             self._take(statement)
 
     def _forget_changed(self, words: list[RawWord]) -> None:
-        """Forget the variables that a command sets in a way that is not read."""
+        """Forget the variables that a command sets in a way that is not evaluated."""
         command, where = words[0].start, self._where(words[0])
         names: list[str] = []
         if command in _CHANGING or (command == "printf" and words[1:2] and words[1].start == "-v"):
@@ -198,10 +198,10 @@ class _Reader:
         self._forgotten.add(name)
 
     def _runs(self, statement: Statement) -> bool | None:
-        """Whether it runs, exactly once; None where that is not known."""
+        """Whether it runs exactly once; None if that is unknown."""
         found: list[bool | None] = []
         for condition, wanted in statement.conditions:
-            # A test counts as it was when it was made, whatever its branch sets afterwards.
+            # A test keeps its result, even if its branch changes the variables.
             if condition not in self._decided:
                 self._decided[condition] = self._decide(condition)
             found.append(None if self._decided[condition] is None else self._decided[condition] == wanted)
@@ -215,14 +215,14 @@ class _Reader:
             [self._joined(word.parts, self._where(word)) for word in each]
             for each in (condition.words, condition.patterns or [])
         )
-        # Between quotes a pattern is a text.
+        # Quoted parts of a pattern are literal text.
         quoted = [
             Part(part.kind, part.text, True) for word in condition.patterns or [] for part in word.parts if part.quoted
         ]
         if not words or set(self._joined(quoted, "").text) & set("*?["):
             return None
         if condition.patterns is None and words[0].text == "[":
-            # There an expansion outside of quotes may be no word, or many.
+            # Within [ ], an unquoted expansion may be no word, or several.
             split = [self._expand(word) for word in condition.words]
             words = [each[0] if len(each) == 1 else Word.missing("", "") for each in split]
         if any("\0" in word.text for word in (*words, *patterns)):
@@ -263,12 +263,12 @@ class _Reader:
         return f"{self._files[-1]}:{word.line}"
 
     def _joined(self, parts: list[Part], where: str) -> Word:
-        """One word of parts, as an assignment takes them."""
+        """Join parts to one word, as an assignment does."""
         text = "".join(" ".join(word.text for word in self._values(part, where)) for part in parts)
         return Word(text.replace(KEPT_BLANK, " "), where)
 
     def _expand(self, raw: RawWord) -> list[Word]:
-        """The words that a program sees of a word: none or many where it has an expansion outside of quotes."""
+        """The words that a program gets for a word: none or several if it has an unquoted expansion."""
         where = self._where(raw)
         if braces := _BRACES.search(
             "".join("." if part.quoted or part.kind != "text" else part.text for part in raw.parts)
@@ -282,7 +282,7 @@ class _Reader:
                 if number:
                     row.end()
                 if part.quoted or part.kind == "text":
-                    # Empty quotes are a word, and an array of no items between quotes is none.
+                    # Empty quotes are a word, but a quoted array without items is none.
                     row.add(value, is_word=not has_array or _is_array(part))
                 else:
                     row.add_split(value)
@@ -334,7 +334,7 @@ class _Reader:
         alone = [word for word in [self.found.variables.get(name)] if word and word.text]
         items = self.found.arrays.get(name, alone)
         if "+" in operation and items and default.strip('"') == f"${{{name}{array}}}":
-            # As scripts have it for an array that may be empty, with set -u: its own quotes keep the blanks.
+            # Scripts write this for arrays that may be empty under set -u; the inner quotes keep blanks.
             return [Word(item.text.replace(" ", KEPT_BLANK), item.where) for item in items]
         if ("+" in operation) == bool(items) and operation:
             return [self._default(default, where, quoted=quoted)]
@@ -355,7 +355,7 @@ class _Reader:
         return Word(self._environment[name], where) if name in self._environment else None
 
     def _known(self, word: str, where: str) -> str:
-        """The value of a word without quotes; empty where it is not known."""
+        """The value of an unquoted word; empty if it is unknown."""
         value = self._default(word, where, quoted=True)
         return "" if value.unknown else value.text
 
@@ -363,7 +363,7 @@ class _Reader:
         scanner = ShellScanner(text if quoted else _HOME.sub("$HOME", text), where)
         if quoted:
             return self._joined(scanner.quoted_parts(), where)
-        # Blanks between quotes do not part words, even where the expansion itself is not in quotes.
+        # Quoted blanks do not split words, even if the expansion itself is unquoted.
         pieces = (
             text.replace(" ", KEPT_BLANK) if part.quoted else text
             for part in scanner.unquoted_parts()
@@ -377,7 +377,7 @@ def _is_array(part: Part) -> bool:
 
 
 def _with_home(parts: list[Part]) -> list[Part]:
-    """The parts of a word, with ~ in its place."""
+    """The parts of a word, with ~ expanded."""
     begins = parts and not parts[0].quoted and re.match(r"((?:[A-Za-z_]\w*=)?)~(.*)", parts[0].text, re.ASCII)
     if not begins or (begins[2][:1] != "/" and (begins[2] or len(parts) > 1)):
         return parts

@@ -1,4 +1,4 @@
-"""Words of a shell script, with what would be expanded in them still to be expanded."""
+"""Splits the text of a shell script into words, whose expansions are not evaluated yet."""
 
 import re
 
@@ -6,12 +6,12 @@ from converters.errors import UserError
 from megarl.config.foreign.shell_words import Part, RawWord
 
 ENDS = frozenset(" \t\r\n;&|()<>")
-"""Where a word ends, outside of quotes."""
+"""Characters that end a word outside of quotes."""
 _SPECIAL = "@*#?$!-"
 
 
 class ShellText:
-    """Takes words from the text of a script. Raises UserError, with `name` and the line, for a quote without end."""
+    """Reads words from the text of a script. Raises UserError, with `name` and the line, for an unterminated quote."""
 
     def __init__(self, text: str, name: str, line: int = 1) -> None:
         self._text, self._name = text, name
@@ -19,11 +19,11 @@ class ShellText:
         self._line = line
 
     def quoted_parts(self) -> list[Part]:
-        """The whole text as the default of a variable between double quotes."""
+        """Parse the whole text as a variable's default in double quotes."""
         return self._parts_until("")
 
     def unquoted_parts(self) -> list[Part]:
-        """The whole text as the default of a variable outside of quotes, where blanks, ; and & are text."""
+        """Parse the whole text as a variable's default outside of quotes, where blanks, ; and & are text."""
         parts: list[Part] = []
         while self._at < len(self._text):
             char = self._text[self._at]
@@ -39,18 +39,18 @@ class ShellText:
         self._at += count
 
     def _to(self, end: str) -> str:
-        """The text up to `end`, which is where it goes on."""
+        """The text up to `end`, where reading continues."""
         stop = self._text.find(end, self._at)
         found = self._text[self._at : stop if stop >= 0 else len(self._text)]
         self._skip(len(found))
         return found
 
     def _past_command(self) -> str:
-        """The commands between the parenthesis here and the one that closes it."""
+        """The commands between this parenthesis and the one that closes it."""
         raise NotImplementedError
 
     def _past_parentheses(self) -> str:
-        """The text between the parenthesis here and the one that closes it."""
+        """The text between this parenthesis and the one that closes it."""
         depth, start, line = 0, self._at, self._line
         while self._at < len(self._text):
             char = self._text[self._at]
@@ -123,7 +123,7 @@ class ShellText:
         return found
 
     def _parts_until(self, end: str) -> list[Part]:
-        """The parts up to the quote `end`, which is passed."""
+        """The parts up to the closing quote `end`, which is skipped."""
         line, text = self._line, ""
         parts: list[Part] = []
         while self._at < len(self._text):
@@ -132,7 +132,7 @@ class ShellText:
                 self._skip(1)
                 return [*parts, Part("text", text, True)]
             if char == '"':
-                self._skip(1)  # quotes of a default that is between quotes itself
+                self._skip(1)  # quotes of a default that is quoted itself
             elif char in "$`":
                 parts += [Part("text", text, True), self._expansion(quoted=True)]
                 text = ""
@@ -173,7 +173,7 @@ class ShellText:
         return Part("parameter", name, quoted) if name else Part("text", "$", quoted)
 
     def _quoted_behind_dollar(self, quote: str) -> Part:
-        """The text of $'...', known where it has no backslash, or the beginning of $"...", which nobody translates."""
+        """The text of $'...', known if it has no backslash, or the beginning of $"...", which is not translated."""
         if quote == '"':
             return Part("text", "", True)
         found = re.compile(r"'((?:[^'\\]|\\.)*)'", re.DOTALL).match(self._text, self._at)
@@ -183,7 +183,7 @@ class ShellText:
         return Part("command", f"printf {found[0]}", True) if "\\" in found[1] else Part("text", found[1], True)
 
     def _arithmetic(self) -> str:
-        """The text between (( and )) here; nothing where these are parentheses of commands."""
+        """The text between (( and )) here; empty if they are parentheses of commands."""
         start, line = self._at, self._line
         inside = self._past_parentheses()
         if inside.startswith("(") and inside.endswith(")"):
@@ -192,10 +192,10 @@ class ShellText:
         return ""
 
     def _braces(self, *, quoted: bool) -> str:
-        """The text between the brace here and the one that closes it."""
+        """The text between this brace and the one that closes it."""
         start, line = self._at + 1, self._line
         self._skip(1)
-        # Between double quotes a default may have single ones in it, and a pattern may not.
+        # In double quotes, a default may contain single quotes as text, a pattern may not.
         is_default = quoted and re.compile(r"\w+(\[[@*]\])?:?[-=+?]").match(self._text, start)
         while self._at < len(self._text):
             char = self._text[self._at]

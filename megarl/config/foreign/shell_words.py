@@ -1,4 +1,4 @@
-"""Words of a shell script: as they are written, and as a program is given them."""
+"""Words of a shell script: as written, and as passed to a program."""
 
 import re
 from dataclasses import dataclass, field
@@ -12,10 +12,10 @@ _PIECE = re.compile("(?:\0[^\0]*\0|[^ \t\r\n])+")
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a word."""
+    """A part of a word."""
 
     kind: str
-    """text, parameter (`$NAME`, `${...}`), arithmetic (`$((...))`) or command (`$(...)`)."""
+    """text, parameter (`$NAME`, `${...}`), arithmetic (`$((...))` or `((...))`) or command (`$(...)`)."""
     text: str
     quoted: bool
     """Whether blanks in its value stay in the word."""
@@ -23,22 +23,22 @@ class Part:
 
 @dataclass
 class RawWord:
-    """A word as it is written."""
+    """A word as written."""
 
     line: int
     parts: list[Part] = field(default_factory=list)
     items: "list[RawWord] | None" = None
-    """The words of an array, where this is `NAME=(...)`."""
+    """The words of the array if this is `NAME=(...)`."""
 
     @property
     def start(self) -> str:
-        """The text that it begins with, up to the first quote or expansion."""
+        """The text at its beginning, up to the first quote or expansion."""
         return self.parts[0].text if self.parts and self.parts[0] == Part("text", self.parts[0].text, False) else ""
 
 
 @dataclass(frozen=True)
 class Word:
-    """A word that a program is given."""
+    """A word as passed to a program."""
 
     text: str
     where: str
@@ -46,26 +46,26 @@ class Word:
 
     @classmethod
     def missing(cls, what: str, where: str) -> "Word":
-        """A word that only running the script would tell, and `what` it is in the script."""
+        """A word that is unknown without running the script; `what` is its text in the script."""
         return cls(f"\0{what}\0", where)
 
     @property
     def unknown(self) -> str:
-        """The first thing in it that only running the script would tell."""
+        """The first part that is unknown without running the script."""
         found = UNKNOWN.search(self.text)
         return found[1] if found else ""
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing of it is known, so that it may be no word, or many."""
+        """Whether nothing of it is known, so that it may be no word, or several."""
         return UNKNOWN.fullmatch(self.text) is not None
 
     def split(self) -> "list[Word]":
-        """The word cut at its blanks."""
+        """The word split at blanks."""
         return [Word(piece, self.where) for piece in _PIECE.findall(self.text)]
 
     def known(self) -> str:
-        """The text. Raises UserError where it is not known."""
+        """The text. Raises UserError if it is unknown."""
         if self.unknown:
             raise UserError(
                 f"{self.where}: {self.unknown} has no value that can be read, and the script is not run: write the"
@@ -85,19 +85,19 @@ class Row:
     _begun: bool = False
 
     def end(self) -> None:
-        """Finish the word that is under way."""
+        """Finish the current word."""
         if self._begun:
             self.words.append(Word(self._text.replace(KEPT_BLANK, " "), self._place or self.where))
         self._text, self._place, self._begun = "", "", False
 
     def add(self, value: Word, *, is_word: bool) -> None:
-        """Add to the word that is under way; nothing is a word where `is_word`."""
+        """Append to the current word; if `is_word`, an empty value is a word, too."""
         self._place = self._place or (value.where if value.text else "")
         self._text += value.text
         self._begun = self._begun or bool(value.text) or is_word
 
     def add_split(self, value: Word) -> None:
-        """The same, cut at blanks."""
+        """Append, splitting at blanks."""
         if value.text[:1].isspace():
             self.end()
         for number, piece in enumerate(value.split()):

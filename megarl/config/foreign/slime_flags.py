@@ -1,4 +1,4 @@
-"""Arguments of slime, of this and earlier versions, and what becomes of each; all others are Megatron-LM's."""
+"""Arguments of slime, of this and earlier versions, and their translation; all others are Megatron-LM's."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,10 +29,10 @@ DEFAULTS: Mapping[str, Any] = {
     "value_clip": 0.2,
     "weight_decay": 0.01,
 }
-"""Argument -> slime's default, where it counts for the recipe."""
+"""Argument -> slime's default, if the recipe depends on it."""
 
 OPTIMIZER = ("lr", "lr_decay_style", "weight_decay")
-"""Options of Megatron among them, which slime leaves as Megatron-LM's training script has them or sets anew."""
+"""Options of Megatron among them; slime keeps the default of Megatron-LM's training script or sets its own."""
 
 SAME: Mapping[str, str] = {
     "entropy_coef": "algorithm.entropy_coefficient",
@@ -62,7 +62,7 @@ CRITIC: Mapping[str, str] = {
     "num_critic_only_steps": "critic.warmup_steps",
     "value_clip": "critic.value_clip",
 }
-"""The same, where the advantage has a critic."""
+"""The same, if the advantage has a critic."""
 CRITIC_RANKS = ("critic_num_nodes", "critic_num_gpus_per_node")
 """Arguments whose product is the number of the critic's ranks."""
 
@@ -89,7 +89,7 @@ ADVANTAGES: Mapping[str, tuple[str, str]] = {
 """Value of --advantage-estimator -> advantage and policy loss."""
 
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Advantages among them that are always whitened here, as with --normalize-advantages there."""
+"""Advantages among them that are always whitened here, as with --normalize-advantages in slime."""
 
 _FOR_A_KL = "for a KL in the loss set algorithm.kl_coefficient"
 OTHER_KL_IN_REWARD: Mapping[str, str] = {
@@ -99,7 +99,7 @@ OTHER_KL_IN_REWARD: Mapping[str, str] = {
         f" the recipe has none; {_FOR_A_KL}"
     ),
 }
-"""Advantage -> why --kl-coef is no KL in the reward."""
+"""Advantage -> why --kl-coef is not translated to a KL in the reward."""
 
 KL_ESTIMATORS: Mapping[str, str] = {"k1": "k1", "k2": "k2", "k3": "k3", "low_var_kl": "k3"}
 
@@ -110,16 +110,16 @@ REWARDS: Mapping[str, str] = {
 }
 """Value of --rm-type -> reward."""
 ANSWER_AFTER: Mapping[str, str] = {"deepscaler": "</think>"}
-"""Value of --rm-type -> the end of the thoughts, without which there is no answer."""
+"""Value of --rm-type -> the text that ends the thinking, without which there is no answer."""
 
 EVAL_LIMITS: Mapping[str, tuple[str, str]] = {
     "eval_max_prompt_len": ("rollout_max_prompt_len", "held-out prompts have the limit of all"),
     "eval_max_response_len": ("rollout_max_response_len", "held-out responses have the limit of all"),
 }
-"""Limit of an evaluation -> that of the rollout, and the one that there is here."""
+"""Evaluation limit -> the rollout's limit, and the one that applies here."""
 
 ALL_TOKENS: Mapping[str, Any] = {"top_p": 1, "top_k": -1}
-"""End of an argument of sampling -> its value in which no token is left out, as in evaluations here."""
+"""Suffix of a sampling argument -> its value that leaves no token out, as in evaluations here."""
 
 _PACKED = "micro-batches are always packed, without padding, by tokens"
 _TURNS = "who waits for its turn on shared GPUs always has its memory on the host"
@@ -165,7 +165,7 @@ ALWAYS: Mapping[str, str] = {
     "use_tensorboard": "tracking.loggers has tensorboard by default",
     "enable_mtp_training": "layers for multi-token prediction train as model.mtp_training says: detached",
 }
-"""Argument -> why nothing needs to be said of it here."""
+"""Argument -> why it needs no note here."""
 
 _DATA = (
     "prompts are parquet files with the columns data_source, prompt and reward_model.ground_truth: convert the files"
@@ -235,10 +235,10 @@ ABSENT: Mapping[str, str] = {
     "use_routing_replay": "only the experts of the rollout are replayed: algorithm.router_replay",
     "normalize_advantages": f"only {', '.join(WHITENED)} whiten advantages here, and always do",
 }
-"""Argument without a counterpart -> what there is in its place."""
+"""Argument without a counterpart -> what there is instead."""
 
 NEUTRAL: Mapping[str, str] = {"update_weights_interval": "1"}
-"""Argument without a counterpart -> its value in which nothing is asked of it."""
+"""Argument without a counterpart -> its value that asks for nothing."""
 
 ABSENT_WITH: Mapping[str, tuple[str, ...]] = {
     "sglang_dp_size": ("sglang_enable_dp_",),

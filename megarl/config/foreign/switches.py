@@ -1,4 +1,4 @@
-"""Arguments that take no value, where nobody else reads what stands behind them."""
+"""Arguments that take no value, so that words after them would be read by nobody."""
 
 from megarl.config.foreign import megatron_flags, slime_flags
 

@@ -1,4 +1,4 @@
-"""The file of settings that a verl command names with `--config-name`, beside verl's own."""
+"""Reads the file of settings that a verl command names with `--config-name`, unless it is verl's own."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _OPTIONS: Mapping[str, str] = {
     **dict.fromkeys(("--config-name", "-cn"), "name"),
     **dict.fromkeys(("--config-path", "-cp", "--config-dir", "-cd"), "folder"),
 }
-"""Option of Hydra -> what it says of the file."""
+"""Hydra's option -> what it gives: the file's name or its folder."""
 OWN = frozenset(
     (
         *("_self_", "ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer", "entropy_trainer"),
@@ -30,12 +30,12 @@ MAY_BE_OPEN = (
     *("actor_rollout_ref.model.path", "data.train_files", "data.val_files", "trainer.default_local_dir"),
     *("trainer.project_name", "trainer.experiment_name", "critic.model.path"),
 )
-"""Keys that a recipe leaves to the run where only running a script would tell their values."""
+"""Keys that a recipe leaves open if their values are unknown without running the script."""
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that only running a script would tell, and that matters only where somebody asks for it."""
+    """A value that is unknown without running the script, and matters only if it is needed."""
 
     word: Word
 
@@ -44,12 +44,12 @@ class Unknown:
 
 
 def unknown(key: str, word: Word) -> Any:
-    """The value of a key that only running a script would tell."""
+    """The value of a key if it is unknown without running the script."""
     return OPEN if key in MAY_BE_OPEN else Unknown(word)
 
 
 def split_options(words: Iterable[Word]) -> tuple[dict[str, Word], list[Word]]:
-    """Part the name and the folder of the file that a command names from its other words."""
+    """Separate the name and folder of the command's file from its other words."""
     options: dict[str, Word] = {}
     others: list[Word] = []
     expected = ""
@@ -67,9 +67,9 @@ def split_options(words: Iterable[Word]) -> tuple[dict[str, Word], list[Word]]:
 
 
 def named_settings(options: Mapping[str, Word]) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """The settings of the named file, and, by the reason, the names of files that are not here.
+    """The settings of the named file, and, by reason, the names of missing files.
 
-    Raises UserError for a name that is not known.
+    Raises UserError for an unknown name.
     """
     lost: dict[str, list[str]] = {}
     if "name" not in options:
@@ -79,7 +79,7 @@ def named_settings(options: Mapping[str, Word]) -> tuple[dict[str, Any], dict[st
 
 
 def _of_file(name: str, folder: Word, lost: dict[str, list[str]], above: tuple[Path, ...]) -> dict[str, Any]:
-    """The settings of a file; the files `above` name it. Later names in its `defaults` win, as in Hydra."""
+    """The settings of a file, which the files `above` include. Later names in its `defaults` win, as in Hydra."""
     stem = name.removesuffix(".yaml")
     if stem in OWN:
         return {"actor_rollout_ref.actor.strategy": "megatron"} if "megatron" in stem else {}
@@ -103,9 +103,9 @@ def _of_file(name: str, folder: Word, lost: dict[str, list[str]], above: tuple[P
 
 
 def read_yaml(file: Path) -> dict[str, Any]:
-    """The groups in a file. Raises UserError for a file that has none."""
+    """The groups in a file. Raises UserError for a file without any."""
     with yaml_errors_in_a_sentence(file):
-        # As Hydra reads it: 1e-6 is a number there, and text in YAML itself.
+        # With Hydra's loader, which reads 1e-6 as a number; for YAML itself it is text.
         values = yaml.load(read_given(file), Loader=get_yaml_loader())
     if not isinstance(values, dict):
         raise UserError(f"{file} has no settings of verl: YAML with groups of keys belongs there")
@@ -113,7 +113,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 
 def settings_of_yaml(values: Mapping[str, Any], file: Path) -> dict[str, Any]:
-    """Keys and values of groups; a value that refers to another one is not known."""
+    """Keys and values of groups; a value that refers to another one is unknown."""
     return {
         key: unknown(key, Word.missing(value, str(file))) if isinstance(value, str) and "${" in value else value
         for key, value in leaves(values)

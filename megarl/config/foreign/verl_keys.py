@@ -1,4 +1,4 @@
-"""Keys of verl and the keys and values that they become here."""
+"""Keys of verl, and the keys and values that they are translated to."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +50,7 @@ DEFAULTS: Mapping[str, Any] = {
     "trainer.test_freq": -1,
     "trainer.total_epochs": 30,
 }
-"""Key -> verl's default, where it counts for the recipe."""
+"""Key -> verl's default, if the recipe depends on it."""
 
 _OPTIMIZERS = ("actor_rollout_ref.actor.optim.", "critic.optim.")
 _STRATEGY = "actor_rollout_ref.actor.strategy"
@@ -65,7 +65,7 @@ DEFAULTS_OF: Mapping[str, Mapping[str, Any]] = {
         **{f"{each}init_lr_ratio": 0.1 for each in _OPTIMIZERS},
     },
 }
-"""Value of model_engine -> verl's defaults there, where they are others."""
+"""Value of model_engine -> verl's defaults there, if they differ."""
 
 ALIASES: Mapping[str, str] = {
     "reward.custom_reward_function.": "custom_reward_function.",
@@ -94,7 +94,7 @@ ALIASES: Mapping[str, str] = {
     **{f"{each}lr_min": f"{each}min_lr" for each in _OPTIMIZERS},
     **{f"{each}lr_start": f"{each}lr_warmup_init" for each in _OPTIMIZERS},
 }
-"""How a key is called in one version of verl -> in another; names that end in a dot are beginnings."""
+"""Name of a key in one version of verl -> its name in another; names that end in a dot are prefixes."""
 
 SAME: Mapping[str, str] = {
     "data.prompt_key": "data.prompt_column",
@@ -125,9 +125,9 @@ OPTIMIZER = (
     *("lr", "min_lr", "weight_decay", "clip_grad", "lr_warmup_init", "lr_decay_style", "lr_wsd_decay_style"),
     "weight_decay_incr_style",
 )
-"""Below `optim`: options that Megatron calls so, too."""
+"""Below `optim`: options with the same name in Megatron."""
 COUNTED_IN_STEPS = ("lr_warmup_steps", "lr_decay_steps", "lr_wsd_decay_steps")
-"""The same, in rollouts; Megatron counts optimizer steps."""
+"""The same, counted in rollouts; Megatron counts optimizer steps."""
 OPTIMIZER_DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(("lr_decay_steps", "lr_wsd_decay_steps")),
     **dict.fromkeys(("lr_decay_style", "weight_decay_incr_style"), "constant"),
@@ -138,15 +138,15 @@ OPTIMIZER_DEFAULTS: Mapping[str, Any] = {
     "lr_warmup_steps": 0,
     "lr_wsd_decay_style": "exponential",
 }
-"""Option of Megatron -> its value in an optimizer of which verl is not told another."""
+"""Option of Megatron -> its value in verl's optimizer by default."""
 PARALLEL = (
     *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
     *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
     "use_distributed_optimizer",
 )
-"""Below `megatron`: options that Megatron calls so, too."""
+"""Below `megatron`: options with the same name in Megatron."""
 OVERRIDES = ("override_transformer_config.", "override_ddp_config.", "override_optimizer_config.")
-"""Below these everything is an option of Megatron."""
+"""Below these, every key is an option of Megatron."""
 
 ADVANTAGES: Mapping[str, str] = {
     **{
@@ -175,7 +175,7 @@ POLICY_LOSSES: Mapping[str, str] = {
     **{name: name for name in ("gspo", "sapo", "clip_cov", "kl_cov", "cispo", "dppo_tv", "dppo_kl")},
 }
 BYPASS_LOSSES: Mapping[str, str] = {"ppo_clip": "clip", "reinforce": "policy_gradient"}
-"""Value of loss_type with bypass_mode, which takes the place of loss_mode -> policy loss."""
+"""Value of loss_type with bypass_mode, which replaces loss_mode -> policy loss."""
 KL_ESTIMATORS: Mapping[str, str] = {
     **dict.fromkeys(("kl", "k1"), "k1"),
     **dict.fromkeys(("mse", "k2"), "k2"),
@@ -193,9 +193,9 @@ AGGREGATIONS: Mapping[str, str] = {
 }
 CORRECTIONS: Mapping[str, str] = {"token": "token_importance", "sequence": "sequence_importance"}
 LEVELS: Mapping[str, str] = {"token": "token", "sequence": "sequence", "geometric": "sequence_mean"}
-"""Level of importance weights in verl 0.6.0 -> the beginning of kinds of corrections."""
+"""Level of importance weights in verl 0.6.0 -> prefix of the kind of correction."""
 MODES: Mapping[str, str] = {"truncate": "importance", "mask": "band"}
-"""Name of verl 0.6.0 for its way with ratios beyond the bounds -> the last kind of correction for it."""
+"""How verl 0.6.0 treats ratios outside the bounds -> suffix of the kind of correction."""
 DECAYS: Mapping[str, str] = {name: name for name in ("constant", "cosine", "linear")}
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float32": "fp32"}
 LOGGERS = ("console", "wandb", "mlflow", "tensorboard")
@@ -220,21 +220,21 @@ POLICY_LOSS_OPTIONS: Mapping[str, Mapping[str, str]] = {
 CLIPPED = ("clip", "gspo", "gmpo", "cispo", "clip_cov", "dppo_tv", "dppo_kl")
 """Policy losses with a lower and an upper clip."""
 OPEN_BELOW = ("clip", "gspo", "cispo", "clip_cov", "dppo_tv")
-"""Policy losses without a lower clip from 1 on, which is the largest here: a ratio is never below 0."""
+"""Policy losses that have no lower clip from 1 on, the maximum here, because a ratio is never below 0."""
 CLIPPED_AGAIN: Mapping[str, str] = {"clip": "dual_clip", "dppo_tv": "ratio_cap", "dppo_kl": "ratio_cap"}
-"""Policy loss -> its option that `clip_ratio_c` is."""
+"""Policy loss -> the option that corresponds to `clip_ratio_c`."""
 AGGREGATED: Mapping[str, str] = dict.fromkeys(("gspo", "sapo", "gmpo"), "seq_mean_token_mean")
-"""Policy loss -> the aggregation that it has whatever `loss_agg_mode` says."""
+"""Policy loss -> its aggregation, whatever `loss_agg_mode` says."""
 NORMALIZED = ("grpo", "grpo_pass_k", "gdpo")
-"""Advantages that `norm_adv_by_std_in_grpo` is for."""
+"""Whether an override chooses a file, as `algorithm=gspo` does in configs/algorithm/, and does not set a value."""
 
 _MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 FROM_MINUS_ONE = "math_dapo"
-"""The reward that is 1 and -1 in verl, where it is 1 and 0 here."""
+"""The reward that is 1 or -1 in verl, and 1 or 0 here."""
 REWARDS: Mapping[str, tuple[str, ...]] = {
     "gsm8k": ("openai/gsm8k",),
     "math": (*_MATH, *(f"numina_{each}" for each in _NUMINA)),
     FROM_MINUS_ONE: ("math_dapo", "math", "math_dapo_reasoning", "aime*"),
 }
-"""Reward -> values of data_source for which verl has it."""
+"""Reward -> values of data_source for which verl uses it."""

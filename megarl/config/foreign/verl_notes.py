@@ -1,4 +1,4 @@
-"""Keys of verl that become nothing here, and what is said of each."""
+"""Keys of verl without a translation, and the note on each."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from megarl.config.foreign.recipe import SAMPLED_FROM_ALL
 
 TURNS = "trainer and engines take turns on the GPUs, and who waits has its memory on the host"
 OWN_GPUS = "trainer and engines have GPUs of their own, and keep their memory there"
-"""The same where engines sample ahead."""
+"""The same, if engines sample ahead."""
 _PACKED = "micro-batches are always packed, without padding, by tokens"
 _TRAINER = "the trainer is always Megatron-core"
 _SAME_SIZES = "the reference has the policy's parallel sizes and its micro-batches"
@@ -20,7 +20,7 @@ WHOLE = (
     "every rank has whole weights and gradients here, which verl cuts over ranks: megarl plan says whether they fit;"
     " megatron.use_torch_fsdp2=true cuts them, too, or tensor and expert parallelism does"
 )
-"""The note where verl's trainer is FSDP."""
+"""The note if verl's trainer is FSDP."""
 
 ALWAYS: Mapping[str, str] = {
     "actor_rollout_ref.hybrid_engine": TURNS,
@@ -130,7 +130,7 @@ ALWAYS: Mapping[str, str] = {
     "trainer.use_v1": _TRAINER,
     "model_engine": _TRAINER,
 }
-"""Key of verl, or the beginning of one -> why nothing needs to be said of it here."""
+"""Key of verl, or a prefix -> why it needs no note here."""
 
 _MASKS = "masks of tokens and responses are kinds of algorithm.corrections, in docs/algorithms.md"
 
@@ -170,7 +170,7 @@ ABSENT: Mapping[str, str] = {
     "trainer.resume_from_path": "a run continues from the latest checkpoint of its output_dir",
     "distillation": "teachers are given as teachers.NAME.path",
 }
-"""Key of verl, or the beginning of one, without a counterpart -> what there is in its place."""
+"""Key of verl, or a prefix, without a counterpart -> what there is instead."""
 
 
 REFUSED: Mapping[str, str] = {
@@ -179,17 +179,17 @@ REFUSED: Mapping[str, str] = {
         " quickstart_distillation"
     ),
 }
-"""Switch of verl -> why a command that turns it on has no recipe."""
+"""Switch of verl -> why a command that turns it on cannot be translated."""
 
 OF_MANAGERS = ("launch_reward_fn_async", "reward_kwargs.", "reward_manager")
-"""Keys below reward_model that are of rules, too."""
+"""Keys below reward_model that also apply to rule-based rewards."""
 
 _CONTENTS = ("model", "optimizer", "extra")
 ALIKE: Mapping[str, tuple[str, ...]] = {
     **{f"actor_rollout_ref.actor.checkpoint.{each}_contents": _CONTENTS for each in ("save", "load")},
     "reward_model.reward_manager": ("naive", "dapo", "batch", "prime", "rate_limited"),
 }
-"""Key that asks for nothing else in these values -> the values."""
+"""Key -> its values that ask for nothing else than what is done here."""
 
 SWITCHED: Mapping[str, str] = {
     "actor_rollout_ref.model.mtp.": "actor_rollout_ref.model.mtp.enable",
@@ -205,7 +205,7 @@ SWITCHED: Mapping[str, str] = {
     **{f"reward_model.{each}": "" for each in OF_MANAGERS},
     "reward_model.": "reward_model.enable",
 }
-"""Beginning of keys -> the key without which none of them does anything; empty where they need none."""
+"""Prefix of keys -> the key without which they have no effect; empty if they need none."""
 
 NEUTRAL: Mapping[str, Any] = {
     "actor_rollout_ref.actor.optim.total_training_steps": -1,
@@ -229,11 +229,11 @@ NEUTRAL: Mapping[str, Any] = {
     "data.val_max_samples": -1,
     "data.video_key": "videos",
 }
-"""Key without a counterpart -> its value in which nothing is asked of it."""
+"""Key without a counterpart -> its value that asks for nothing."""
 
 
 def reason(table: Mapping[str, str], key: str) -> str:
-    """The text of a table for the key or for the longest beginning of it; empty where there is none."""
+    """The text in a table for the key or its longest prefix; empty if there is none."""
     while key:
         if key in table:
             return table[key]

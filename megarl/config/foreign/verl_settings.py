@@ -1,4 +1,4 @@
-"""The overrides of a verl command, out of a script, a YAML file or words."""
+"""Reads the overrides of a verl command from a script, a YAML file or words."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +26,12 @@ from megarl.config.origins import leaves
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of verl, and what else is to be known of the command that they are from."""
+    """Settings of verl, and facts about the command that they are from."""
 
     values: dict[str, Any]
     """Key -> value."""
     trainer: Trainer = field(default_factory=Trainer)
-    """The program's; verl's own for settings without a program."""
+    """The command's program; verl's own for settings without a program."""
     lost: dict[str, list[str]] = field(default_factory=dict)
     """Reason -> places and names of settings that could not be read."""
 
@@ -39,7 +39,7 @@ class Settings:
 def read_settings(given: Sequence[str], environment: Mapping[str, str]) -> Settings:
     """Read settings of verl from one file or from overrides.
 
-    Raises UserError for a file without a command of verl, for a program that trains otherwise, and for an override
+    Raises UserError for a file without a verl command, for a program that trains differently, and for an override
     without a value.
     """
     trainer = Trainer()
@@ -71,7 +71,7 @@ def _overrides(words: Iterable[Word]) -> Iterator[tuple[str, Any]]:
             )
         key, equals, value = word.text.partition("=")
         Word(key, word.where).known()
-        # Other options of Hydra's say nothing of the training.
+        # Hydra's other options do not concern training.
         if not equals or key.startswith(("-", "hydra")):
             continue
         if word.unknown:
@@ -80,7 +80,7 @@ def _overrides(words: Iterable[Word]) -> Iterator[tuple[str, Any]]:
         try:
             override = OverridesParser.create().parse_override(word.text)
         except HydraException:
-            # A value that a shell had in quotes, and Hydra would want in quotes of its own.
+            # The shell has removed the quotes, and Hydra would require its own.
             yield key.lstrip("+~"), value
             continue
         if override.is_sweep_override():

@@ -7,7 +7,7 @@ from megatron_ext.options.arguments import megatron_fields
 
 
 def megatron(t: Translation, group: str, prefix: str) -> None:
-    """Parallel sizes and options of Megatron below `prefix`."""
+    """Translate parallel sizes and options of Megatron below `prefix`."""
     for name in verl.PARALLEL:
         if t.has(prefix + name):
             t.recipe.set(f"{group}.{name}", t.take(prefix + name))
@@ -16,7 +16,7 @@ def megatron(t: Translation, group: str, prefix: str) -> None:
 
 
 def _overrides(t: Translation, group: str, prefix: str) -> None:
-    """Options below `prefix`, where all are Megatron's."""
+    """Translate the options below `prefix`, all of which are Megatron's."""
     fields = megatron_fields()
     for name, value in t.below(prefix).items():
         if name == "moe_aux_loss_coeff" and value and not t.has(f"{prefix}moe_router_load_balancing_type"):
@@ -28,7 +28,7 @@ def _overrides(t: Translation, group: str, prefix: str) -> None:
 
 
 def optimizer(t: Translation) -> None:
-    """Mini-batches and the policy's optimizer; the length of the run is known before."""
+    """Translate mini-batches and the policy's optimizer; requires the length of the run."""
     batch, mini = t.recipe.get("loop.prompts_per_step"), t.count(f"{ACTOR}ppo_mini_batch_size")
     if batch % mini:
         name = "train" if batch == t.take("data.train_batch_size") else "gen"
@@ -41,7 +41,7 @@ def optimizer(t: Translation) -> None:
 
 
 def _optimizer_options(t: Translation, group: str, prefix: str, updates: int) -> None:
-    """Options below `optim`; verl counts a schedule in rollouts, Megatron in optimizer steps."""
+    """Translate the options below `optim`; verl counts a schedule in rollouts, Megatron in optimizer steps."""
     for name in verl.OPTIMIZER:
         if (value := t.take(prefix + name)) is not None:
             t.recipe.set(f"{group}.{name}", value)
@@ -61,7 +61,7 @@ def _optimizer_options(t: Translation, group: str, prefix: str, updates: int) ->
 
 
 def _warm_up(t: Translation, group: str, key: str, updates: int) -> None:
-    """The warm-up that verl has as a share of the run, unless it is given in steps."""
+    """Translate the warm-up that verl gives as a fraction of the run, unless it is given in steps."""
     if not (ratio := t.take(key)):
         return
     if t.recipe.get(f"{group}.lr_warmup_steps"):
@@ -77,7 +77,7 @@ def _warm_up(t: Translation, group: str, key: str, updates: int) -> None:
 
 
 def _decay(t: Translation, group: str, prefix: str) -> None:
-    """The decay by the names of verl's FSDP and its kin, to a share of the rate at the end of the run."""
+    """Translate the decay under the names of verl's FSDP and similar trainers, and the rate at the end of the run."""
     if t.take(style := f"{prefix}lr_scheduler_type"):
         t.recipe.set(f"{group}.lr_decay_style", t.choose(style, verl.DECAYS))
     if (first := t.take(f"{prefix}init_lr_ratio")) and t.recipe.get(f"{group}.lr_warmup_steps"):
@@ -91,7 +91,7 @@ def _decay(t: Translation, group: str, prefix: str) -> None:
 
 
 def critic(t: Translation) -> None:
-    """The critic of an advantage that has one, and its optimizer; the length of the run is known before."""
+    """Translate the critic, if the advantage has one, and its optimizer; requires the length of the run."""
     if t.recipe.get("algorithm.advantage") != "gae":
         for name in t.names_below("critic."):
             t.without_effect(f"critic.{name}", "this advantage has no critic")
@@ -99,7 +99,7 @@ def critic(t: Translation) -> None:
         return
     _optimizer_options(t, "critic.megatron", "critic.optim.", t.recipe.get("algorithm.updates_per_step"))
     megatron(t, "critic.megatron", "critic.megatron.")
-    # A key that verl's critic does not set has verl's default there, and the policy's here.
+    # A key that verl's critic does not set has verl's default there, but the policy's value here.
     for name in verl.PARALLEL:
         if t.recipe.get(f"megatron.{name}") not in (None, True) and not t.recipe.get(f"critic.megatron.{name}"):
             t.recipe.set(f"critic.megatron.{name}", None if name.startswith("virtual") else 1)
@@ -112,7 +112,7 @@ def critic(t: Translation) -> None:
     if mini is not None and mini != t.take(f"{ACTOR}ppo_mini_batch_size"):
         t.absent(key, "the critic has the policy's mini-batches")
     t.recipe.set("critic.value_clip", t.take("critic.cliprange_value"))
-    # verl counts steps from 1, and lets the policy learn in the one of this number.
+    # verl counts steps from 1, and starts to train the policy in the step with this number.
     warmup = t.take("trainer.critic_warmup") or 0
     if not isinstance(warmup, int):
         raise UserError(f"trainer.critic_warmup={warmup} is no number of steps: change it, then translate again")

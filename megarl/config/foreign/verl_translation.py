@@ -1,4 +1,4 @@
-"""Translates the settings of a verl command, taken one by one, into a recipe."""
+"""Translates the settings of a verl command, one by one, into a recipe."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,21 +15,21 @@ CORRECTION = f"{ALGORITHM}rollout_correction."
 
 
 class Translation:
-    """Translates settings of verl, taken one by one, into a recipe."""
+    """Translates settings of verl, one by one, into a recipe."""
 
     def __init__(self, given: Mapping[str, Any], trainer: Trainer) -> None:
         self.given = given
         self.trainer = trainer
         self.recipe = TranslatedRecipe()
         self.schedule_length: int | str = OPEN
-        """Rollouts that the learning rate is planned for, which may be more than the run's."""
+        """Number of rollouts that the learning rate is scheduled for, which may exceed the run's."""
         engine = given.get("model_engine")
         engine = engine.word.known() if isinstance(engine, Unknown) else engine
         self._defaults = {**verl.DEFAULTS, **verl.DEFAULTS_OF.get(str(engine), {})}
         self._taken: set[str] = set()
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of a key of verl, else verl's own default; `default`, too, where the key is given as null."""
+        """Consume a key of verl and return its value, or else verl's own default; `default` also if the key is null."""
         self._taken.add(key)
         value = self.given.get(key, self._defaults.get(key))
         if value is None:
@@ -37,18 +37,18 @@ class Translation:
         return value.word.known() if isinstance(value, Unknown) else value
 
     def count(self, key: str) -> int:
-        """The value of a key that counts something. Raises UserError for less than one, which would divide by zero."""
+        """The value of a key that is a count. Raises UserError for less than one, which would divide by zero."""
         value = self.take(key)
         if type(value) is not int or value < 1:
             raise UserError(f"{key}={value} is no number of at least 1: change it, then translate again")
         return value
 
     def has(self, key: str) -> bool:
-        """Whether the key is given, and not as nothing."""
+        """Whether the key is given, and not null or empty."""
         return self.given.get(key) is not None
 
     def choose(self, key: str, table: Mapping[str, str]) -> str:
-        """The value of a key in megarl's words. Raises UserError for one that megarl does not have."""
+        """The value of a key, translated by `table`. Raises UserError for a value that megarl does not have."""
         value = self.take(key)
         if value not in table:
             raise UserError(
@@ -58,7 +58,7 @@ class Translation:
         return table[value]
 
     def names_below(self, prefix: str) -> list[str]:
-        """The rests of the given keys that begin so."""
+        """The given keys that begin with `prefix`, without it."""
         return [key.removeprefix(prefix) for key in self.given if key.startswith(prefix)]
 
     def below(self, prefix: str) -> dict[str, Any]:
@@ -66,22 +66,22 @@ class Translation:
         return {name: self.take(prefix + name) for name in self.names_below(prefix)}
 
     def absent(self, key: str, why: str) -> None:
-        """Say that a given setting has no counterpart."""
+        """Note that a given setting has no counterpart."""
         self._taken.add(key)
         self.recipe.absent.setdefault(why, []).append(f"{key}={self.given[key]}")
 
     def without_effect(self, key: str, why: str) -> None:
-        """Say that a given setting changes nothing."""
+        """Note that a given setting has no effect."""
         self._taken.add(key)
         self.recipe.always.setdefault(why, []).append(f"{key}={self.given[key]}")
 
     def finish(self) -> TranslatedRecipe:
-        """The recipe, after all that is left has been said."""
+        """The recipe, after noting all remaining settings."""
         for key, name in verl.SAME.items():
             if self.has(key):
                 self.recipe.set(name, self.take(key))
         for key in sorted(self.given.keys() - self._taken):
-            if key.endswith("._target_"):  # a class of verl's own
+            if key.endswith("._target_"):  # a class of verl's
                 continue
             if not self._is_alike(key):
                 self.absent(key, verl_notes.reason(verl_notes.ABSENT, key))
@@ -93,13 +93,13 @@ class Translation:
         return self.recipe
 
     def _is_alike(self, key: str) -> bool:
-        """Whether a setting asks for no more than there is here in any case, where that depends on its value."""
+        """Whether a setting asks only for what is always done here, if that depends on its value."""
         value, alike = self.given[key], verl_notes.ALIKE.get(key)
         values = value if isinstance(value, list) else [value]
         return alike is None or value is None or all(each in alike for each in values)
 
     def _nothing(self, key: str) -> str:
-        """Why a setting asks for nothing; empty where it does."""
+        """Why a setting asks for nothing; empty if it asks for something."""
         switch = next((each for beginning, each in verl_notes.SWITCHED.items() if key.startswith(beginning)), "")
         if switch and not self.given.get(switch):
             return f"nothing comes of it without {switch}"
