@@ -17,8 +17,8 @@ class Placement(NamedTuple):
 
     A tuple, because a plan creates hundreds of thousands of them and a dataclass takes twice the time.
 
-    Example: at TP 2, rank 1's half of a column-parallel weight of 256 rows is `Placement("lm_head.weight", Box((128,
-    0), (256, 64)), "output_layer.weight", Box((0, 0), (128, 64)))`.
+    Example: at TP 2, rank 1's half of a column-parallel weight of 256 rows is `Placement("lm_head.weight",
+    Box((128, 0), (256, 64)), "output_layer.weight", Box((0, 0), (128, 64)))`.
     """
 
     hf_name: str
@@ -35,8 +35,8 @@ class Placement(NamedTuple):
 class Shard:
     """One rank's part of a model: its tensors, the placements in them, and the boxes that no HuggingFace element fills.
 
-    Example: `Shard({"w": (4, 2)}, [Placement("hf", Box((0, 0), (3, 2)), "w", Box((0, 0), (3, 2)))], padding=[("w",
-    Box((3, 0), (4, 2)))])`.
+    Example: `Shard({"w": (4, 2)}, [Placement("hf", Box((0, 0), (3, 2)), "w", Box((0, 0), (3, 2)))],
+    padding=[("w", Box((3, 0), (4, 2)))])`.
     """
 
     local_shapes: Mapping[str, Shape]

@@ -28,7 +28,7 @@ class Check(Protocol):
         """Number of bytes read for the comparison."""
 
     def damage(self) -> str | None:
-        """A name for the damage; None if intact. Called in a thread."""
+        """The name of what is damaged; None if it is intact. Called in a thread."""
 
 
 def damages(checks: Sequence[Check], *, workers: int, on_bytes: Callable[[int], None]) -> list[str]:

@@ -9,7 +9,7 @@ _DIGITS, _MOST_DIGITS = 7, 20
 
 
 def manifest_of(folder: Path) -> tuple[Path, Manifest] | None:
-    """Find the manifest for the checkpoint in `folder`, and return the folder that contains it.
+    """Find the manifest for the checkpoint in `folder`, and return it with its folder.
 
     It is in the iteration below `folder` that the tracker names, in `folder` itself, or in its parent. Returns None if
     there is none; raises UserError if it is damaged.

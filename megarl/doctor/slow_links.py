@@ -112,7 +112,7 @@ def _doubtful(links: Sequence[Link]) -> list[Way]:
 
 
 def _apart(ways: Sequence[Way]) -> Iterator[list[Way]]:
-    """Yield groups of links in which each node occurs once."""
+    """Yield groups of links in which each node occurs at most once."""
     left = list(ways)
     while left:
         group, others, ends = list[Way](), list[Way](), set[str]()

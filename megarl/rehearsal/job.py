@@ -42,7 +42,7 @@ class RehearsedJob:
     engine: RehearsedEngine
     refit: RehearsedRefit
     cache_bytes: int
-    """KV cache of a worker."""
+    """Bytes of a worker's KV cache."""
 
     @property
     def worst(self) -> Need:
@@ -51,7 +51,7 @@ class RehearsedJob:
 
     @property
     def fits(self) -> bool:
-        """Whether every phase fits on its GPU."""
+        """Whether every GPU has room in every phase."""
         return self.worst.free >= 0
 
 

@@ -1,4 +1,4 @@
-"""Keeps the values of integer tensors on fake tensors, and routes tokens evenly to all experts.
+"""Fake tensors of integers that keep their values, and routing of tokens evenly to all experts.
 
 A model computes sizes from integers: the bounds of sequences, the number of tokens per expert. Without their values the
 sizes that depend on them would be unknown.
