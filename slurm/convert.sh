@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 #
-# A HuggingFace folder to a Megatron checkpoint, on one node without GPUs: `megarl convert`.
+# Converts a HuggingFace folder to a Megatron checkpoint, on one node without GPUs: `megarl convert`.
 #
 #   sbatch slurm/convert.sh --hf /models/DeepSeek-V3 --tp 8 --pp 8 --ep 32 --out /models/DeepSeek-V3-megatron
 #
-# Every argument goes to `megarl convert`. A job that was interrupted goes on when the same is submitted again.
+# All arguments are passed to `megarl convert`. An interrupted job continues when the same command is submitted again.
 
 #SBATCH --job-name=megarl-convert
 #SBATCH --nodes=1

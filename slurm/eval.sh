@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 #
-# Accuracy of a HuggingFace folder: a Ray cluster over the nodes of this allocation, then `megarl eval` on it.
+# Evaluates a HuggingFace folder: starts a Ray cluster over the nodes of this allocation, then runs `megarl eval` on it.
 #
 #   sbatch slurm/eval.sh --model /runs/grpo/huggingface --files /data/eval.parquet --reward gsm8k \
 #     --output-dir /runs/eval rollout.engine_args.tensor_parallel_size=8
 #
-# Every argument goes to `megarl eval`. Paths must be absolute and on a file system that all nodes see.
+# All arguments are passed to `megarl eval`. Paths must be absolute and on a file system that all nodes share.
 
 #SBATCH --job-name=megarl-eval
 #SBATCH --nodes=1

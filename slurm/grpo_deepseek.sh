@@ -1,27 +1,27 @@
 #!/usr/bin/env bash
 #
-# GRPO with the recipe grpo_deepseek_v3: a Ray cluster over the nodes of this allocation, then `megarl train` on it.
+# GRPO with the recipe grpo_deepseek_v3: starts a Ray cluster over the nodes of this allocation, then runs `megarl train`.
 #
-# Submit from the checkout, which lies on a file system that all nodes see, with .venv made by `make setup CUDA=1`:
+# Submit it from the checkout, which must be on a file system that all nodes share, with .venv made by `make setup CUDA=1`:
 #
 #   sbatch --nodes=48 slurm/grpo_deepseek.sh model.path=/models/policy 'data.train_files=[/data/math.parquet]' output_dir=/runs/grpo
 #
-# The model is the released one in bf16, without its layer for multi-token prediction: "A released model as a policy" in
-# docs/convert.md. Every argument goes to `megarl train`: KEY=VALUE, or a flag of Megatron. Paths must be absolute and on that file
-# system. A job that is requeued continues from the last checkpoint below output_dir. The run ends with one as soon as its
-# time is too short for another step, and when it is preempted, and the job goes back into the queue. So it does when a
-# process or a machine dies.
+# The model is the released one in bf16, without its multi-token-prediction layer: see "A released model as a policy" in
+# docs/convert.md. All arguments are passed to `megarl train`: KEY=VALUE, or Megatron's flags. Paths must be absolute and
+# on that file system. A requeued job continues from the last checkpoint below output_dir. When the time left is too short
+# for another step, or on preemption, the run saves a checkpoint and ends, and the job is requeued. It is also requeued
+# when a process or a machine dies.
 #
-# The sizes of grpo_deepseek_v3 need 48 nodes of 8 GPUs, and each of its engines 16 GPUs, of two nodes. On the one node
-# asked for below, give sizes that fit it, for example for a small model of this architecture on 8 GPUs:
+# The sizes of grpo_deepseek_v3 need 48 nodes of 8 GPUs, with each engine on 16 GPUs of two nodes. For the single node
+# requested below, give sizes that fit it, for example for a small model of this architecture on 8 GPUs:
 #
 #   cluster.trainer_ranks=4 megatron.tensor_model_parallel_size=2 megatron.pipeline_model_parallel_size=1
 #   megatron.num_layers_in_first_pipeline_stage=null megatron.num_layers_in_last_pipeline_stage=null
 #   megatron.expert_model_parallel_size=4 rollout.replicas=1 rollout.engine_args.tensor_parallel_size=4
 #   rollout.engine_args.nnodes=1 rollout.weights=as_trained
 #
-# See "Slurm", "Several machines" and "GPUs" in docs/cluster.md; slurm/cluster.sh has what the environment may say,
-# such as the image of a container. This script has been run by a Slurm of two nodes, not on GPUs.
+# See "Slurm", "Several machines" and "GPUs" in docs/cluster.md; slurm/cluster.sh lists the environment variables, such
+# as a container image. This script has been tested on a Slurm cluster of two nodes, not on GPUs.
 
 #SBATCH --job-name=megarl-grpo
 #SBATCH --nodes=1

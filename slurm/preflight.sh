@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 #
-# Whether the nodes of this allocation are sound: `megarl doctor --cluster` on a Ray cluster over them.
+# Checks whether the nodes of this allocation are sound: `megarl doctor --cluster` on a Ray cluster over them.
 #
 #   sbatch --nodes=32 slurm/preflight.sh --folders /runs --inputs /models /data
 #
-# Every argument goes to `megarl doctor`. Ends with 1 where a node is slow or
-# broken, and names it; `sbatch --dependency=afterok:JOBID slurm/grpo_deepseek.sh ...` starts a run only if all are sound.
+# All arguments are passed to `megarl doctor`. Exits with 1 and names the node if one is slow or broken;
+# `sbatch --dependency=afterok:JOBID slurm/grpo_deepseek.sh ...` starts a run only if all are sound.
 
 #SBATCH --job-name=megarl-preflight
 #SBATCH --nodes=2
