@@ -1,15 +1,15 @@
-# Everything runs in .venv, which `setup` makes on first use and checks on every later one.
+# Everything runs in .venv, which `setup` creates on first use and checks on every later one.
 PYTHON := .venv/bin/python
 MODEL  ?= qwen3_moe
 ENGINE ?=
 WEIGHTS ?=
 STEPS  ?=
 OUTPUT ?=
-# Processes that run tests, twice as many as two cores, since tests wait. A file stays with one (tests/conftest.py); in
-# order, the long files are not all at the end.
+# Number of test processes, twice that of two cores, since tests also wait. A file stays with one (tests/conftest.py); kept
+# in order, so that the long files do not all come last.
 TEST_WORKERS ?= 4
 
-# Tests and jobs begin hundreds of processes, which import the same modules: each of them is compiled once.
+# Tests and jobs start hundreds of processes that import the same modules: compile each module only once.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup environment benchmark-setup test test-long test-cuda test-parallel test-sglang test-slurm test-megatron-next lint format docs quickstart benchmark benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-quickstarts benchmark-packing benchmark-train-step benchmark-schedules benchmark-schedules-real benchmark-faults benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-checkpoint benchmark-collectives clean
@@ -61,12 +61,12 @@ environment:
 benchmark-setup:
 	@python3 tools/setup_environment.py --benchmark
 
-# Several tests share the cores, and so do the programs of a benchmark: each process computes with one thread.
+# Several tests share the cores, and so do a benchmark's programs: one math thread per process.
 test benchmark-convert benchmark-refit benchmark-weight-changes benchmark-adapter-refit benchmark-join benchmark-forecast benchmark-plan benchmark-algorithms benchmark-log-probs benchmark-kernels benchmark-data-plane benchmark-router-replay benchmark-kv-scales benchmark-gaps benchmark-quickstarts benchmark-packing benchmark-train-step benchmark-schedules benchmark-controller benchmark-engine-calls benchmark-engine-faults benchmark-collectives: export OMP_NUM_THREADS ?= 1
 test: setup
 	$(PYTHON) -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
-# Their runs have many processes already.
+# Their runs already have many processes.
 test-long: TEST_WORKERS = 2
 test-long: export OMP_NUM_THREADS ?= 1
 test-long: setup
@@ -79,7 +79,7 @@ test-parallel: export OMP_NUM_THREADS ?= 1
 test-parallel: setup
 	$(PYTHON) -m pytest -m parallel $(ARGS) tests/parallel
 
-# Most of their time goes into starting servers. A process takes a file at a time, and not, as those of `test`, all files
+# Most of their time is spent on starting servers. A process takes one file at a time, and not, as in `test`, all files
 # that share an engine.
 test-sglang: TEST_WORKERS = 2
 test-sglang: export OMP_NUM_THREADS ?= 1
@@ -90,7 +90,7 @@ test-slurm: export OMP_NUM_THREADS ?= 1
 test-slurm: setup
 	$(PYTHON) -m pytest -rs -m slurm $(ARGS) tests/slurm
 
-# What no other target needs lies in an environment of its own: the newest megatron-core does not take every Python.
+# In a separate environment that no other target needs, as the newest megatron-core does not support every Python.
 test-megatron-next: export OMP_NUM_THREADS ?= 1
 test-megatron-next:
 	@python3 tools/next_environment.py
@@ -110,10 +110,10 @@ docs: setup
 	$(PYTHON) -m megarl.diagnostics.reference docs/metrics.md
 	$(PYTHON) -m megarl.config.options_reference docs/options.md
 
-# What SGLang needs in other versions than .venv has lies beside it, and only its server sees it. On CUDA another torch is
-# among it, and so it is a whole environment.
+# SGLang's versions of packages that differ from .venv's, in a separate folder that only its server sees. On CUDA they
+# include another torch, so it is a whole environment.
 PIP_FOR_SGLANG = -m pip install --quiet --no-deps --retries 10
-# Its programs name the folder in which they were made.
+# Scripts of a venv contain the path of the folder where it was created.
 RENAMED_IN_SGLANG = grep --recursive --files-with-matches --binary-files=without-match '$@\.partial' $@.partial/bin | xargs sed --in-place 's|$@\.partial|$@|g'
 .venv-sglang: constraints/sglang.txt constraints/sglang_cuda.txt | environment
 	@printf '%s\n' "glibc 2.34" "$$(getconf GNU_LIBC_VERSION)" | sort --version-sort --check=quiet || { \
@@ -127,7 +127,7 @@ RENAMED_IN_SGLANG = grep --recursive --files-with-matches --binary-files=without
 	mv $@.partial $@
 	touch $@
 
-# One word for the shell, whatever is in it.
+# Quotes a value as one shell word.
 quoted = '$(subst ','\'',$(1))'
 
 quickstart: setup $(if $(filter sglang,$(ENGINE)),.venv-sglang)
