@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from importlib import import_module
@@ -18,7 +19,9 @@ _ENVIRONMENT = {
 
 
 def call_apart(module: str, function: str, *arguments: Any) -> Any:
-    """Call a function of a module in a new process, so that only that imports it. Re-raises its UserError.
+    """Call a function of a module in a new process, so that only that imports it.
+
+    Re-raises its UserError, and raises one if the system kills the process.
 
     Example: call_apart("megarl.rehearsal.trainer_rank", "rehearse_ranks", rank_model, [0, 32], size)
     """
@@ -29,6 +32,11 @@ def call_apart(module: str, function: str, *arguments: Any) -> Any:
         env={**os.environ, **_ENVIRONMENT},
         check=False,
     )
+    if done.returncode == -signal.SIGKILL:
+        raise UserError(
+            f"the system killed the process of {module}.{function}, as it does where memory runs out: free memory on"
+            " this machine, or raise the limit of its container or batch job"
+        )
     if done.returncode:
         raise RuntimeError(f"the process of {module}.{function} ended with {done.returncode}")
     answer = pickle.loads(done.stdout)
