@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prediction-layers",
         type=int,
         metavar="N",
-        help="layers of multi-token prediction that train with the policy (those of its config.json)",
+        help="layers of multi-token prediction in the trainer (those of the policy's config.json)",
     )
     group.add_argument(
         "--search", action="store_true", help="propose sizes for the model and --gpus in all, the fastest that fit"
@@ -110,9 +110,6 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
         raise UserError(f"--staleness {options.staleness} is too small: it must be at least 0")
     if (layers := options.prediction_layers) is not None and layers < 0:
         raise UserError(f"--prediction-layers {layers} is too small; give at least 0")
-    predicting = None
-    if options.mtp_training != "none" and options.lora is None:
-        predicting = read_trained_model(options.model, layers)
     training = TrainingOptions.of(options.megatron, options.training_dtype)
     if options.recompute is not None:
         training = replace(training, recompute=replace(training.recompute, is_full=options.recompute == "full"))
@@ -123,7 +120,11 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
         workload=Workload(**work),
         device=device,
         training=replace(
-            training, expert_load=options.expert_load, lora=options.lora, keeps_reference=options.keeps_reference
+            training,
+            expert_load=options.expert_load,
+            lora=options.lora,
+            predicts=options.mtp_training != "none" and options.lora is None,
+            keeps_reference=options.keeps_reference,
         ),
         engine=EngineOptions(
             utilization=share,
@@ -135,6 +136,6 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
             computes_beside=options.computes_beside,
         ),
         staleness=options.staleness,
-        predicting=predicting,
+        predicting=read_trained_model(options.model, layers),
         sends_whole_tensors=options.sends_whole_tensors,
     )

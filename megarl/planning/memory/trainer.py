@@ -52,6 +52,8 @@ class TrainingOptions:
     """Tokens routed to the experts of the busiest rank, relative to the mean."""
     lora: Lora | None = None
     """The adapter that is trained instead of the weights."""
+    predicts: bool = True
+    """Multi-token-prediction layers are trained; otherwise the trainer holds them unchanged."""
     keeps_reference: bool = False
     """A copy of the weights is kept for the KL or the loss; an adapter needs none."""
 
@@ -138,11 +140,12 @@ def _stage(
     micro_batches: int,
 ) -> TrainerMemory:
     weights = rank_weights(architecture, parallel, stage)
-    adapter = adapter_architecture(architecture, options.lora) if options.lora else None
-    trained = rank_weights(adapter, parallel, stage) if adapter else weights
+    running = architecture if options.predicts else architecture.without_mtp
+    adapter = adapter_architecture(running, options.lora) if options.lora else None
+    trained = rank_weights(adapter or running, parallel, stage)
     held = weights.total + (trained.total if adapter else 0)
     hidden = layer_input_bytes(architecture, parallel, options.weight_bytes)
-    kept = _kept(architecture, parallel, options, stage, micro_batches)
+    kept = _kept(running, parallel, options, stage, micro_batches)
     logits = _LOGIT_COPIES * _FLOAT32 * CHUNK_LOGITS if stage == parallel.pipeline_model_parallel_size - 1 else 0
     return TrainerMemory(
         stage=stage,

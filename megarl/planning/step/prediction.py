@@ -54,11 +54,11 @@ class PlannedStep:
     refit_seconds: float | None = None
     """Seconds for moving a refit's bytes if they have been replayed; else the time of an engine's NIC is used."""
     predicting: Architecture | None = None
-    """The trained model if it has multi-token-prediction layers, which no refit moves."""
+    """The trainer's model if it has multi-token-prediction layers, which no refit moves."""
 
     @property
-    def trained(self) -> Architecture:
-        """The model that is trained."""
+    def held(self) -> Architecture:
+        """The trainer's model."""
         return self.predicting or self.refit.architecture
 
     @property
@@ -80,7 +80,7 @@ class StepPrediction:
         ranks = refit.trainer.data_parallel_size
         return max(
             trainer_memory(
-                self.step.trained,
+                self.step.held,
                 refit.trainer,
                 self.step.training,
                 micro_batch_tokens=workload.micro_batch_tokens(ranks),
@@ -166,7 +166,8 @@ class StepPrediction:
     def training_seconds(self) -> dict[str, float]:
         """Seconds of the trainer's stages, which do not depend on the engines."""
         step = self.step
-        training = Training(step.trained, step.refit.trainer, step.training, self._speeds, step.workload)
+        trained = step.held if step.training.predicts else step.held.without_mtp
+        training = Training(trained, step.refit.trainer, step.training, self._speeds, step.workload)
         return {"log_probs": training.log_prob_seconds, "update": training.update_seconds}
 
     @property

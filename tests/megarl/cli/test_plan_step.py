@@ -92,6 +92,27 @@ def test_a_layer_of_multi_token_prediction_trains_with_the_policy(capsys: pytest
     assert with_it["stage_seconds"]["rollout"] == without["stage_seconds"]["rollout"]
 
 
+@pytest.mark.parametrize("word", ["model.mtp_training=none", "lora.rank=8"])
+def test_a_trainer_has_layers_of_multi_token_prediction_that_it_leaves_alone(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def step(layers: int, *words: str) -> dict[str, Any]:
+        sizes = ["--gpus", "1", "--tp", "1", "--pp", "1", "--cp", "1", "--ep", "1", "--prediction-layers", str(layers)]
+        recipe = ["plan", "--config-name", "grpo_qwen3_moe", "--model", "glm_4_5", *sizes, *words]
+        assert main([*recipe, "--json"]) == 1
+        return json.loads(capsys.readouterr().out)["step"]
+
+    left_alone, without, trained = step(1, word), step(0, word), step(1)
+    # Attention, a shared expert and 160 others, the projection of two hidden states.
+    attention = 5120 * 128 * (2 * 96 + 2 * 8)
+    layer = attention + 161 * 3 * 5120 * 1536 + 160 * 5120 + 2 * 5120**2
+    found = left_alone["trainer_bytes"]["weights"] - without["trainer_bytes"]["weights"]
+    assert found == pytest.approx(2 * layer, rel=0.001)
+    for part in ("gradients", "optimizer", "activations"):
+        assert left_alone["trainer_bytes"][part] == without["trainer_bytes"][part] < trained["trainer_bytes"][part]
+    assert left_alone["stage_seconds"]["update"] == without["stage_seconds"]["update"]
+
+
 def test_a_loss_that_needs_a_reference_has_its_row_without_a_kl(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ["plan", "--config-name", "grpo_qwen3_1_7b", "algorithm.kl_coefficient=0"]
     assert main([*recipe, "+algorithm=sppo"]) == 0
