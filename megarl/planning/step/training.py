@@ -45,9 +45,10 @@ class PassSeconds:
         """Seconds of the backward pass, with `products` per forward product; `again` if it recomputes the forward pass.
 
         Gradients repeat all communication of the forward pass, once. For weight gradients, tensor parallelism also
-        gathers again the inputs of half of the products.
+        gathers again the inputs of half of the products. Under context parallelism keys and values go round once more,
+        beside their gradients.
         """
-        backward = products * self.computing + self.talking + self.tensor / 2
+        backward = products * self.computing + self.talking + self.tensor / 2 + self.context
         # A recomputed layer has its input already.
         return backward + (self.total - self.sending if again else 0.0)
 

@@ -95,10 +95,10 @@ def test_tokens_are_in_longer_sequences_than_the_mean() -> None:
     assert same.attention_tokens == pytest.approx(same.sequence_tokens, rel=1e-3)
 
 
-def test_a_backward_pass_exchanges_once_what_a_forward_pass_does() -> None:
+def test_a_backward_pass_exchanges_gradients_and_inputs_that_nobody_kept() -> None:
     forward = PassSeconds(computing=1, tensor=10, experts=100, context=1000, sending=10000)
-    assert forward.after(2, again=False) == 2 + 10 + 5 + 100 + 1000 + 10000
-    assert forward.after(1, again=True) == 1 + 10 + 5 + 100 + 1000 + 10000 + 1 + 10 + 100 + 1000
+    assert forward.after(2, again=False) == 2 + 10 + 5 + 100 + 2000 + 10000
+    assert forward.after(1, again=True) == 1 + 10 + 5 + 100 + 2000 + 10000 + 1 + 10 + 100 + 1000
 
 
 def test_turns_move_all_to_the_host_and_back() -> None:
@@ -184,7 +184,9 @@ def test_a_refit_has_the_weights_of_both_on_a_gpu_that_they_share() -> None:
     large = replace(step, refit=replace(step.refit, bucket_bytes=15 * 10**8, buckets=1))
     both = large.refit.bucket_bytes * 2 + StepPrediction(large).trainer_memory.weights
     assert both + StepPrediction(large).engine_memory.weights > 0.94 * 7e9
-    for shared, says in ((large, "a refit lacks"), (replace(large, refit=replace(large.refit, colocated=False)), None)):
+    # Buckets of as many bytes in all.
+    apart = replace(large, refit=replace(large.refit, colocated=False, buckets=2))
+    for shared, says in ((large, "a refit lacks"), (apart, None)):
         prediction = StepPrediction(shared)
         assert (prediction.trainer_room > 0, prediction.engine_room > 0) == (True, True)
         assert (prediction.why_not() or "").startswith(says or "")
@@ -204,7 +206,8 @@ def test_optimizer_state_follows_its_types_and_goes_to_the_host() -> None:
     host = {"optimizer_cpu_offload": True}
     assert TrainingOptions.of(host).optimizer_bytes == 4
     assert TrainingOptions.of({**host, "optimizer_offload_fraction": 0.5}).optimizer_bytes == 8
-    assert TrainingOptions.of({**host, "use_precision_aware_optimizer": True}).optimizer_bytes == 0
+    assert TrainingOptions.of({**host, **aware}).optimizer_bytes == 0
+    assert TrainingOptions.of({**host, **aware, "optimizer_offload_fraction": 0.5}).optimizer_bytes == 6
 
 
 def test_fsdp2_has_rows_at_rest_and_gathers_layers_beside_each_pass() -> None:
