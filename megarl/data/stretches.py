@@ -23,9 +23,9 @@ _BITS = {1: np.uint8, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, slots=True)
 class RunLengthArray:
-    """Run-length-encoded values: each of `values` is repeated `lengths` (int32) times.
+    """Run-length-encoded values: each of `values` is repeated `lengths` (int32) times. The example is 0, 0, .5, .5, .5.
 
-    Example: RunLengthArray(np.array([0.0, 0.5]), np.array([2, 3])) is 0, 0, 0.5, 0.5, 0.5
+    Example: RunLengthArray(np.array([0.0, 0.5]), np.array([2, 3]))
     """
 
     values: Array

@@ -31,5 +31,10 @@ def mean_square(rate: float) -> float:
     return 1 / 3 - rate / 12 if abs(rate) < 1e-3 else 2 * _mean(rate) / rate - 1 / math.expm1(rate)
 
 
+def mean_so_far(rate: float) -> float:
+    """Mean length of a response at one of its tokens, as far as it is: long ones have more of the tokens."""
+    return mean_square(rate) / (2 * _mean(rate))
+
+
 def _mean(rate: float) -> float:
     return 0.5 - rate / 12 if abs(rate) < 1e-4 else 1 / rate - 1 / math.expm1(rate)

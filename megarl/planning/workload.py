@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from converters.errors import UserError
-from megarl.planning.lengths import exponential_rate, mean_square
+from megarl.planning.lengths import exponential_rate, mean_so_far, mean_square
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,12 @@ class Workload:
         square = longest**2 * mean_square(exponential_rate(self.response_tokens / longest))
         prompt = self.prompt_tokens
         return (prompt**2 + 2 * prompt * self.response_tokens + square) / self.sequence_tokens
+
+    @property
+    def decoded_tokens(self) -> float:
+        """Mean length of the sequence that an engine decodes a token for, as far as it is."""
+        longest = float(self.max_response_tokens)
+        return self.prompt_tokens + longest * mean_so_far(exponential_rate(self.response_tokens / longest))
 
     @property
     def tokens(self) -> float:

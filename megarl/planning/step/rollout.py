@@ -97,9 +97,9 @@ def rollout_seconds(engine: Decoding, workload: Workload, replicas: int) -> floa
     prompts = math.ceil(workload.prompts / replicas)
     room = engine.memory.tokens / (workload.prompt_tokens + workload.response_tokens)
     together = max(1.0, min(sequences, room, engine.most_samples))
-    context = workload.prompt_tokens + workload.response_tokens / 2
     # Waiting requests start as others finish, so the batch is full until all have started.
-    full = (sequences - together) * workload.response_tokens / together * engine.step_seconds(together, context)
+    steps = (sequences - together) * workload.response_tokens / together
+    full = steps * engine.step_seconds(together, workload.decoded_tokens)
     prefill = engine.prefill_seconds(prompts * workload.prompt_tokens, workload.prompt_tokens)
     return full + prefill + _ending(engine, workload, together)
 

@@ -19,7 +19,7 @@ from megarl.planning.memory.trainer import TrainingOptions, micro_batches_in_fli
 from megarl.planning.refit import engine_sizes, read_model
 from megarl.planning.step.knobs import turned_knobs
 from megarl.planning.step.prediction import PlannedStep, StepPrediction
-from megarl.planning.step.rollout import Decoding
+from megarl.planning.step.rollout import Decoding, rollout_seconds
 from megarl.planning.step.speeds import ENGINE_STEP_S, RECORDED_LAYER_S, Speeds
 from megarl.planning.step.training import PassSeconds
 from megarl.planning.workload import Workload
@@ -93,6 +93,27 @@ def test_tokens_are_in_longer_sequences_than_the_mean() -> None:
     assert alone.attention_tokens == pytest.approx(2 / 3 * 4096, rel=1e-3)
     same = Workload(prompt_tokens=1000, response_tokens=1, max_response_tokens=1)
     assert same.attention_tokens == pytest.approx(same.sequence_tokens, rel=1e-3)
+
+
+def test_tokens_are_decoded_in_longer_sequences_than_half_of_the_mean() -> None:
+    # Uniform between 0 and 4,096: half of the mean of the squares over the mean.
+    work = Workload(prompts=1, samples=8, prompt_tokens=100, response_tokens=2048, max_response_tokens=4096)
+    engine = replace(StepPrediction(small_step())._decoding, most_samples=4)
+    more = rollout_seconds(engine, replace(work, samples=9), 1) - rollout_seconds(engine, work, 1)
+    assert more == pytest.approx(2048 / 4 * engine.step_seconds(4, 100 + 4096 / 3), rel=1e-5)
+    same = Workload(prompt_tokens=100, response_tokens=4096, max_response_tokens=4096)
+    assert same.decoded_tokens == pytest.approx(100 + 4096 / 2, rel=0.01)
+
+
+def test_attention_of_a_pass_sees_the_lengths_of_sequences() -> None:
+    step = small_step()
+    # Uniform, and all of one length: as many tokens, and attention to 2/3 of the longest or to half of it.
+    work = Workload(prompt_tokens=1, response_tokens=100_000, max_response_tokens=200_000, samples=2, prompts=16)
+    works = work, replace(work, max_response_tokens=100_000)
+    longer, same = (StepPrediction(replace(step, workload=each)) for each in works)
+    pair = 16 * longer.step.workload.tokens / 8 * (2 / 3 - 0.5) * 200_000 * 8 * 2 * 128
+    added = longer.seconds["log_probs"] - same.seconds["log_probs"]
+    assert added == pytest.approx(pair / (0.6 * 989e12), rel=0.03)
 
 
 def test_a_backward_pass_exchanges_gradients_and_inputs_that_nobody_kept() -> None:
