@@ -20,7 +20,7 @@ class Compilers:
     """Compilers that this process finds."""
 
     lacking: tuple[str, ...] = ()
-    """What Triton needs and is missing: it compiles a launcher in each new cache, such as that of a Slurm job."""
+    """Missing requirements of Triton: it compiles a launcher in each new cache, such as that of a Slurm job."""
     has_nvcc: bool = True
 
 

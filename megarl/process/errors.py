@@ -23,7 +23,7 @@ class RunFailed(Resumable):
     """
 
     sentence: str
-    """What happened, and what to do."""
+    """One sentence: what happened, and what to do."""
 
 
 class MayPass(UserError):  # noqa: N818 - says what is

@@ -18,7 +18,7 @@ def type_of(path: Path) -> str:
     for line in _MOUNTS.read_text().splitlines():
         _, place, kind, *_ = line.split()
         mounted = Path(place.replace("\\040", " "))
-        # Of several mounts at one path, the last hides the others.
+        # The last of several mounts at one path hides the others.
         if real.is_relative_to(mounted) and len(mounted.parts) >= nearest:
             found, nearest = kind, len(mounted.parts)
     return found

@@ -1,4 +1,4 @@
-"""What a process needs in a phase of a step, and the room on its GPU."""
+"""Memory that a process needs in a phase of a step, and the room on its GPU."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

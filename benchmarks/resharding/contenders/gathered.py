@@ -1,4 +1,4 @@
-"""What most systems do: gather whole HuggingFace tensors, send them to every worker, and let each take its part.
+"""The way of most systems: gather whole HuggingFace tensors, send them to every worker, and let each take its part.
 
 As in verl and slime, bucket by bucket: the ranks of a pipeline stage all-gather their shards over gloo, and the first
 of them assembles the whole tensors and sends them to all workers. It is more efficient than they are: no value is
