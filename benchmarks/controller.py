@@ -2,8 +2,7 @@
 
 Engine processes, requests, events and scores are those of a run; there is no model, and nothing is trained. CPU time
 includes all threads of the controller; memory is its own, while a run's controller also maps what it has read from
-Ray's
-object store.
+Ray's object store.
 """
 
 import argparse

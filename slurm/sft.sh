@@ -5,8 +5,7 @@
 #   sbatch --nodes=2 slurm/sft.sh --config-name sft_qwen3_moe model.path=/models/policy \
 #     'sft.train_files=[/data/chats.parquet]' sft.steps=2000 output_dir=/runs/sft
 #
-# The recipe is for Qwen3-30B-A3B on two nodes of 8 GPUs; another model needs its own recipe, sizes and
-# cluster.trainer_ranks.
+# The recipe is for Qwen3-30B-A3B on two nodes of 8 GPUs; another model needs its own name, sizes and cluster.trainer_ranks.
 #
 # All arguments are passed to `megarl sft`; paths, time limit and requeueing are as in slurm/grpo_deepseek.sh.
 

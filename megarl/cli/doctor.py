@@ -1,8 +1,8 @@
 """Check this machine: what is installed, which device and engine would be used, what would not work and why.
 
 Exits with 0 unless training (`megarl train`) cannot run here. With --cluster it checks all nodes of a Ray cluster and
-the network between them, and names nodes that are slow, broken or different from the rest; it exits with 0 unless there
-is one.
+the network between them, and names the nodes that are slow, broken or different from the rest; it exits with 0 unless
+there is one.
 """
 
 import argparse

@@ -3,9 +3,8 @@
 Every distinct rank is built from the real Megatron modules in a simulated world of the job's size, with fake tensors
 that have shapes but no memory. Its parameters are compared with the layout that weights are converted by, its state is
 counted to the byte, and micro-batches run forward and backward. Every worker of an engine is built from the engine's
-own
-modules; its own loader shows where each weight goes, and the refit is planned. Kernels, speed and the optimizer's step
-are not rehearsed. Exits with 1 if something does not fit or cannot be placed.
+own modules; its own loader shows where each weight goes, and the refit is planned. Kernels, speed and the optimizer's
+step are not rehearsed. Exits with 1 if something does not fit or cannot be placed.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """Check the checksums of a checkpoint.
 
-Uses the manifest written by `megarl convert` and `megarl export`, which covers every byte; for other programs'
-torch_dist
-checkpoints, the checksums that torch writes with each chunk. Exits with 0 if all of them are right, with 1 if something
-is damaged or missing, and with 2 if there are none.
+Uses the manifest written by `megarl convert` and `megarl export`, which covers every byte; for torch_dist checkpoints
+of other programs, the checksums that torch writes with each chunk. Exits with 0 if all of them are right, with 1 if
+something is damaged or missing, and with 2 if there are none.
 """
 
 import argparse

@@ -28,7 +28,7 @@ def write_export(write: Callable[[Path], None], export: Path, step: int) -> None
 
 
 def finish_export(export: Path) -> None:
-    """Move a completely written export to its place, left by this run or by one that was killed."""
+    """Move a completely written export, left by this run or by a killed one, to its place."""
     new, old = next_export(export), previous_export(export)
     if new.exists():
         if export.exists() or export.is_symlink():
