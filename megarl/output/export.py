@@ -62,6 +62,6 @@ def step_of_export(export: Path) -> int | None:
 
 def _remove(folder: Path) -> None:
     if folder.is_symlink():
-        folder.unlink()  # somebody has moved the export and left a link: theirs stays
+        folder.unlink()  # the user has moved the export and left a link: keep their copy
     elif folder.exists():
         shutil.rmtree(folder)

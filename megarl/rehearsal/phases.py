@@ -46,7 +46,7 @@ def model_needs(
 
 
 def engine_needs(engine: RehearsedEngine, refit: RehearsedRefit, gpu: Gpu, *, buckets_of_ranks: int) -> Iterator[Need]:
-    """Yield what a worker needs: of its share for the longest response alone, and of the GPU for its whole share.
+    """Yield a worker's needs: its share must hold a single sequence of maximum length, and the GPU the whole share.
 
     `buckets_of_ranks` is the trainer's memory on the same GPU meanwhile.
     """

@@ -107,7 +107,7 @@ def _end(supervisor: "subprocess.Popen[bytes]") -> int:
     assert supervisor.stdout is not None
     supervisor.stdout.close()
     if supervisor.poll() is None:
-        supervisor.send_signal(signal.SIGTERM)  # it ends all of its own
+        supervisor.send_signal(signal.SIGTERM)  # it then ends all its descendants
     return supervisor.wait()
 
 

@@ -76,14 +76,14 @@ def _with_namespaces(request: Mapping[str, Any], parent: int) -> int:
     os.close(here)
     call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if select.select([alive], [], [], 0)[0]:
-        os._exit(1)  # the parent died before it could be followed
-    os.umask(0o022)  # the program's user has to find its way through what is made here
+        os._exit(1)  # the parent died before PDEATHSIG was set
+    os.umask(0o022)  # the program's user must be able to traverse the folders created here
     namespaces.own_root(request["file_bytes"])
     program = os.fork()
     if not program:
         processes = request["processes"] + (0 if user else namespaces.PROCESSES_BESIDE)
         _become_program(request, Path("/tmp"), user, processes, may_signal=True)
-    while True:  # the first process of a namespace has to collect all that end in it
+    while True:  # a namespace's first process must reap all that end in it
         pid, status = os.wait()
         if pid == program:
             os._exit(_exit_code(os.waitstatus_to_exitcode(status)))
@@ -92,7 +92,7 @@ def _with_namespaces(request: Mapping[str, Any], parent: int) -> int:
 def _with_limits(request: Mapping[str, Any], parent: int) -> int:
     process_tree.die_with(parent, signal.SIGTERM)
     process_tree.adopt_orphans()
-    call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)  # its memory is closed to a program of the same user
+    call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)  # so that a program of the same user cannot read its memory
     user = another_user()
     processes = request["processes"] + (0 if user else process_tree.tasks_of_user(os.getuid()))
     os.umask(0o077)
