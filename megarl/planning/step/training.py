@@ -29,7 +29,7 @@ class PassSeconds:
     context: float
     """The exchange of keys and values in context parallelism."""
     sending: float
-    """Sending to the next stage."""
+    """Sending to the next stage, after each chunk."""
 
     @property
     def talking(self) -> float:
@@ -142,7 +142,9 @@ class Training:
             tensor=gathers * self.speeds.gather(hidden, tensor),
             experts=moe * 2 * self.speeds.all_to_all(sent, parallel.expert_ranks),
             context=len(layers) * self.speeds.gather(key_values * context, context, tensor),
-            sending=self.speeds.send(hidden / tensor) if parallel.pipeline_model_parallel_size > 1 else 0.0,
+            sending=parallel.chunks * self.speeds.send(hidden / tensor)
+            if parallel.pipeline_model_parallel_size > 1
+            else 0.0,
         )
 
     def _computing(self, stage: int, tokens: float, layers: list[int], moe: int) -> float:

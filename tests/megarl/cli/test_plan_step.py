@@ -113,6 +113,14 @@ def test_a_trainer_has_layers_of_multi_token_prediction_that_it_leaves_alone(
     assert left_alone["stage_seconds"]["update"] == without["stage_seconds"]["update"]
 
 
+def test_a_micro_batch_has_room_for_the_longest_response_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    def activations(*words: str) -> int:
+        main(["plan", *SMALL, "--prompt-tokens", "1000", "--max-response-tokens", "31000", *words, "--json"])
+        return json.loads(capsys.readouterr().out)["step"]["trainer_bytes"]["activations"]
+
+    assert activations() == activations("--micro-batch-tokens", "32000")
+
+
 def test_a_loss_that_needs_a_reference_has_its_row_without_a_kl(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ["plan", "--config-name", "grpo_qwen3_1_7b", "algorithm.kl_coefficient=0"]
     assert main([*recipe, "+algorithm=sppo"]) == 0

@@ -6,7 +6,7 @@ from math import exp
 import pytest
 from small_step import small_step
 
-from converters.architectures import Lora
+from converters.architectures import Architecture, Lora
 from converters.cost.devices import DEVICES
 from converters.errors import UserError
 from converters.layouts.parallel_sizes import ParallelSizes
@@ -16,12 +16,12 @@ from megarl.planning.memory.activations import Recompute
 from megarl.planning.memory.engine import engine_memory
 from megarl.planning.memory.rank_weights import rank_weights
 from megarl.planning.memory.trainer import TrainingOptions, micro_batches_in_flight, trainer_memory
-from megarl.planning.refit import engine_sizes, read_model
+from megarl.planning.refit import engine_sizes, read_model, read_trained_model
 from megarl.planning.step.knobs import turned_knobs
 from megarl.planning.step.prediction import PlannedStep, StepPrediction
 from megarl.planning.step.rollout import Decoding, rollout_seconds
 from megarl.planning.step.speeds import ENGINE_STEP_S, RECORDED_LAYER_S, Speeds
-from megarl.planning.step.training import PassSeconds
+from megarl.planning.step.training import PassSeconds, Training
 from megarl.planning.workload import Workload
 
 
@@ -81,10 +81,13 @@ def test_an_embedding_that_is_the_output_layer_is_multiplied_with() -> None:
 
 
 def test_long_prompts_take_the_square_of_their_length() -> None:
-    engine = StepPrediction(small_step())._decoding
-    parts = [engine.prefill_seconds(65536, length) for length in (1024, 2048, 4096)]
-    assert parts[2] - parts[1] == pytest.approx(2 * (parts[1] - parts[0]))
-    assert parts[1] > 1.01 * parts[0]
+    model, sizes = read_model("deepseek_v3"), engine_sizes(1, None)
+    memory = engine_memory(model, sizes, None, memory_bytes=80e9, utilization=0.9, prefill_tokens=1)
+    engine = Decoding(model, sizes, None, memory, Speeds(DEVICES["H100"], Cluster()))
+    short, long = (engine.prefill_seconds(65536, length) for length in (1024, 4096))
+    # Half of the pairs; queries and keys of 192, and values of 128, as prompts have them and no latent.
+    flops = 65536 * (4096 - 1024) / 2 * 2 * 128 * (192 + 128) * 61
+    assert long - short == pytest.approx(flops / (0.6 * 989e12))
 
 
 def test_tokens_are_in_longer_sequences_than_the_mean() -> None:
@@ -114,6 +117,44 @@ def test_attention_of_a_pass_sees_the_lengths_of_sequences() -> None:
     pair = 16 * longer.step.workload.tokens / 8 * (2 / 3 - 0.5) * 200_000 * 8 * 2 * 128
     added = longer.seconds["log_probs"] - same.seconds["log_probs"]
     assert added == pytest.approx(pair / (0.6 * 989e12), rel=0.03)
+
+
+def passes(model: Architecture, **sizes: int) -> Training:
+    trainer = ParallelSizes(**sizes)
+    work = Workload(prompt_tokens=1, response_tokens=16383, max_response_tokens=16383)
+    return Training(model, trainer, TrainingOptions(), Speeds(DEVICES["H100"], Cluster()), work)
+
+
+@pytest.mark.parametrize(
+    ("model", "gathers"), [("deepseek_v3", 4 * 61), ("qwen3_30b_a3b", 2 * 48), ("qwen3_8b", 4 * 36)]
+)
+def test_shared_experts_gather_tokens_over_tensor_parallelism_and_others_do_not(model: str, gathers: int) -> None:
+    architecture = read_model(model)
+    training = passes(architecture, world_size=2, tensor_model_parallel_size=2)
+    hidden = 2 * 16384 * architecture.transformer_config["hidden_size"]
+    [stage] = training._stages
+    assert stage.tensor == pytest.approx(gathers * (15e-6 + hidden / 2 / (0.75 * 450e9)))
+
+
+def test_a_layer_of_multi_token_prediction_is_computed_in_updates_with_its_logits() -> None:
+    with_it, without = (passes(read_trained_model("deepseek_v3", layers)) for layers in (1, 0))
+    # Attention, a shared expert and eight others, a router, the projection of two hidden states, and logits.
+    weights = 187_107_328 + 9 * 3 * 7168 * 2048 + 256 * 7168 + 2 * 7168**2 + 129_280 * 7168
+    pairs = with_it.workload.attention_tokens * 128 * (192 + 128)
+    added = with_it._stages[0].computing - without._stages[0].computing
+    assert added == pytest.approx(16384 * (2 * weights + pairs) / (0.6 * 989e12), rel=1e-3)
+    assert with_it.log_prob_seconds == without.log_prob_seconds
+
+
+def test_interleaved_stages_send_after_each_of_their_chunks() -> None:
+    sizes = {"world_size": 4, "pipeline_model_parallel_size": 4}
+    model = read_model("qwen3_8b")
+    [whole, *_], [cut, *_] = (
+        passes(model, **sizes)._stages,
+        passes(model, **sizes, virtual_pipeline_model_parallel_size=3)._stages,
+    )
+    assert cut.sending == 3 * whole.sending == pytest.approx(3 * 2 * 16384 * 4096 / (0.8 * 50e9))
+    assert cut.computing == whole.computing
 
 
 def test_a_backward_pass_exchanges_gradients_and_inputs_that_nobody_kept() -> None:
