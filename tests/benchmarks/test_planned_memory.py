@@ -39,13 +39,13 @@ def test_modules_that_are_computed_again_spare_what_was_counted(model: str, modu
     assert not too_far_off(compare(model, ["one rank"], options))
 
 
-@pytest.mark.parametrize("recomputed", [{}, FULL])
+@pytest.mark.parametrize(("layout", "recomputed"), [("one rank", {}), ("one rank", FULL), ("DP 2, FSDP2", {})])
 def test_a_layer_of_multi_token_prediction_is_counted(
-    recomputed: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+    layout: str, recomputed: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {**planned_memory.MODELS["deepseek_v3"], "num_nextn_predict_layers": 1}
     monkeypatch.setitem(planned_memory.MODELS, "deepseek_v3", fields)
-    assert not too_far_off(compare("deepseek_v3", ["one rank"], recomputed))
+    assert not too_far_off(compare("deepseek_v3", [layout], recomputed))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -6,25 +6,30 @@ from converters.architectures import Architecture, Parameter, Part
 from converters.layouts.parallel_sizes import ParallelSizes
 from megarl.planning.memory.rank_weights import part_shape, stage_parameters
 
+_IN_PREDICTING = ".transformer_layer."
+"""In the names of what a layer of multi-token prediction has in common with the others."""
+
 
 def gathered_elements(architecture: Architecture, parallel: ParallelSizes) -> int:
     """Most elements of whole weights and gradients, which is at the end of some layer's backward pass.
 
     The output layer, an embedding tied to it, and their gradients stay whole until the end of the backward pass. At the
     end of its backward pass, a layer has its weights and its gradient; the weights of the previous layer have been
-    prefetched, and the gradient of the next layer is being reduced. The embedding is gathered like a layer.
+    prefetched, and the gradient of the next layer is being reduced. The embedding is gathered like a layer. So are
+    multi-token-prediction layers, whose norms and projection stay, and the embedding with them.
     """
-    layers, embedding, kept = [0] * architecture.num_layers, 0, 0
-    for parameter, _ in stage_parameters(architecture, parallel, 0):
+    layers, embedding, kept = [0] * (architecture.num_layers + architecture.mtp_layers), 0, 0
+    for parameter, times in stage_parameters(architecture, parallel, 0):
         elements = _whole_elements(architecture, parallel, parameter)
-        if parameter.part is Part.LAYERS:
+        if parameter.part is Part.LAYERS or (parameter.part is Part.MTP and _IN_PREDICTING in parameter.megatron):
             for layer in parameter.layers:
                 layers[layer] += elements
         elif parameter.part is Part.FIRST:
             embedding += elements
         else:
-            kept += elements
-    if architecture.gpt_model["share_embeddings_and_output_weights"]:
+            kept += elements * times
+    # Layers of multi-token prediction look tokens up, too: the embedding is gathered from the first of them on.
+    if architecture.gpt_model["share_embeddings_and_output_weights"] or architecture.mtp_layers:
         kept += embedding
     else:
         layers.insert(0, embedding)

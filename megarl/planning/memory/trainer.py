@@ -153,7 +153,7 @@ def _stage(
         gradients=trained.total * options.gradient_bytes,
         optimizer=round(_optimizer_elements(trained, parallel, options) * options.optimizer_bytes),
         reference=weights.total * options.weight_bytes if options.keeps_reference and not adapter else 0,
-        gathered=gathered_elements(architecture, parallel) * options.weight_bytes if parallel.use_torch_fsdp2 else 0,
+        gathered=gathered_elements(running, parallel) * options.weight_bytes if parallel.use_torch_fsdp2 else 0,
         activations=round(tokens * kept),
         working=round(tokens * hidden * _STAGE_TENSORS + logits),
     )
