@@ -110,6 +110,12 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
         raise UserError(f"--staleness {options.staleness} is too small: it must be at least 0")
     if (layers := options.prediction_layers) is not None and layers < 0:
         raise UserError(f"--prediction-layers {layers} is too small; give at least 0")
+    held = read_trained_model(options.model, layers)
+    if layers is not None and held.mtp_layers != layers:
+        raise UserError(
+            f"--prediction-layers {layers} is for another model: a {held.model_type} model has {held.mtp_layers}"
+            " layers of multi-token prediction here; leave it out"
+        )
     training = TrainingOptions.of(options.megatron, options.training_dtype)
     if options.recompute is not None:
         training = replace(training, recompute=replace(training.recompute, is_full=options.recompute == "full"))
@@ -136,6 +142,6 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
             computes_beside=options.computes_beside,
         ),
         staleness=options.staleness,
-        predicting=read_trained_model(options.model, layers),
+        predicting=held,
         sends_whole_tensors=options.sends_whole_tensors,
     )

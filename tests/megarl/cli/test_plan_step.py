@@ -113,6 +113,13 @@ def test_a_trainer_has_layers_of_multi_token_prediction_that_it_leaves_alone(
     assert left_alone["stage_seconds"]["update"] == without["stage_seconds"]["update"]
 
 
+def test_layers_of_multi_token_prediction_of_a_model_without_any_are_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "--model", "qwen3_8b", "--prediction-layers", "1"]) == 2
+    assert "--prediction-layers 1 is for another model: a qwen3 model has 0 layers" in capsys.readouterr().err
+
+
 def test_a_micro_batch_has_room_for_the_longest_response_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
     def activations(*words: str) -> int:
         main(["plan", *SMALL, "--prompt-tokens", "1000", "--max-response-tokens", "31000", *words, "--json"])
