@@ -108,14 +108,7 @@ def planned_step(options: argparse.Namespace, refit: "PlannedRefit") -> "Planned
         raise UserError(f"--expert-load {options.expert_load:g} must be a number of at least 1, the mean")
     if options.staleness < 0:
         raise UserError(f"--staleness {options.staleness} is too small: it must be at least 0")
-    if (layers := options.prediction_layers) is not None and layers < 0:
-        raise UserError(f"--prediction-layers {layers} is too small; give at least 0")
-    held = read_trained_model(options.model, layers)
-    if layers is not None and held.mtp_layers != layers:
-        raise UserError(
-            f"--prediction-layers {layers} is for another model: a {held.model_type} model has {held.mtp_layers}"
-            " layers of multi-token prediction here; leave it out"
-        )
+    held = read_trained_model(options.model, options.prediction_layers)
     training = TrainingOptions.of(options.megatron, options.training_dtype)
     if options.recompute is not None:
         training = replace(training, recompute=replace(training.recompute, is_full=options.recompute == "full"))

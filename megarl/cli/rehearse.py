@@ -32,7 +32,6 @@ EXAMPLES = """examples:
 """
 TAKES_OVERRIDES = True
 EXIT_DOES_NOT_FIT = 1
-_LAYERS = "--prediction-layers"
 _NAMES = {
     "this command": "megarl rehearse",
     "engine_tp": "the tensor-parallel size of rollout.engine_args",
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder with config.json, or a name in configs/models (default: the recipe's model.path or model.name)",
     )
     parser.add_argument(
-        _LAYERS,
+        "--prediction-layers",
         type=int,
         metavar="N",
         help="layers for multi-token prediction, in place of those of config.json",
@@ -113,30 +112,20 @@ def _check_options(options: argparse.Namespace, gpu: "Gpu") -> None:
             f"a GPU of --gpu-memory {options.gpu_memory} has nothing left when --keep-free {options.keep_free} is kept"
             " free; raise the one or lower the other (80 is 80 bytes, 80GB a GPU)"
         )
-    for option, count, least in (
-        ("--gpus-per-node", options.gpus_per_node, 1),
-        ("--nodes", options.nodes, 1),
-        (_LAYERS, options.prediction_layers, 0),
-    ):
-        if count is not None and count < least:
-            raise UserError(f"{option} {count} is too small; give at least {least}")
+    for option, count in (("--gpus-per-node", options.gpus_per_node), ("--nodes", options.nodes)):
+        if count is not None and count < 1:
+            raise UserError(f"{option} {count} is too small; give at least 1")
 
 
 def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The configuration, and the policy's config.json. Raises UserError if one of them cannot be read."""
-    from converters.architectures import MTP_LAYERS
-    from converters.formats.safetensors import read_json, unquantised
-    from megarl.config.folder import model_config_file
+    from megarl.config.trained_model import read_trained_config
     from megarl.config.validate import check_single_values
 
     config = recipe.read_open(options)
     check_single_values(config)
-    place = (options.model, "--model") if options.model else (config.model.path, "model.path")
-    # Released weights may be in a number format, while training uses bf16.
-    hf_config = unquantised(read_json(model_config_file(*place)))
-    if options.prediction_layers is not None:
-        hf_config[MTP_LAYERS] = options.prediction_layers
-    return config, hf_config
+    place, option = (options.model, "--model") if options.model else (config.model.path, "model.path")
+    return config, read_trained_config(place, option, options.prediction_layers)
 
 
 def _print(

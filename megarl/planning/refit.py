@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from converters.architectures import MTP_LAYERS, Architecture, read_architecture, without_mtp
+from converters.architectures import Architecture, read_architecture, without_mtp
 from converters.cost import Traffic, formats, traffic
 from converters.errors import UserError, names_as_given
-from converters.formats.safetensors import read_json, unquantised
+from converters.formats.safetensors import read_json
 from converters.layout import Layout
 from converters.layouts.engine import engine_layout
 from converters.layouts.megatron import ParallelSizes, megatron_layout
@@ -16,6 +16,7 @@ from converters.number_formats import NumberFormat
 from converters.number_formats.number_format import WHOLE_ROW
 from converters.plan import Plan
 from megarl.config.folder import model_config_file
+from megarl.config.trained_model import read_trained_config
 from megarl.planning.amounts import say_count
 from megarl.planning.cluster import Cluster
 
@@ -145,8 +146,7 @@ def engine_sizes(tensor: int, expert: int | None) -> ParallelSizes:
 
 def read_trained_model(place: str, prediction_layers: int | None) -> Architecture:
     """Read a model as `read_model` does, with `prediction_layers` multi-token-prediction layers; None keeps its own."""
-    config = unquantised(read_json(model_config_file(place, "the model")))
-    return read_architecture(config if prediction_layers is None else {**config, MTP_LAYERS: prediction_layers})
+    return read_architecture(read_trained_config(place, "the model", prediction_layers))
 
 
 def read_model(place: str, name: str = "the model") -> Architecture:

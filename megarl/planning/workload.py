@@ -51,18 +51,21 @@ class Workload:
         return self.prompt_tokens + self.response_tokens
 
     @property
-    def attention_tokens(self) -> float:
+    def length_rate(self) -> float:
+        """Rate of the distribution of response lengths, relative to the longest (`lengths.py`)."""
+        return exponential_rate(self.response_tokens / self.max_response_tokens)
+
+    @property
+    def attention_length(self) -> float:
         """Mean length of a token's sequence. It exceeds the mean over sequences, because long ones have more tokens."""
-        longest = float(self.max_response_tokens)
-        square = longest**2 * mean_square(exponential_rate(self.response_tokens / longest))
+        square = self.max_response_tokens**2 * mean_square(self.length_rate)
         prompt = self.prompt_tokens
         return (prompt**2 + 2 * prompt * self.response_tokens + square) / self.sequence_tokens
 
     @property
-    def decoded_tokens(self) -> float:
+    def decoding_context(self) -> float:
         """Mean length of the sequence that an engine decodes a token for, as far as it is."""
-        longest = float(self.max_response_tokens)
-        return self.prompt_tokens + longest * mean_so_far(exponential_rate(self.response_tokens / longest))
+        return self.prompt_tokens + self.max_response_tokens * mean_so_far(self.length_rate)
 
     @property
     def tokens(self) -> float:

@@ -1,6 +1,7 @@
 """Splits the text of a shell script into words, whose expansions are not evaluated yet."""
 
 import re
+from abc import ABC, abstractmethod
 
 from converters.errors import UserError
 from megarl.config.foreign.shell_words import Part, RawWord
@@ -10,7 +11,7 @@ ENDS = frozenset(" \t\r\n;&|()<>")
 _SPECIAL = "@*#?$!-"
 
 
-class ShellText:
+class ShellText(ABC):
     """Reads words from the text of a script. Raises UserError, with `name` and the line, for an unterminated quote."""
 
     def __init__(self, text: str, name: str, line: int = 1) -> None:
@@ -45,9 +46,9 @@ class ShellText:
         self._skip(len(found))
         return found
 
+    @abstractmethod
     def _past_command(self) -> str:
-        """The commands between this parenthesis and the one that closes it."""
-        raise NotImplementedError
+        """The commands between this parenthesis and the one that closes it; only a scanner of statements finds that."""
 
     def _past_parentheses(self) -> str:
         """The text between this parenthesis and the one that closes it."""

@@ -9,7 +9,7 @@ from converters.architectures import Architecture
 from converters.cost.compute import decoding_widths, head_widths
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.number_formats import NumberFormat
-from megarl.planning.lengths import exponential_rate, longer_than
+from megarl.planning.lengths import longer_than
 from megarl.planning.memory.engine import EngineMemory, element_bytes, engine_weights
 from megarl.planning.memory.rank_weights import RankWeights
 from megarl.planning.step.speeds import ENGINE_STEP_S, LAUNCHED_LAYER_S, RECORDED_LAYER_S, Speeds
@@ -99,7 +99,7 @@ def rollout_seconds(engine: Decoding, workload: Workload, replicas: int) -> floa
     together = max(1.0, min(sequences, room, engine.most_samples))
     # Waiting requests start as others finish, so the batch is full until all have started.
     steps = (sequences - together) * workload.response_tokens / together
-    full = steps * engine.step_seconds(together, workload.decoded_tokens)
+    full = steps * engine.step_seconds(together, workload.decoding_context)
     prefill = engine.prefill_seconds(prompts * workload.prompt_tokens, workload.prompt_tokens)
     return full + prefill + _ending(engine, workload, together)
 
@@ -115,8 +115,7 @@ def _ending(engine: Decoding, workload: Workload, sequences: float) -> float:
 
 def _alive(workload: Workload, sequences: float) -> Iterator[tuple[float, float, float]]:
     """Intervals of the longest response: first and last token, and the share of responses that are still running."""
-    longest = float(workload.max_response_tokens)
-    rate = exponential_rate(workload.response_tokens / longest)
+    longest, rate = float(workload.max_response_tokens), workload.length_rate
     for number in range(_STEPS):
         alive = longer_than((number + 0.5) / _STEPS, rate)
         # Less than half a response counts as none.

@@ -153,7 +153,7 @@ class Training:
         # Multi-token-prediction layers compute logits, too.
         products = weights.multiplied + weights.logits * self.architecture.mtp_layers
         dense = self.speeds.products(2 * tokens * products, products * _BF16)
-        length = self.workload.attention_tokens
+        length = self.workload.attention_length
         heads = self.architecture.transformer_config["num_attention_heads"] / parallel.tensor_model_parallel_size
         # Causal attention has half of the pairs, in two products.
         pairs = tokens * length * heads * sum(head_widths(self.architecture))

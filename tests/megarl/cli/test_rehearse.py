@@ -30,6 +30,10 @@ def sizes(architecture: Architecture) -> list[Box]:
         ("rollout.weights=fp9", "rollout.weights=fp9 is none of as_trained, fp8_block"),
         ("rollout.replicas=0", "rollout.replicas=0 is too small"),
         ("--prediction-layers -1", "--prediction-layers -1 is too small; give at least 0"),
+        (
+            "--model qwen3_30b_a3b --prediction-layers 1",
+            "--prediction-layers 1 is for another model: a qwen3_moe model",
+        ),
         ("--model qwen3_8", "--model qwen3_8 is no config.json, no folder with one and none of deepseek_v3, "),
         ("model.path=nowhere", "model.path nowhere is no config.json, no folder with one and none of deepseek_v3, "),
         ("+scale=tiny", "+scale=tiny is for the commands that train: megarl plan and rehearse count a recipe at its"),

@@ -63,9 +63,9 @@ def test_long_prompts_take_the_square_of_their_length() -> None:
 def test_tokens_are_in_longer_sequences_than_the_mean() -> None:
     # Uniform between 0 and 4,096, as a mean in the middle assumes least: the mean of the squares over the mean.
     alone = Workload(prompt_tokens=1, response_tokens=2048, max_response_tokens=4096)
-    assert alone.attention_tokens == pytest.approx(2 / 3 * 4096, rel=1e-3)
+    assert alone.attention_length == pytest.approx(2 / 3 * 4096, rel=1e-3)
     same = Workload(prompt_tokens=1000, response_tokens=1, max_response_tokens=1)
-    assert same.attention_tokens == pytest.approx(same.sequence_tokens, rel=1e-3)
+    assert same.attention_length == pytest.approx(same.sequence_tokens, rel=1e-3)
 
 
 def test_tokens_are_decoded_in_longer_sequences_than_half_of_the_mean() -> None:
@@ -75,7 +75,7 @@ def test_tokens_are_decoded_in_longer_sequences_than_half_of_the_mean() -> None:
     more = rollout_seconds(engine, replace(work, samples=9), 1) - rollout_seconds(engine, work, 1)
     assert more == pytest.approx(2048 / 4 * engine.step_seconds(4, 100 + 4096 / 3), rel=1e-5)
     same = Workload(prompt_tokens=100, response_tokens=4096, max_response_tokens=4096)
-    assert same.decoded_tokens == pytest.approx(100 + 4096 / 2, rel=0.01)
+    assert same.decoding_context == pytest.approx(100 + 4096 / 2, rel=0.01)
 
 
 def test_attention_of_a_pass_sees_the_lengths_of_sequences() -> None:
@@ -110,7 +110,7 @@ def test_a_layer_of_multi_token_prediction_is_computed_in_updates_with_its_logit
     with_it, without = (passes(read_trained_model("deepseek_v3", layers)) for layers in (1, 0))
     # Attention, a shared expert and eight others, a router, the projection of two hidden states, and logits.
     weights = 187_107_328 + 9 * 3 * 7168 * 2048 + 256 * 7168 + 2 * 7168**2 + 129_280 * 7168
-    pairs = with_it.workload.attention_tokens * 128 * (192 + 128)
+    pairs = with_it.workload.attention_length * 128 * (192 + 128)
     added = with_it._stages[0].computing - without._stages[0].computing
     assert added == pytest.approx(16384 * (2 * weights + pairs) / (0.6 * 989e12), rel=1e-3)
     assert with_it.log_prob_seconds == without.log_prob_seconds
