@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from threading import Barrier
 from typing import Any, cast
 
 import torch
@@ -23,6 +25,8 @@ from resharding.memory import Held, held_by
 
 DEADLINE_S = 120.0
 """Timeout of everything that a process waits for."""
+_RELEASE_S = 0.02
+"""Time after which a barrier has surely released all processes."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
@@ -45,7 +49,7 @@ class Timed:
     """One call, made by all ranks at the same time."""
 
     seconds: float
-    """From the first rank's start to the last rank's end."""
+    """From the start, which is the same instant for all ranks, to the last rank's end."""
     cpu_seconds_by_rank: Sequence[float]
     """CPU time of each rank, over all its threads."""
 
@@ -53,6 +57,29 @@ class Timed:
     def cpu_seconds(self) -> float:
         """CPU time of all ranks."""
         return sum(self.cpu_seconds_by_rank)
+
+
+class Start:
+    """An instant at which all processes begin a call.
+
+    A barrier alone releases them one after the other, which takes milliseconds; here the last to arrive chooses an
+    instant after that.
+    """
+
+    def __init__(self, context: SpawnContext, ranks: int) -> None:
+        self._instant = context.Value("d", 0.0)
+        self._barrier = context.Barrier(ranks, partial(_choose, self._instant))
+
+    def wait(self) -> float:
+        """Return at the instant, which is the same in all processes, on a clock that they share."""
+        self._barrier.wait(DEADLINE_S)
+        instant: float = self._instant.value
+        time.sleep(max(0.0, instant - time.monotonic()))
+        return instant
+
+
+def _choose(instant: "Synchronized[float]") -> None:
+    instant.value = time.monotonic() + _RELEASE_S
 
 
 class Ranks:
@@ -112,7 +139,7 @@ def running(ranks: int, make: Callable[..., Any], *arguments: Any) -> Iterator[R
     """
     context = multiprocessing.get_context("spawn")
     pipes = {(a, b): context.Pipe() for a in range(ranks) for b in range(a + 1, ranks)}
-    barrier = context.Barrier(ranks)
+    start = Start(context, ranks)
     commands, processes = [], []
     with tempfile.TemporaryDirectory() as folder, _environment():
         store = str(Path(folder) / secrets.token_hex(8))
@@ -121,7 +148,7 @@ def running(ranks: int, make: Callable[..., Any], *arguments: Any) -> Iterator[R
                 ends = {b: pipes[a, b][0] for a, b in pipes if a == rank}
                 ends |= {a: pipes[a, b][1] for a, b in pipes if b == rank}
                 mine, theirs = context.Pipe()
-                target = (Place(rank, ranks, ends), theirs, barrier, store, make, arguments)
+                target = (Place(rank, ranks, ends), theirs, start, store, make, arguments)
                 processes.append(context.Process(target=_serve, args=target, daemon=True))
                 processes[-1].start()
                 theirs.close()
@@ -152,7 +179,7 @@ def _environment() -> Iterator[None]:
 def _serve(
     place: Place,
     commands: Connection,
-    barrier: Barrier,
+    start: Start,
     store: str,
     make: Callable[..., Any],
     arguments: Sequence[Any],
@@ -171,16 +198,15 @@ def _serve(
             while True:
                 method, given, timed = commands.recv()
                 call = getattr(served, method)
-                commands.send((False, _timed(call, given, barrier) if timed else call(*given)))
+                commands.send((False, _timed(call, given, start) if timed else call(*given)))
     except BaseException:  # noqa: BLE001 - goes to the process that started this one
         with suppress(OSError):
             commands.send((True, traceback.format_exc()))
 
 
-def _timed(call: Callable[..., Any], arguments: Sequence[Any], barrier: Barrier) -> tuple[float, float, float]:
-    barrier.wait(DEADLINE_S)
-    # A clock shared by all processes of the machine.
-    begun, cpu = time.monotonic(), time.process_time()
+def _timed(call: Callable[..., Any], arguments: Sequence[Any], start: Start) -> tuple[float, float, float]:
+    begun = start.wait()
+    cpu = time.process_time()
     call(*arguments)
     return begun, time.monotonic(), time.process_time() - cpu
 
