@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,17 @@ def _merge(config_name: str, overrides: Sequence[str], config_dir: str | None) -
     assert isinstance(values, dict)
     check_keys(values)
     with _naming_the_key():
-        merged = OmegaConf.merge(OmegaConf.structured(MegarlConfig), recipe)
+        merged = OmegaConf.merge(_schema(), recipe)
     assert isinstance(merged, DictConfig)
     return merged
+
+
+@cache
+def _schema() -> DictConfig:
+    """The schema as OmegaConf's container, which a merge copies."""
+    schema = OmegaConf.structured(MegarlConfig)
+    assert isinstance(schema, DictConfig)
+    return schema
 
 
 def _check_not_empty(config_name: str, folders: Sequence[Path]) -> None:
