@@ -44,6 +44,8 @@ MODELS = {
     "CP2 PP2": ("qwen2",),
     "CP2 DP2 EP2": ("qwen3_moe",),
 }
+LONG = ("CP4", "CP2 PP2")
+"""Left to `make test-long`: the others show the same."""
 ALL = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "deepseek_v3")
 # Sequences of each micro-batch, of each data-parallel rank; one is empty.
 CUTS = {1: [[[3, 0], [4], [1, 2], []]], 2: [[[2, 0], [4]], [[1], [3]]]}
@@ -127,7 +129,14 @@ def of_ranks(folders: Mapping[str, Path]) -> Callable[[str], list[dict[str, Any]
     return run
 
 
-@pytest.mark.parametrize(("sizes", "name"), [(sizes, name) for sizes in SIZES for name in MODELS[sizes]])
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        pytest.param(sizes, name, marks=[pytest.mark.long] if sizes in LONG else [])
+        for sizes in SIZES
+        for name in MODELS[sizes]
+    ],
+)
 def test_predictions_loss_and_gradients_are_those_of_one_rank(
     sizes: str, name: str, of_ranks: Callable[[str], list[dict[str, Any]]], of_one_rank: Mapping[str, Any]
 ) -> None:

@@ -136,7 +136,7 @@ def differences(rank: int, sizes: ParallelSizes, cases: list[tuple[Path, Path]])
     return found
 
 
-@pytest.mark.parametrize("sizes", but_long(["one", "PP2", "PP2 VPP2", "TP2 EP1"], "PP2"))
+@pytest.mark.parametrize("sizes", but_long(["one", "PP2", "PP2 VPP2", "TP2 EP1"], "PP2", "TP2 EP1"))
 def test_any_layout_and_names_load_at_any_layout(sizes: str, models: Mapping[str, Path], saved: Path) -> None:
     cases = [(models[stored.name.split("-")[0]], stored) for stored in sorted(saved.iterdir())]
     assert len(cases) == 2 * len(models) + 2

@@ -68,6 +68,7 @@ def test_every_reader_finds_the_weights_of_a_run_without_overlap(layout: str, fo
                 assert worst <= TOLERANCE, f"{name} of rank {rank} is {worst} off with {fields}"
 
 
+@pytest.mark.long
 def test_adapters_train_as_without_overlap(folder: Path) -> None:
     sizes, counts, _ = LAYOUTS["DP2"]
     for without, *others in run_ranks(adapted, sizes, folder, counts, (OFF, GATHER, ALIGNED)):

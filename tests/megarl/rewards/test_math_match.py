@@ -70,7 +70,7 @@ def test_an_endless_comparison_is_ended_by_the_timeout_of_the_sample(on_timeout)
 
 
 def test_an_endless_comparison_is_ended_by_the_limit_of_the_reward_and_scored_zero(monkeypatch):
-    monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], limit_s=2.0))
+    monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], limit_s=5.0))
     with Scorer(RewardConfig(function="math", workers=1, on_timeout="stop")) as scorer:
         scored = scorer.score([reward_arguments("math", text, "7", {}) for text in (FOREVER, "it is 7")])
     assert scored == [
