@@ -24,8 +24,8 @@ _COMPARED_ELEMENTS = 2**20
 def check_checkpoint(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
     """Raise UserError unless the checkpoint holds the tensors of `architecture`, complete and in their shapes.
 
-    The dtypes must be floating-point. Accepted are copies of a tied or shared weight that equal it, FP8 tensors with
-    scales, and tensors that nothing reads.
+    The dtypes must be floating-point. The checkpoint may also have copies of a tied or shared weight that equal it,
+    FP8 tensors with scales, and tensors that nothing reads. Tensors that are zero if missing may be missing.
     """
     check_structure(checkpoint, architecture)
     check_copies(checkpoint, architecture)

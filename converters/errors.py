@@ -38,12 +38,12 @@ def names_as_given(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def nearest_names(name: str, known: Iterable[str], *, count: int = 1, at_least: float = 0.6) -> list[str]:
-    """The names of `known` that `name` probably stands for, nearest first, each at least so alike (0 to 1)."""
+    """The names of `known` most similar to `name`, the nearest first; their similarity (0 to 1) is `at_least` that."""
     return difflib.get_close_matches(name, list(known), n=count, cutoff=at_least)
 
 
 def did_you_mean(name: str, known: Iterable[str], shown_as: str = "{}") -> str:
-    """End of a sentence about the unknown `name`: "; did you mean NEAREST?", empty where nothing comes near."""
+    """End of a sentence about the unknown `name`: "; did you mean NEAREST?", or empty if no known name is similar."""
     nearest = nearest_names(name, known)
     return f"; did you mean {shown_as.format(nearest[0])}?" if nearest else ""
 

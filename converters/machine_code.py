@@ -16,7 +16,7 @@ BITS_8, BITS_16, BITS_32, BITS_64 = (ir.IntType(width) for width in (8, 16, 32, 
 FLOAT32 = ir.FloatType()
 POINTER = ir.PointerType()
 Function: TypeAlias = Callable[..., int]
-"""Takes addresses and numbers, and returns an unsigned number. Runs without holding Python's lock."""
+"""Takes addresses and numbers, and returns an unsigned number. Runs without holding the GIL."""
 _IN_CTYPES = {POINTER: ctypes.c_void_p, BITS_64: ctypes.c_int64}
 LOOKS_UP = "avx512vbmi"
 """The CPU feature that looks up 64 bytes at once."""

@@ -81,7 +81,10 @@ class OutputFolder:
         sync(self.folder)
 
     def _is_in_the_way(self) -> bool:
-        """A folder with nothing but a lock is not in the way: a run may have been killed before it had a journal."""
+        """Whether `partial` is something else than the output of an interrupted run.
+
+        A folder with nothing but a lock is such an output: a run may have been killed before it had a journal.
+        """
         if not self.partial.is_dir():
             return self.partial.exists() or self.partial.is_symlink()
         names = {path.name for path in self.partial.iterdir()}

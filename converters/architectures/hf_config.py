@@ -1,4 +1,4 @@
-"""Reads a HuggingFace config.json, as written by transformers before version 5 or since."""
+"""Reads a HuggingFace config.json, as written by transformers 5 or an earlier version."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -38,9 +38,10 @@ class Part(Enum):
 
 @dataclass(frozen=True)
 class Dimension:
-    """A named length: `units` indivisible units of `unit_size` elements; sharding splits only between units.
+    """A named length: `units` units of `unit_size` elements.
 
-    `field` is the field of config.json that gives `units`.
+    Sharding splits only between units, except for `Kind.QKV` with fewer key-value heads than ranks. `field` is the name
+    that error messages give to `units`, usually that of a field of config.json.
     """
 
     field: str

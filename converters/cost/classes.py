@@ -1,4 +1,4 @@
-"""Classes of equal tensors, of which the same ranks hold, and want, the same boxes.
+"""Classes of equal tensors: the same ranks hold, and the same ranks want, the same boxes of each.
 
 A model of 671B parameters has 45,000 tensors, but only a few hundred classes.
 """

@@ -93,7 +93,7 @@ def head_widths(architecture: Architecture) -> tuple[int, int]:
 
 
 def decoding_widths(architecture: Architecture) -> tuple[int, int]:
-    """Widths of the keys and values of a head where a token is decoded: of latent attention the latent itself."""
+    """The widths of a head's keys and values in decoding: with latent attention, those of the latent itself."""
     config = architecture.transformer_config
     if architecture.multi_latent_attention:
         return config["kv_lora_rank"] + config["qk_pos_emb_head_dim"], config["kv_lora_rank"]

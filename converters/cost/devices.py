@@ -16,7 +16,7 @@ class Device:
     fp8_flops: float
     """Equal to `bf16_flops` on a GPU without 8-bit matmuls."""
     memory_bytes: float
-    """All that a program may have: "80 GB" are 80 GiB, of which the driver keeps one for itself."""
+    """All that a program can allocate: of the 80 GiB of an "80 GB" GPU, the driver keeps about one."""
     memory_bytes_per_s: float
     nvlink_bytes_per_s: float
     """Per direction; PCIe's rate for a GPU without NVLink."""
@@ -52,8 +52,8 @@ DEVICES = {
     "B200": _device(2250, 4500, 178.3, 7700, 900),
     "GB200": _device(2500, 5000, 184.3, 8000, 900, 72),
 }
-"""A part of the name; TFLOP/s in bf16 and fp8; GiB, as torch says them where memory is short ("a total capacity of
-79.11 GiB", with ECC); GB/s of memory; GB/s of NVLink each way; GPUs joined by it."""
+"""Part of a device's name -> TFLOP/s in bf16 and fp8; GiB, as torch reports them when out of memory ("a total capacity
+of 79.11 GiB", with ECC); GB/s of memory; GB/s of NVLink per direction; GPUs connected by NVLink."""
 
 
 def device_named(name: str) -> Device | None:

@@ -40,7 +40,7 @@ class TensorFormat:
 def formats(
     architecture: Architecture, *, number_format: NumberFormat | None, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, TensorFormat]:
-    """HF name -> format in an engine: `dtype`, but for what stays in float32, and for what `number_format` is for."""
+    """HF name -> format in an engine: `dtype`, except for what stays in float32 and what `number_format` quantises."""
     dtypes: Mapping[str, torch.dtype] = architecture.hf_dtypes(dtype)
     quantised = number_format.quantised_names(architecture) if number_format else frozenset()
     return {

@@ -78,7 +78,7 @@ def busiest_port(traffic: Traffic, rates: Rates) -> Port:
 
 
 def lower_bounds(traffic: Traffic, rates: Rates) -> dict[str, float]:
-    """Seconds that no plan can beat, by what forces them:
+    """Lower bounds in seconds for any plan, by their cause:
 
     - `node_in`: what the destinations of a node need, and no source of the node holds, comes in at least once, through
       the NICs of all GPUs that destinations run on, each of which can take any of it: max over nodes of

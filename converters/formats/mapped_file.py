@@ -13,7 +13,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedFile:
-    """The bytes of a file, read-only: writing to them crashes the process. Raises OSError.
+    """The bytes of a file, read-only: writing to them crashes the process. Raises OSError if it cannot be mapped.
 
     Python's `mmap` keeps a descriptor per file (before 3.13 inevitably), and a checkpoint may have more files than a
     process may have descriptors. A writable private mapping would count as committed memory if the kernel does not

@@ -19,7 +19,7 @@ SMALLEST_MAGNITUDE_OF_POWERS = 1e-4
 HALVED_UP_TO = 232.0
 """Quotients up to this value round to half of the largest code or less."""
 LARGEST_WEIGHT = LARGEST_CODE * LARGEST_SCALE
-"""Largest weight that can be encoded, just below the largest bfloat16."""
+"""Largest weight that can be encoded, 0.88 of the largest bfloat16."""
 # Large enough to amortise the start of an operation, small enough for a processor's cache: 4 MiB in float32.
 _TILE_ELEMENTS = 2**20
 _TILE_COLUMNS = 8192

@@ -27,7 +27,7 @@ _SMALLEST_CODE = 2.0**-9
 
 
 def knows(codes: torch.Tensor, out: torch.Tensor) -> bool:
-    """Whether these tensors are supported: the columns of both must be contiguous."""
+    """Whether these tensors are supported: both must be on the CPU, with rows that are contiguous."""
     return all(each.is_cpu and each.stride(1) == 1 for each in (codes, out))
 
 

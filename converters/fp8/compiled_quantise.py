@@ -1,6 +1,6 @@
 """The rule of `quantise` in machine code: bitwise the same results in a fraction of the time.
 
-Most of torch's time would be conversions. Each block is searched for its largest magnitude, and then encoded
+Torch would spend most of its time on conversions. Each block is searched for its largest magnitude, and then encoded
 (`compiled_encode.py`).
 """
 
@@ -46,7 +46,7 @@ _THREAD_ELEMENTS = 2**21
 
 
 def knows(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> bool:
-    """Whether these tensors are supported: other dtypes and columns with gaps are not."""
+    """Whether these tensors are supported: bfloat16 or float32 weights, all on the CPU with contiguous rows."""
     tensors = (weight, codes, scales)
     return weight.dtype in WEIGHTS and all(each.is_cpu and each.stride(1) == 1 for each in tensors)
 

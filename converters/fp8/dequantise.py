@@ -34,8 +34,8 @@ def dequantise_into(
     `codes` (float8_e4m3fn, same shape as `out`) are the codes of the box that begins at `row_start` and `column_start`,
     which may be inside a block. `scales` are those of the whole weight. With `scratch`, calls share working memory.
 
-    Raises ValueError, naming the element, for a NaN code and for a scale that is not finite or above 2**119; also for a
-    wrong dtype or shape. The content of `out` is then undefined.
+    Raises ValueError for a NaN code, naming the element, and for a scale that is not finite or above 2**119, naming the
+    block; also for a wrong dtype or shape. The content of `out` is then undefined.
     """
     _check(codes, scales, out, row_start, column_start)
     used = _used(scales, codes, row_start, column_start)
@@ -53,7 +53,7 @@ def dequantise_into(
 def _in_torch(
     codes: torch.Tensor, used: torch.Tensor, out: torch.Tensor, row_start: int, column_start: int, scratch: Scratch
 ) -> None:
-    """The rule in torch, for views with gaps between columns."""
+    """The rule in torch, for tensors that machine code does not support."""
     factors = _spread(used * _BIAS_DIFFERENCE, column_start % BLOCK, codes.shape[1])
     raw = codes.view(torch.int8)
     first = row_start // BLOCK

@@ -1,4 +1,4 @@
-"""Converts bfloat16 or float32 to block FP8.
+"""Converts bfloat16, float16 or float32 to block FP8.
 
 The rule is that of DeepSeek-V3's kernels (inference/kernel.py): the scale of a block is its largest magnitude over 448,
 in float32; the code is the weight over the scale, divided in float32 and rounded to the nearest e4m3, ties to even. A

@@ -8,7 +8,7 @@ from converters.layouts.parallel_sizes import ParallelSizes
 
 
 def engine_layout(architecture: Architecture, parallel: ParallelSizes) -> Layout:
-    """The layout on the workers of a vLLM or SGLang engine, whose sizes have no pipeline parallelism.
+    """The layout on the workers of a vLLM or SGLang engine without pipeline parallelism.
 
     Tensors are laid out as on Megatron's ranks, except for the vocabulary and for key-value heads, which workers
     replicate if there are fewer heads than workers. The names and the stacking of the workers' own tensors differ.

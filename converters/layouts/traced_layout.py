@@ -235,7 +235,7 @@ def _cut(name: str, box: Box, indexed: int) -> list[tuple[str, Box]]:
 def local_tensors(parameters: Mapping[str, Tensor], shard: Shard) -> dict[str, Tensor]:
     """The tensors of a traced `shard`: views of the worker's `parameters`.
 
-    Raises ValueError if the parameters are not those that were traced.
+    Raises ValueError if a tensor has another shape than when it was traced.
     """
     tensors = {}
     for name, shape in shard.local_shapes.items():

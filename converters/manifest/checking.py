@@ -13,11 +13,11 @@ from converters.stream.targets import Written
 
 
 class Check(Protocol):
-    """Something that has a checksum."""
+    """A comparison of part of a file with its recorded checksum."""
 
     @property
     def file(self) -> str:
-        """The file that contains it."""
+        """The file that is read, relative to the folder."""
 
     @property
     def key(self) -> str:
@@ -25,7 +25,7 @@ class Check(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes read for the comparison."""
+        """Size of the tensor or small file; 0 for the bytes around tensors."""
 
     def damage(self) -> str | None:
         """The name of what is damaged; None if it is intact. Called in a thread."""

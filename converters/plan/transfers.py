@@ -146,7 +146,7 @@ class Plan:
 
     @gc_paused()
     def transfers_from(self, rank: int) -> list[Transfer]:
-        """Transfers from source `rank`, by destination rank, each in the order of its `transfers_into`.
+        """Transfers from source `rank`, ordered by destination rank, and for each in the order of its `transfers_into`.
 
         Raises ValueError if a destination wants an element of this rank's tensors that no source rank holds.
         """

@@ -21,7 +21,7 @@ from converters.stream.targets import Part, Place, Target, Written
 
 # Fits into a processor's second-level cache, where it stays between the checksum and the write.
 _SLICE_BYTES = 2**20
-# Bytes to decode, convert or quantise at once: enough that threads do not contend for Python's lock.
+# Bytes to decode, convert or quantise at once: enough that threads do not contend for the GIL.
 _GATHERED_BYTES = 2**21
 _SCALE_DTYPE = torch.float32
 

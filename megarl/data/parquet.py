@@ -61,7 +61,7 @@ def _check_missed(column: str, value: Any, where: str) -> None:
 
 
 def _values(batch: pa.RecordBatch, path: Path, first: int) -> list[dict[str, Any]]:
-    """The rows of a batch, of which the `first` has that number in the file."""
+    """The rows of a batch; `first` is the number of its first row in the file."""
     try:
         return cast("list[dict[str, Any]]", batch.to_pylist())
     except (ValueError, OverflowError) as error:  # text that is no UTF-8, times that datetime cannot hold

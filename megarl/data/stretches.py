@@ -15,7 +15,7 @@ Array: TypeAlias = npt.NDArray[Any]
 _STORED_BYTES = 100 * 1024
 # Smaller arrays are cheaper to pickle as bytes than as out-of-band buffers.
 _COPIED_BYTES = 8 * 1024
-# Short arrays that are checked together: a copy of them has at most 25 MB.
+# Short arrays that are checked together: a copy of them has at most 25 MiB.
 _AT_ONCE = 256
 # To compare values by their bits: NaN equals itself, and 0 differs from -0.
 _BITS = {1: np.uint8, 4: np.uint32, 8: np.uint64}

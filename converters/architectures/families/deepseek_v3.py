@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1 (arXiv 2412.19437), and models of its shape: Moonlight (arXiv 2502.16982), Kimi-K2 (2507.20534).
 
-DeepSeek-V2 with a sigmoid router, whose balance a bias per expert keeps, and with multi-token prediction.
+DeepSeek-V2 with a sigmoid router that a bias per expert balances, and with multi-token prediction.
 """
 
 from converters.architectures import deepseek

@@ -1,4 +1,4 @@
-"""Gemma-2 (arXiv 2408.00118): sliding and full attention in turns, soft-capped logits, norms before and after."""
+"""Gemma-2 (arXiv 2408.00118): alternating sliding and full attention, soft-capped logits, pre- and post-norms."""
 
 from typing import Any
 

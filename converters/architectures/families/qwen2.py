@@ -20,7 +20,7 @@ def read(config: HuggingFaceConfig) -> Architecture:
     """The Megatron model of a Qwen2 config.json."""
     refuse_sliding_window(config)
     config.require("use_mrope", (False,), False)
-    # Models with a context of a million tokens have another attention beyond a chunk.
+    # Dual chunk attention, with which models with a context of a million tokens attend beyond a chunk.
     config.require("dual_chunk_attention_config", (None,), None)
     layers = range(config["num_hidden_layers"])
     return Architecture(

@@ -30,7 +30,7 @@ def read(config: HuggingFaceConfig) -> Architecture:
     """The Megatron model of a Qwen3 config.json."""
     config.require("attention_bias", (False,), False)
     refuse_sliding_window(config)
-    # The config.json for a context of a million tokens has another attention beyond a chunk.
+    # Dual chunk attention, which the config.json for a context of a million tokens asks for.
     config.require("dual_chunk_attention_config", (None,), None)
     is_moe = config["model_type"] == "qwen3_moe"
     moe_layers = _moe_layers(config) if is_moe else []

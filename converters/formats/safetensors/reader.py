@@ -145,7 +145,7 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; UserError where it is missing or broken."""
+    """The JSON object in a file. Raises UserError if it is missing or broken."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

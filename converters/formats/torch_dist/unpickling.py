@@ -54,7 +54,7 @@ class Inert:
         pass
 
     def __call__(self, *arguments: Any, **keywords: Any) -> "Inert":  # noqa: ARG002
-        """Another empty record."""
+        """Return this record, ignoring all arguments."""
         return self
 
     def __setstate__(self, state: Any) -> None:
