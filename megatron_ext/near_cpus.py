@@ -1,4 +1,4 @@
-"""The CPUs next to a GPU, on which a process has the shortest way to it, and fills memory that it reads from there."""
+"""Pins a process to the CPUs close to its GPU, so that it also allocates host memory close to it."""
 
 import os
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ _THREADS = Path("/proc/self/task")
 
 
 def stay_near(address: str, devices: Path = _DEVICES) -> None:
-    """Keep this process on those of its CPUs that are next to the PCI device at `address`: all threads, and later ones.
+    """Pin all threads of this process, and later ones, to those of its CPUs that are local to a PCI device.
 
-    It stays where it is if none of them is, or the machine does not tell. Example: stay_near("0000:1b:00.0")
+    Does nothing if none of its CPUs is local, or the machine does not say. Example: stay_near("0000:1b:00.0")
     """
-    # A container may hide the file, or forbid the call; threads end meanwhile.
+    # A container may hide the file or forbid the call, and threads may end meanwhile.
     with suppress(OSError):
         near = set(_numbers((devices / address / "local_cpulist").read_text())) & os.sched_getaffinity(0)
         for thread in _THREADS.iterdir() if near else ():
@@ -23,7 +23,7 @@ def stay_near(address: str, devices: Path = _DEVICES) -> None:
 
 
 def _numbers(text: str) -> Iterator[int]:
-    """The numbers of a list as Linux writes it. Example: "0-2,8" """
+    """Parse a list of CPUs in Linux's format. Example: "0-2,8" """
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")

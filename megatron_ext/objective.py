@@ -1,4 +1,4 @@
-"""Objective that a train step minimises, and the result of the step."""
+"""The objective that a train step minimises, and the result of the step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,38 +17,39 @@ StepMetrics = TypeVar("StepMetrics", covariant=True)
 class Objective(Protocol[Predictions, StepMetrics]):
     """A sum over tokens whose weights are normalised over the global batch.
 
-    Because the weights already carry the global denominator, the sum of all micro-batches' losses on all ranks is the
-    loss, and no cut of the work into micro-batches or ranks changes a gradient.
+    The weights include the global denominator, so the loss is the sum over all micro-batches and ranks, and the
+    gradient does not depend on how the batch is split over them.
     """
 
     def __call__(self, predictions: Predictions, micro_batch: MicroBatch) -> tuple[Tensor, StepMetrics]:
-        """The scalar loss of one micro-batch and its metrics.
+        """Compute the scalar loss of one micro-batch, and its metrics.
 
-        `predictions` are LogProbs of the micro-batch's labels; of a model with a value head float32[T'], the values:
-        index i is that of the state in which token i + 1 comes next, and the score of a sequence that of its last token
-        (`packing.last_tokens`).
+        `predictions` are LogProbs of the micro-batch's labels or, for a model with a value head, the values
+        float32[T']: index i is the value of the state in which token i + 1 is chosen. The score of a sequence is the
+        value at its last token (`packing.last_tokens`).
         """
         ...
 
 
 @dataclass(frozen=True)
 class StepResult(Generic[StepMetrics]):
-    """The outcome of one optimizer step: on one rank, or of all that share its batch."""
+    """The result of one optimizer step: of one rank, or of all ranks that share its batch."""
 
     metrics: Sequence[StepMetrics]
     """The objective's metrics of each micro-batch; empty on all but the last pipeline stage."""
     gradient_norm: float
     """Global norm before clipping."""
     learning_rate: float
-    """The rate that the step used."""
+    """The learning rate that the step used."""
     expert_load: Tensor | None = None
-    """int64[layers, experts]: how many tokens each expert got, of all ranks; None of a model without experts."""
+    """int64[layers, experts]: how many tokens each expert got, over all ranks; None for a model without experts."""
     replayed: Tensor | None = None
-    """int64[4]: how many choices of a token in a layer were an engine's, and how many of them were not the router's;
-    how many tokens had such choices, and how many had one that was not the router's. They are those of all ranks; None
-    where none was replayed."""
+    """int64[4], over all ranks; None if no routing was replayed. The first two count pairs of a token and a layer:
+    those with the engine's experts, and those of them whose experts differ from the router's choice. The last two count
+    tokens: those with the engine's experts in any layer, and those with a difference in any layer."""
     mtp: Tensor | None = None
-    """float64[D, 2]: for each of D prediction layers the mean of -log p of the tokens that it predicts, and the share
-    that were its first choice; of one rank its part of them. None where none trains, and before the last stage."""
+    """float64[D, 2]: for each of D prediction layers, the mean of -log p over the tokens that it predicts, and the
+    fraction that were its greedy choice; for one rank, its contribution to these. None if no layer trains, and before
+    the last pipeline stage."""
     router_losses: Mapping[str, float] = field(default_factory=dict)
-    """Value of each loss of the routers that the step added, by name: the mean over layers with experts."""
+    """Value of each router loss that the step added, by name: the mean over layers with experts."""

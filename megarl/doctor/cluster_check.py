@@ -54,7 +54,8 @@ class NodeSilent(RunFailed):
 def check_cluster(folders: Sequence[str], inputs: Sequence[str] = ()) -> ClusterReport:
     """Measure the cluster that this process is connected to; a node lost during the check is a fault like any other.
 
-    All nodes must see files written to the `folders`, and the `inputs`, which may be read-only.
+    All nodes must see files written to the `folders`, and the `inputs`, which may be read-only. Raises MachinesUnfit if
+    the node that writes the files cannot, and NodeSilent if it does not answer.
     """
     alive = machines(ray.nodes())
     free = [node["NodeManagerAddress"] for node in alive if _is_free(node)]
@@ -82,7 +83,7 @@ def check_cluster(folders: Sequence[str], inputs: Sequence[str] = ()) -> Cluster
 
 
 def require_sound_nodes(config: ClusterConfig, folders: Sequence[Path], inputs: Sequence[Path] = ()) -> None:
-    """Raise UserError if nodes of the configured cluster are unfit, or do not see the `folders` or `inputs`.
+    """Raise MachinesUnfit if nodes of the configured cluster are unfit, or do not see the `folders` or `inputs`.
 
     Without a cluster, without `check_nodes`, or on a single machine nothing is checked. It disconnects from Ray at the
     end: Ray frees what an attempt of a run holds when that disconnects, but not within another connection.

@@ -17,7 +17,7 @@ ANSWER_S = 300.0
 
 
 class Probes:
-    """Probes on Ray nodes, which get all GPUs of their node if its address is in `free`. They end with this object."""
+    """Probes on Ray nodes, which get all GPUs of their node if its address is in `free`. They end with the context."""
 
     def __init__(self, nodes: Sequence[Mapping[str, Any]], free: Sequence[str]) -> None:
         self.faults: list[Fault] = []

@@ -25,7 +25,7 @@ class Gpu:
 class Need:
     """Bytes that a process needs on its GPU in a phase of a step, and the `room` for them.
 
-    Example: Need("trainer", "update", "stages 1-6, 192 ranks", {"weights": 6341009408, "gradients": 12682002432}, 76e9)
+    Example: Need("trainer", "update", "stages 1 to 6, 192 ranks", {"weights": 6341009408, ...}, room=76_000_000_000)
     """
 
     role: str

@@ -35,7 +35,10 @@ class RehearsedRefit:
     busiest: int = 0
     """Bytes from the rank that sends most."""
     why_not_direct: str = ""
-    """Why engines load whole tensors through their own loader, if they do; then no GPU has buckets."""
+    """Why no direct refit was planned; empty if one was.
+
+    If the engine could not be examined here, the buckets have their full size; else no GPU has any.
+    """
 
 
 def rehearse_refit(

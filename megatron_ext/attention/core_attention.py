@@ -43,7 +43,7 @@ def needs_preflight(config: TransformerConfig) -> bool:
 
 
 def _may_lack_kernel(config: TransformerConfig) -> bool:
-    """Whether cuDNN's attention does not train with packed sequences here, as Transformer Engine knows it (2.11)."""
+    """Whether cuDNN's attention cannot train with packed sequences here, according to Transformer Engine 2.11."""
     capability = device.compute_capability()
     if capability is None:
         return False

@@ -95,7 +95,7 @@ def _rows(heads: Tensor, groups: int) -> Tensor:
 
 
 def _heads(rows: Tensor, query: Tensor, groups: int) -> Tensor:
-    """The opposite of `_rows`, in the type of `query`."""
+    """The inverse of `_rows`, in the dtype of `query`."""
     by_group = rows.view(len(query), groups, -1, query.shape[1], rows.shape[-1])
     return by_group.permute(0, 3, 1, 2, 4).flatten(2, 3).to(query.dtype)
 
@@ -106,7 +106,7 @@ def _columns(keys: Tensor) -> Tensor:
 
 
 def _keys(columns: Tensor, key: Tensor) -> Tensor:
-    """The opposite of `_columns`, in the type of `key`."""
+    """The inverse of `_columns`, in the dtype of `key`."""
     return columns.view(len(key), key.shape[2], *columns.shape[1:]).transpose(1, 2).to(key.dtype)
 
 

@@ -1,1 +1,1 @@
-"""A rank's memory: what goes to the host for a while and comes back to where it was."""
+"""A rank's memory: offloading of its state to the host, and host copies of tensors."""

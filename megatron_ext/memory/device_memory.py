@@ -1,8 +1,8 @@
-"""Memory of the device that a machine without GPUs is to its processes: counted, and limited if that is asked for.
+"""Counts, and optionally limits, the memory that processes would hold on a GPU, on machines without one.
 
-The driver of a GPU counts what all processes hold, and refuses what does not fit. Without one the processes count for
-themselves, each in a file that it keeps locked, what they would hold on a GPU: weights, gradients, state of optimizers,
-caches of engines. So one that was killed holds nothing. Activations are not counted.
+A GPU's driver counts the memory of all processes, and refuses allocations that do not fit. Without a GPU, each process
+counts its weights, gradients, optimizer state or KV cache in a file that it keeps locked, so a killed process counts as
+holding nothing. Activations are not counted.
 """
 
 import fcntl
@@ -18,20 +18,23 @@ from converters.errors import UserError
 from megatron_ext import device
 
 StatePart: TypeAlias = Literal["weights", "training"]
-"""Parameters and buffers of a model; gradients, state of the optimizer and weights of the reference model."""
+"""`weights` are a model's parameters and buffers; `training` its gradients, optimizer state and reference weights."""
 ALL_PARTS: tuple[StatePart, ...] = get_args(StatePart)
 
 _BYTES = struct.Struct("<q")
 
 
 class DeviceFullError(UserError):
-    """The device has no room beside what all processes hold."""
+    """The device has no room left for an allocation."""
 
 
 class CountedMemory:
-    """The counts in the file at `path`, which is made by whoever opens it first, and in others beside it.
+    """The memory counts of all processes that use the same `path`.
 
-    Example: CountedMemory(Path("/tmp/run/device"), limit_bytes=2**30); a process that is given it has held nothing yet.
+    The file at `path`, created by whoever opens it first, holds the peak; each process has a file of its own next to
+    it. An object may be sent to another process only before it holds anything.
+
+    Example: CountedMemory(Path("/tmp/run/device"), limit_bytes=2**30)
     """
 
     def __init__(self, path: Path, limit_bytes: int | None = None) -> None:
@@ -40,9 +43,10 @@ class CountedMemory:
         self._own_file: int | None = None
 
     def hold(self, what: str, nbytes: int) -> None:
-        """Note that this process from now on holds `nbytes` as `what`, in place of what it held as that.
+        """Record that this process now holds `nbytes` as `what`, replacing its earlier count for `what`.
 
-        Raises DeviceFullError, with nothing noted, if all processes would then hold more than the limit.
+        Raises DeviceFullError, without recording anything, if the count grows and all processes together would exceed
+        the limit.
         """
         before = self._own.get(what, 0)
         with self._peak() as peak:
@@ -60,7 +64,7 @@ class CountedMemory:
             _write(peak, max(_read(peak), after))
 
     def take_peak(self) -> int:
-        """The most that all processes held at a time since this was last asked, by whomever."""
+        """The peak of all processes' memory since any process last called this."""
         with self._peak() as peak:
             most = _read(peak)
             _write(peak, self._held())
@@ -68,7 +72,7 @@ class CountedMemory:
 
     @contextmanager
     def _peak(self) -> Iterator[int]:
-        """Open the file that tells of the most that was held, and keep it from the others inside."""
+        """Open the file with the peak, and lock out other processes within the context."""
         peak = _open_locked(self._path)
         try:
             yield peak
@@ -76,7 +80,7 @@ class CountedMemory:
             os.close(peak)
 
     def _held(self) -> int:
-        """The sum of what all processes hold that live."""
+        """The memory of all live processes; removes the files of dead ones."""
         held = 0
         for path in self._path.parent.glob(f"{self._path.name}.*"):
             counts = os.open(path, os.O_RDONLY)
@@ -92,9 +96,10 @@ class CountedMemory:
 
 
 def take_peak(memory: CountedMemory | None) -> int:
-    """The most that was held on this process's device, by all processes, since its last turn began.
+    """The peak of all processes' memory on this process's device since the last turn began.
 
-    On a GPU that is what is in use now: during a turn nobody gives memory back to the driver.
+    On a GPU this is the memory in use now, since no process returns memory to the driver during a turn. 0 on a machine
+    without GPUs if nothing is counted.
     """
     used = device.used_memory_bytes()
     if used is not None:
@@ -103,7 +108,7 @@ def take_peak(memory: CountedMemory | None) -> int:
 
 
 def _open_locked(path: Path) -> int:
-    """Open a file that is locked until it is closed, or its process ends."""
+    """Open a file and lock it until it is closed or the process ends."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(file, fcntl.LOCK_EX)
     return file

@@ -1,4 +1,4 @@
-"""Host memory for a copy of what a rank saves or changes for a while, made once and used again by every save."""
+"""Copies of a rank's tensors in host memory that is allocated once and reused."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,31 +13,31 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class HostTensor:
-    """Bytes of a tensor on the host, in pieces (uint8) that follow each other."""
+    """A tensor's bytes on the host, in consecutive pieces (uint8)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: Sequence[Tensor]
 
     def copy_to(self, tensor: Tensor) -> None:
-        """Write the bytes to a contiguous tensor of this type and shape."""
+        """Write the bytes to a contiguous tensor of the same dtype and shape."""
         parts = tensor.detach().view(-1).view(torch.uint8).split([len(piece) for piece in self.pieces])
         for part, piece in zip(parts, self.pieces, strict=True):
             part.copy_(piece)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """uint8[N]: the bytes of a tensor, which are its own memory where that is contiguous."""
+    """uint8[N]: the bytes of a tensor; a view of its memory if it is contiguous, else a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def on_host(tensor: Tensor) -> HostTensor:
-    """A tensor in one piece, which is its own memory where that is the host's already."""
+    """A tensor in one piece on the host; a view if it is already there and contiguous."""
     return HostTensor(tensor.dtype, tuple(tensor.shape), [bytes_of(tensor.cpu())])
 
 
 class HostCopies:
-    """Copies of tensors in buckets of host memory, as many as the longest list of them fills; pinned, beside a GPU."""
+    """Copies tensors into buckets of host memory, pinned if there is a GPU. Buckets are added as needed and reused."""
 
     def __init__(self, bucket_bytes: int = device.HOST_BUCKET_BYTES) -> None:
         self._bucket_bytes = bucket_bytes
@@ -45,15 +45,16 @@ class HostCopies:
         self._end = 0
 
     def of(self, tensors: Sequence[Tensor]) -> Iterator[HostTensor]:
-        """Copies of the `tensors`, in their order; they last until the next call of this method.
+        """Copy the `tensors`, in order; the next call of this method overwrites the copies.
 
-        Other work that was asked of the device may go on meanwhile, but for what changes the `tensors`.
+        The copies run on a stream of their own, which does not wait for work queued elsewhere: work that writes to the
+        `tensors` must have finished.
         """
         self._end = 0
         return self.more(tensors)
 
     def more(self, tensors: Sequence[Tensor]) -> Iterator[HostTensor]:
-        """Copies of the `tensors` behind those that there are, which last. See `of`."""
+        """Copy the `tensors` after the existing copies, which stay valid. See `of`."""
         starts, end = [], self._end
         for tensor in tensors:
             starts.append(end)
@@ -73,7 +74,7 @@ class HostCopies:
         return iter(copies)
 
     def _pieces(self, start: int, nbytes: int) -> list[Tensor]:
-        """So many bytes from `start` on, as if the buckets were one memory."""
+        """Views of `nbytes` bytes from `start` on, with the buckets taken as one contiguous memory."""
         pieces, end = [], start + nbytes
         while start < end:
             number, offset = divmod(start, self._bucket_bytes)

@@ -1,4 +1,4 @@
-"""A rank's state between its device and the host: what it holds where, part by part."""
+"""Offloads a rank's state to the host and reloads it, part by part."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
@@ -20,10 +20,11 @@ _NAMES: Mapping[StatePart, str] = {
 
 
 class OffloadableState:
-    """Where a rank's state is, its device or the host. Tensors stay the same objects; what is away may not be touched.
+    """Keeps each part of a rank's state on the device or on the host.
 
-    `weights` and `training` give the tensors of the two parts as they are now: an optimizer makes its own in its first
-    step; it may have views of weights, which belong to these. `chunks` have gradients, which are freed and made again.
+    Tensors stay the same objects; those of an offloaded part must not be accessed. `weights` and `training` return the
+    current tensors of each part, since an optimizer only creates its state in the first step. Memory that both share
+    counts as weights. The gradient buffers of `chunks` are freed and allocated again, not copied.
     """
 
     def __init__(
@@ -38,12 +39,12 @@ class OffloadableState:
         self._memory: CountedMemory | None = None
 
     def count_in(self, memory: CountedMemory | None) -> None:
-        """Count from now on what is held, where no GPU does. Raises DeviceFullError as `count`."""
+        """Start counting the memory held in `memory`; None stops it. Raises DeviceFullError as `count` does."""
         self._memory = memory
         self.count()
 
     def count(self) -> None:
-        """Note what is held now, after it may have become more. Raises DeviceFullError if it is too much."""
+        """Update the count, after the state may have grown. Raises DeviceFullError if it exceeds the limit."""
         if self._memory is not None:
             for part in ALL_PARTS:
                 self._memory.hold(_NAMES[part], self._held_bytes(part))
@@ -53,13 +54,13 @@ class OffloadableState:
         return part not in self._away
 
     def require(self, *parts: StatePart) -> None:
-        """Raise RuntimeError if one of the parts is away."""
+        """Raise RuntimeError if one of the parts is on the host."""
         for part in parts:
             if part in self._away:
                 raise RuntimeError(f"{_NAMES[part]} are on the host: it is not the trainers' turn")
 
     def offload(self, parts: Collection[StatePart]) -> None:
-        """Let the parts go to the host, where they are not yet."""
+        """Move those of the parts that are on the device to the host."""
         for part in ALL_PARTS:
             if part in parts and part not in self._away:
                 if part == "training":
@@ -68,7 +69,7 @@ class OffloadableState:
                 self.count()
 
     def reload(self, parts: Collection[StatePart]) -> None:
-        """Have the parts back on the device, gradients as zeros. Raises DeviceFullError if there is no room."""
+        """Move the parts back to the device, with gradients of zeros. Raises DeviceFullError if there is no room."""
         for part in ALL_PARTS:
             if part in parts and part in self._away:
                 if self._memory is not None:
@@ -84,7 +85,7 @@ class OffloadableState:
                 self._make_gradients()
             copy.reload()
         except torch.OutOfMemoryError as error:
-            # The copy on the host is the only one, and still whole: the part can be brought back later.
+            # The copy on the host is still complete, so the part can be reloaded later.
             if part == "training":
                 self._drop_gradients()
             raise DeviceFullError(
@@ -120,7 +121,7 @@ class OffloadableState:
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
-    """Main parameters and state of an optimizer, as they are now."""
+    """The current main parameters and state tensors of an optimizer."""
     for inner in (part.optimizer for part in compat.parts(optimizer)):
         for group in inner.param_groups:
             yield from map(own_rows, group["params"])
@@ -129,7 +130,7 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[Tensor]:
 
 
 def _gradient_bytes(chunks: Sequence[Wrapped]) -> int:
-    """Bytes of gradients: of permanent buffers, or under FSDP2 of the gradients that exist at the moment."""
+    """Bytes of gradients: of Megatron's permanent buffers, or with FSDP2 of the gradients that currently exist."""
     buffered = [chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)]
     buffers = [buffer for chunk in buffered for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     others = nbytes_of(storages_of(gradients([chunk for chunk in chunks if chunk not in buffered])))

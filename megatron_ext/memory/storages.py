@@ -1,4 +1,4 @@
-"""Memory of tensors that goes to the host and comes back, while the tensors and all their views stay what they are."""
+"""Moves the memory of tensors to the host and back, while the tensors and all their views stay valid objects."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,24 +9,24 @@ from torch import Tensor
 
 from megatron_ext import device
 
-# Scalars, such as the step counts of Adam, take longer to move than they are worth.
+# Moving scalars, such as Adam's step counts, would take time and free next to nothing.
 _SMALLEST_BYTES = 2**10
 
 
 class _Piece(NamedTuple):
-    """Bytes of a storage, from `start` on, and where they lie in a bucket."""
+    """`nbytes` bytes of a storage from `start` on, at `offset` in a bucket."""
 
     storage: torch.UntypedStorage
     start: int
     nbytes: int
     offset: int
     size: int
-    """Bytes of the whole storage."""
+    """Size of the whole storage in bytes."""
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    """Memory of the host (uint8), and the pieces in it; the pieces of a storage follow each other over buckets.
+    """Host memory (uint8), and the pieces in it; a storage may continue in the next bucket.
 
     Example: _Bucket(memory, [_Piece(storage, start=0, nbytes=4096, offset=0, size=4096)])
     """
@@ -36,7 +36,7 @@ class _Bucket:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """The storages of tensors on this process's device, each once however many views there are; small ones left out."""
+    """The storages of the tensors on this process's device, each once, without those smaller than 1 KiB."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -46,19 +46,19 @@ def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 
 def nbytes_of(storages: Iterable[torch.UntypedStorage]) -> int:
-    """How much memory of the device they hold."""
+    """Total size of storages."""
     return sum(storage.nbytes() for storage in storages)
 
 
 class HostCopy:
     """Storages whose bytes are on the host; on the device they have no memory until `reload`.
 
-    Nobody may read or write their tensors in between. Bytes go in buckets, so that no more than one of them is on both
-    sides at a time.
+    Their tensors must not be accessed in between. Bytes move in buckets, to keep the memory that is held on both sides
+    small.
     """
 
     def __init__(self, storages: Sequence[torch.UntypedStorage], bucket_bytes: int = device.HOST_BUCKET_BYTES) -> None:
-        # Nothing that was asked of the device before may still read or write them.
+        # Work queued on the device earlier may still read or write them.
         device.synchronize()
         self.nbytes = nbytes_of(storages)
         self._buckets: list[_Bucket] = []
@@ -76,9 +76,9 @@ class HostCopy:
         device.empty_cache()
 
     def reload(self) -> None:
-        """Give the storages their memory and bytes back; the copy is empty then.
+        """Allocate the storages again and restore their bytes; the copy is empty afterwards.
 
-        Where the device has no room (torch.OutOfMemoryError) they have none of it, and the copy is as it was.
+        If the device has no room (torch.OutOfMemoryError), the storages stay without memory, and the copy is unchanged.
         """
         try:
             self._copy_back()
@@ -104,14 +104,14 @@ class HostCopy:
 
 
 def free(storage: torch.UntypedStorage) -> None:
-    """Give its memory back, whose bytes are lost."""
+    """Free the memory of a storage; its bytes are lost. Raises RuntimeError if the storage does not own its memory."""
     if not storage.resizable():
         raise RuntimeError(f"{storage.nbytes()} bytes of a tensor belong to somebody else, and cannot be given back")
     storage.resize_(0)
 
 
 def _cut(storages: Sequence[torch.UntypedStorage], bucket_bytes: int) -> Iterator[list[_Piece]]:
-    """The bytes of all storages, end to end, cut into buckets."""
+    """Cut the concatenated bytes of all storages into buckets."""
     pieces: list[_Piece] = []
     filled = 0
     for storage in storages:

@@ -1,1 +1,1 @@
-"""Builds a GPTModel from an architecture: its modules, its heads, and layers that predict further ahead."""
+"""Builds a GPTModel from an architecture: its modules, its heads, and layers for multi-token prediction."""

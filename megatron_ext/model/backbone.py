@@ -1,4 +1,4 @@
-"""A GPTModel that gives hidden states on every stage, the last too, and what its head makes of them."""
+"""GPTModels that return hidden states on every stage, including the last, and compute predictions from them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,13 +16,13 @@ _OF_LAYERS = (
     *("position_ids", "attention_mask", "inference_params", "packed_seq_params", "sequence_len_offset"),
     *("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin"),
 )
-"""Arguments that GPTModel gives every layer."""
+"""Arguments that GPTModel passes to every layer."""
 
 
 class Backbone(GPTModel):
-    """`forward` gives the normed hidden states of the last layer on the last stage: [tokens, 1, H].
+    """On the last stage, `forward` returns the last layer's hidden states after the final norm: [tokens, 1, H].
 
-    Under sequence parallelism these are the tokens of this rank. No loss and no logits are computed.
+    With sequence parallelism these are the tokens of this rank. Neither logits nor a loss are computed.
     """
 
     def _postprocess(self, hidden_states: Tensor, **_options: Any) -> Any:
@@ -30,13 +30,13 @@ class Backbone(GPTModel):
 
 
 class LanguageModel(Backbone):
-    """With an output layer over the first `real_vocab_size` of the (padded) vocabulary, and with prediction layers.
+    """A backbone with an output layer over the first `real_vocab_size` rows of the padded vocabulary.
 
-    If these are detached, their loss changes no other parameter than theirs.
+    It may have layers for multi-token prediction. If these are detached, their loss only changes their own parameters.
     """
 
     output_layer: Any
-    """GPTModel's, until its weight is given to a LanguageModelHead."""
+    """GPTModel's own layer during construction, then a LanguageModelHead with its weight."""
 
     def __init__(
         self, *, real_vocab_size: int, softcap: float | None, fp32_logits: bool, mtp_is_detached: bool, **arguments: Any
@@ -56,15 +56,15 @@ class LanguageModel(Backbone):
         *,
         temperature: float,
     ) -> LogProbs:
-        """Log-probs of `labels` [T] by their hidden states; on the last stage only.
+        """Log-probs of `labels` [T] from the hidden states; on the last stage only.
 
-        Where `asked` bool[T] is False nothing is computed, and all values are 0. With `predicting` long[T] a label's
-        hidden state is the one at that place, and not at its own.
+        Where `asked` bool[T] is False, nothing is computed, and all values are 0. `predicting` long[T] is the index of
+        the hidden state that predicts each label; by default, the label's own index.
         """
         return self.output_layer(hidden, labels, self._tied_weight, asked, predicting, temperature=temperature)
 
     def predict_mtp(self, hidden: Sequence[Tensor], mtp: MtpTokens, *, temperature: float) -> list[LogProbs]:
-        """Log-probs of the labels [L] of each prediction layer by its hidden states; on the last stage only."""
+        """Log-probs of the labels [L] of each prediction layer from its hidden states; on the last stage only."""
         weight = self._tied_weight
         if self._mtp_is_detached:
             weight = (self.output_layer.weight if weight is None else weight).detach()
@@ -80,7 +80,7 @@ class LanguageModel(Backbone):
     def _postprocess(
         self, hidden_states: Tensor, labels: Tensor | None = None, **options: Any
     ) -> Tensor | list[Tensor]:
-        """The hidden states; with `labels` long[D, L], the tokens that prediction layers take in, those of each too."""
+        """The hidden states; with `labels` long[D, L], the input tokens of prediction layers, also those of each."""
         if labels is None or not self.mtp_process:
             return hidden_states
         embedding = self.embedding
@@ -99,7 +99,7 @@ class LanguageModel(Backbone):
 
 
 class ValueModel(Backbone):
-    """With a value for each token in place of an output layer."""
+    """A backbone with a value head, which computes one number per token, instead of an output layer."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -108,9 +108,9 @@ class ValueModel(Backbone):
             self.value_head = ValueHead(self.config)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """float32[T], by the hidden states; on the last stage only."""
+        """float32[T], from the hidden states; on the last stage only."""
         return self.value_head(hidden)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """As GPTModel's, which insists on an output layer."""
+        """The state dict of all submodules; GPTModel's own method requires an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

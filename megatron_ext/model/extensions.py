@@ -1,4 +1,4 @@
-"""Computations of some families beyond megatron-core's GPTModel, in its layer specs and at its embedding."""
+"""Computations of some model families that megatron-core's GPTModel lacks, added to its layer specs and embedding."""
 
 from dataclasses import fields
 from functools import partial
@@ -18,7 +18,7 @@ from megatron_ext.versions import with_submodules
 
 
 class NormedRowParallelLinear(RowParallelLinear):
-    """A row-parallel projection with a norm of its output, under sequence parallelism too.
+    """A row-parallel projection followed by a norm of its output, also with sequence parallelism.
 
     A subclass, since checkpoints name the norm as a part of the projection.
     """
@@ -28,19 +28,19 @@ class NormedRowParallelLinear(RowParallelLinear):
         if self.bias is not None:
             raise NotImplementedError("a norm after a projection whose bias is added later")
         self.post_layernorm = RMSNorm(config, output_size, config.layernorm_epsilon)
-        # A hook, so that what others add to the projection goes before it.
+        # A hook, so that the norm sees what other hooks, such as adapters, add to the projection.
         self.register_forward_hook(_normalise)
 
 
 def _normalise(projection: NormedRowParallelLinear, _inputs: Any, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
-    """The output [tokens, batch, hidden], whose bias is None, after the norm."""
+    """Apply the norm to the output [tokens, batch, hidden], whose bias is None."""
     return projection.post_layernorm(output[0]), None
 
 
 def check_transformer_engine_suffices(extensions: Extensions) -> None:
-    """Raise UserError if a model wants other modules than a GPTModel: Transformer Engine's are used as they are.
+    """Raise UserError if a model needs modules that Transformer Engine does not have.
 
-    Its models have megatron-core's own router, which is extended with and without it.
+    The router is megatron-core's own with and without Transformer Engine, so its extension works with both.
     """
     modules = [each for each in fields(extensions) if each.name != "experts_in_group_score"]
     if wanted := [each.name for each in modules if getattr(extensions, each.name) != each.default]:
@@ -51,7 +51,7 @@ def check_transformer_engine_suffices(extensions: Extensions) -> None:
 
 
 def extend_layer(layer: ModuleSpec, extensions: Extensions) -> ModuleSpec:
-    """A layer of the local specs with soft-capped attention and with norms after attention and MLP, where wanted."""
+    """Add soft-capped attention, and norms after attention and MLP, to a layer of the local specs, if wanted."""
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
     if extensions.attention_softcap is not None:
         capped = ModuleSpec(attention.submodules.core_attention, params={"softcap": extensions.attention_softcap})
@@ -63,7 +63,7 @@ def extend_layer(layer: ModuleSpec, extensions: Extensions) -> ModuleSpec:
 
 
 def scale_embedding(model: GPTModel, factor: float | None) -> None:
-    """Have the embedding multiplied by `factor` on the stages that compute it; None leaves it as it is."""
+    """Multiply the embedding by `factor` on the stages that compute it; None leaves it unchanged."""
     if factor is not None and hasattr(model, "embedding"):
         dtype = model.embedding.word_embeddings.weight.dtype
         model.embedding.register_forward_hook(partial(_scale, torch.tensor(factor, dtype=dtype).item()))

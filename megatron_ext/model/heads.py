@@ -1,4 +1,4 @@
-"""Heads of the last stage, from hidden states: predictions of the next tokens, or a value for each token."""
+"""Heads of the last stage, which compute next-token predictions or a value per token from hidden states."""
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +15,9 @@ from megatron_ext.log_probs import LogProbs, linear_log_probs
 
 
 class LanguageModelHead(ColumnParallelLinear):
-    """The output layer of a GPTModel: log-probabilities of labels, without the logits of all tokens.
+    """The output layer of a GPTModel: computes log-probabilities of labels without keeping the logits of all tokens.
 
-    It takes over the weight of `layer`, which has none where it is tied to the embedding of the same stage.
+    It takes over the weight of `layer`, which has none if it is tied to an embedding on the same stage.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class LanguageModelHead(ColumnParallelLinear):
         *,
         temperature: float,
     ) -> LogProbs:
-        """Predict `labels` [T] from the hidden states [T, 1, H]: of this rank's tokens under sequence parallelism.
+        """Predict `labels` [T] from hidden states [T, 1, H], or those of this rank's tokens with sequence parallelism.
 
-        `weight` is one in place of the layer's own. `asked` bool[T], the same on all tensor-parallel ranks,
-        says which labels to predict: prompts have no logits. The others' values are 0. `predicting` long[T] says by
-        which hidden state to predict each label, if not by the one at its index.
+        `weight` replaces the layer's own weight. `asked` bool[T], the same on all tensor-parallel ranks, says which
+        labels to predict, so that no logits are computed for prompts; the values of other labels are 0. `predicting`
+        long[T] is the index of the hidden state that predicts each label; by default, the label's own index.
         """
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
@@ -75,18 +75,18 @@ class LanguageModelHead(ColumnParallelLinear):
 
 
 class ValueHead(MegatronModule):
-    """One number per token, linear in its hidden state, in float32; the weight is the same on all ranks."""
+    """A linear layer from a hidden state to one number, computed in float32; its weight is replicated on all ranks."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-        # Each rank then sees its own tokens: Megatron sums the gradient over tensor-parallel ranks.
+        # With sequence parallelism each rank sees its own tokens, so Megatron must sum the gradient over TP ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """float32[T] of the hidden states [T, 1, H], those of this rank's tokens under sequence parallelism."""
+        """float32[T], from hidden states [T, 1, H], or those of this rank's tokens with sequence parallelism."""
         values = F.linear(hidden.float(), self.weight.float()).flatten()
         if self.config.sequence_parallel:
-            # Every rank computes the same loss of all values: of its gradient each takes the part of its own tokens.
+            # Every rank computes the same loss from all values, so each takes its own tokens' part of the gradient.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values

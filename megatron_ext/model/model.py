@@ -1,4 +1,4 @@
-"""From an architecture to this rank's part of a model."""
+"""Builds this rank's part of a model from an architecture."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -54,15 +54,15 @@ def build_model(
     shared_prefixes: bool = False,
     mtp_is_detached: bool = True,
 ) -> list[Backbone]:
-    """The model chunks of this rank, one per virtual pipeline stage, with parameters not yet initialised.
+    """Build the model chunks of this rank, one per virtual pipeline stage, with uninitialised parameters.
 
-    `architecture.head` says which head the last chunk has. Multi-token-prediction layers are there, too; see
-    `LanguageModel`. `overrides` are fields of megatron-core's TransformerConfig; `fp32_logits` is of
-    `linear_log_probs`. With `shared_prefixes` it also computes the parts of `shared_prefixes.share`. Call after
-    `parallel.initialize`.
+    The last chunk has the head `architecture.head`, and layers for multi-token prediction if the architecture has any;
+    `mtp_is_detached` is for `LanguageModel`, and `fp32_logits` for `linear_log_probs`. `overrides` are fields of
+    megatron-core's TransformerConfig. With `shared_prefixes` the model also accepts parts from `shared_prefixes.share`.
+    Call this after `parallel.initialize`.
 
-    Raises UserError where the sizes cannot divide the model, and for a field that does not exist, that follows from
-    something else, or whose value megatron-core refuses.
+    Raises UserError if the sizes do not divide the model, and for an override that does not exist, that is determined
+    by something else, or whose value megatron-core refuses.
     """
     compat.install()
     megatron_layout(architecture, parallel, module_names="local")  # checks the sizes
@@ -89,16 +89,16 @@ def build_model(
 
 
 def local_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer of this rank by the name it has in the Megatron layout.
+    """Every parameter and persistent buffer of this rank, by its name in the Megatron layout.
 
-    Names are those of `GPTModel.state_dict`, with several chunks prefixed by `model{chunk}.`. Parameters that FSDP2
-    has cut are the rows of this rank.
+    Names are those of `GPTModel.state_dict`, prefixed with `model{chunk}.` if there are several chunks. For parameters
+    that FSDP2 has sharded, these are the rows of this rank.
     """
     return {
         prefix + name: own_rows(tensor)
         for prefix, chunk in zip(chunk_prefixes(len(chunks)), chunks, strict=True)
         for name, tensor in chunk.state_dict(keep_vars=True).items()
-        # Transformer Engine's FP8 statistics are no weights.
+        # Transformer Engine's FP8 statistics are not weights.
         if isinstance(tensor, Tensor) and not name.endswith("_extra_state")
     }
 
@@ -111,15 +111,16 @@ def transformer_config(
     overrides: Mapping[str, Any],
     shared_prefixes: bool = False,
 ) -> TransformerConfig:
-    """The configuration of every layer: the architecture's fields, then `overrides`, then what cannot be chosen.
+    """The configuration of all layers.
 
-    The device's defaults come before all of these.
+    In order of increasing precedence: the device's defaults, the architecture's fields, `overrides`, and fields that
+    cannot be chosen.
 
     Raises UserError as `build_model` does.
     """
     check_supported(overrides)
     check_packages(overrides)
-    # The losses of routers are added by `router_balance`: megatron-core's depend on how the batch is cut.
+    # `router_balance` adds the router losses, since megatron-core's depend on how the batch is split.
     own = {name: value for name, value in overrides.items() if name not in ROUTER_LOSS_OPTIONS}
     overrides = without_model_fields(architecture, own)
     config_class = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
@@ -131,7 +132,7 @@ def transformer_config(
         "mtp_num_layers": architecture.mtp_layers or None,
     }
     if shared_prefixes:
-        # The fused kernels count positions from the bound of each node.
+        # The fused kernels count positions from the start of each node.
         fixed["apply_rope_fusion"] = False
     _check_overrides(config_class, fixed, overrides, implementation)
     try:
@@ -154,7 +155,7 @@ def transformer_config(
 
 
 def _fixed_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[str, Any]:
-    """Fields that follow from the parallel sizes, the type of the weights and the packed micro-batches."""
+    """Fields determined by the parallel sizes, the dtype of the weights and the packed micro-batches."""
     interleaved = parallel.chunks > 1
     return {
         **{name: getattr(parallel, name) for name in _PARALLEL_FIELDS},
@@ -163,14 +164,14 @@ def _fixed_fields(parallel: ParallelSizes, params_dtype: torch.dtype) -> dict[st
         "sequence_parallel": parallel.tensor_model_parallel_size > 1,
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # Packed micro-batches differ in length: pipeline stages tell each other the shapes.
+        # Packed micro-batches differ in length, so pipeline stages exchange shapes.
         "variable_seq_lengths": True,
         "calculate_per_token_loss": True,
         "perform_initialization": False,
         "params_dtype": params_dtype,
         "pipeline_dtype": params_dtype,
         "bf16": params_dtype == torch.bfloat16,
-        # It adds to Megatron's buffers of gradients, which FSDP2 does not have.
+        # This option accumulates in Megatron's gradient buffers, which FSDP2 does not have.
         **({"gradient_accumulation_fusion": False} if parallel.use_torch_fsdp2 else {}),
     }
 

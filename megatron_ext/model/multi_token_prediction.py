@@ -1,9 +1,10 @@
-"""Layers that predict tokens further ahead, trained beside the policy: DeepSeek-V3, arXiv 2412.19437, section 2.2.
+"""Multi-token prediction: layers that predict tokens further ahead, trained with the policy.
 
-Layer k of D sees the hidden state of token i and the tokens up to i + k, and predicts token i + k + 1. Its loss is the
-mean over all trained tokens of the batch of an optimizer step that it can predict, those from place k + 1 of their
-sequence on, of -log p(token), of the same softmax(logits / temperature) as the policy's own log-probs. The objective
-has the sum over the layers times mtp_loss_scaling_factor / D, as Megatron's. A batch may leave tokens out (`DRAFTED`).
+The method is that of DeepSeek-V3 (arXiv 2412.19437, section 2.2). Layer k of D sees the hidden state of token i and
+the tokens up to i + k, and predicts token i + k + 1. Its loss is the mean of -log p(token) over the trained tokens that
+it can predict, those from position k + 1 of their sequence on, in the batch of an optimizer step. p is the same
+softmax(logits / temperature) as for the policy's own log-probs. As in Megatron, the sum over the layers times
+mtp_loss_scaling_factor / D is added to the objective. A batch may exclude tokens (`DRAFTED`).
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +29,10 @@ M = TypeVar("M")
 
 
 class PredictionLayer(MultiTokenPredictionLayer):
-    """megatron-core's, which is told the tokens that it takes in, and is recomputed with packed sequences.
+    """megatron-core's layer, which is given its input tokens here, and can be recomputed with packed sequences.
 
-    megatron-core moves all tokens by one place itself, in a loop over the packed sequences that waits for each.
+    megatron-core itself shifts the tokens by one position in a loop over the packed sequences that synchronizes with
+    the device for each.
     """
 
     def _get_embeddings(
@@ -41,9 +43,9 @@ class PredictionLayer(MultiTokenPredictionLayer):
         return versions.prediction_inputs(input_ids, position_ids, embedded, hidden)
 
     def _checkpointed_forward(self, *_function: Callable[..., Tensor], **options: Any) -> Tensor:
-        # megatron-core 0.16 hands the bounds of packed sequences to a function that saves tensors alone, or all by name
-        # to one that knows gradients of positional tensors alone (`te_checkpoint`), and names the function that is to
-        # be run again, which in 0.19 nobody does.
+        # megatron-core 0.16 passes the bounds of packed sequences to a checkpoint function that only saves tensors, or
+        # passes everything by name to one that only computes gradients of positional tensors (`te_checkpoint`). It also
+        # passes the function to be recomputed, which 0.19 does not.
         def run(hidden_states: Tensor, decoder_input: Tensor) -> Tensor:
             inputs = {"hidden_states": hidden_states, "decoder_input": decoder_input}
             return self._proj_and_transformer_layer(**{**options, **inputs})
@@ -57,40 +59,40 @@ class PredictionLayer(MultiTokenPredictionLayer):
 
 
 class WithoutGradient(torch.autograd.Function):
-    """The values as they are, and a gradient of zeros.
+    """The identity in the forward pass; the gradient is zero.
 
-    Unlike `detach` it lets Megatron see that the parameter behind them is done: what it reduces while the backward pass
-    goes on waits for all of a bucket.
+    Unlike with `detach`, Megatron's hooks see that the parameter behind it has its gradient: a reduction that overlaps
+    with the backward pass waits for all parameters of a bucket.
     """
 
     @staticmethod
     def forward(_ctx: Any, values: Tensor) -> Tensor:
-        """Returns the values."""
+        """Return the values."""
         return values.view_as(values)
 
     @staticmethod
     def backward(_ctx: Any, gradient: Tensor) -> Tensor:
-        """Returns zeros."""
+        """Return zeros."""
         return torch.zeros_like(gradient)
 
 
 def prepare_layers(chunks: Sequence[torch.nn.Module], training: MtpTraining) -> None:
-    """Make the prediction layers ready for `training`; call before wrapping in DDP.
+    """Prepare the prediction layers for `training`; call before wrapping in DDP.
 
-    With "none" they stay as they are. With "detached" the norm of the gradients, by which all are clipped, is that of
-    the other parameters.
+    With "none" they are frozen. With "detached" the gradient norm, by which all gradients are clipped, is that of the
+    other parameters only.
     """
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, PredictionLayer)]
     for parameter in (parameter for layer in layers for parameter in layer.parameters()):
         if training == "none":
             parameter.requires_grad_(False)
         elif training == "detached":
-            # Megatron's norm leaves out what it takes for a copy.
+            # Megatron's norm excludes parameters that are marked as copies.
             parameter.shared = True
 
 
 def with_mtp_tokens(micro_batch: MicroBatch, layers: int) -> MicroBatch:
-    """`micro_batch` with what `layers` prediction layers take in and are asked for."""
+    """`micro_batch` with the inputs and labels of `layers` prediction layers."""
     own = micro_batch.own
     rows, tokens = own.rows()
 
@@ -115,30 +117,30 @@ def with_mtp_tokens(micro_batch: MicroBatch, layers: int) -> MicroBatch:
 
 
 class WithPredictionLayers(Generic[M]):
-    """An objective and the loss of prediction layers beside it.
+    """An objective with the loss of prediction layers added.
 
-    Its metrics are those of the objective, and the micro-batch's parts of two means over the tokens that each layer
-    predicts: of -log p, and of whether the token was the layer's first choice; float64[D, 2].
+    Its metrics are those of the objective, and float64[D, 2]: for each layer, this micro-batch's contribution to two
+    means over the tokens that the layer predicts, -log p and whether the token was the layer's greedy choice.
     """
 
     def __init__(self, objective: Objective[LogProbs, M], batch: RaggedBatch, layers: int, factor: float) -> None:
-        """Collective over the ranks of the data parallelism, each with its part of the batch."""
+        """Collective over the data-parallel ranks, each with its part of the batch."""
         self._objective = objective
         counts = predictable(batch, layers).to(device.device())
         dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        # Responses of one token leave the later layers nothing to predict.
+        # If all responses have one token, later layers have nothing to predict.
         self._counts = counts.clamp(min=1)
         self._factor = factor / layers
 
     def __call__(
         self, predictions: tuple[LogProbs, list[LogProbs]], micro_batch: MicroBatch
     ) -> tuple[Tensor, tuple[M, Tensor]]:
-        """See `Objective`; `predictions` are the policy's and those of each layer."""
+        """See `Objective`; `predictions` are those of the policy and of each layer."""
         own, of_layers = predictions
         loss, metrics = self._objective(own, micro_batch)
         found = []
         for count, layer in zip(self._counts, of_layers, strict=True):
-            # A token that was not asked for has a log-probability of 0 and is nobody's choice.
+            # A token that was not asked for has a log-probability of 0, and its greedy flag is False.
             mean = -layer.log_probs.sum() / count
             loss = loss + self._factor * mean
             found.append(torch.stack([mean.detach().double(), layer.greedy.double().sum() / count]))
@@ -146,7 +148,7 @@ class WithPredictionLayers(Generic[M]):
 
 
 def predictable(batch: RaggedBatch, layers: int) -> Tensor:
-    """long[layers]: how many of the tokens that are asked for each layer predicts."""
+    """long[layers]: for each layer, how many of the tokens that are asked for it predicts."""
     place = positions_within(batch.lengths)
     are_asked = drafted(batch.fields, asked(batch.fields, place >= 0))
     return torch.stack([(are_asked & (place >= layer + 2)).sum() for layer in range(layers)])

@@ -1,4 +1,4 @@
-"""Normalisation in plain torch: for local modules, on a CPU and on GPUs."""
+"""Norms in plain torch: for local modules, on a CPU and on GPUs."""
 
 from typing import Any
 
@@ -9,11 +9,12 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """Root mean square norm (arXiv 1910.07467) that works under sequence parallelism.
+    """Root mean square norm (arXiv 1910.07467) that supports sequence parallelism.
 
-    Takes the place of megatron-core's WrappedTorchNorm, which refuses sequence parallelism. Tagging the weight is all
-    that it lacks: Megatron then sums the gradient over the tensor-parallel ranks, each of which saw other tokens.
-    With `layernorm_zero_centered_gamma` the weight is stored less 1, and 1 is added in float32.
+    Replaces megatron-core's WrappedTorchNorm, which refuses sequence parallelism. It only takes a mark on the weight,
+    with which Megatron sums the gradient over the tensor-parallel ranks, each of which saw different tokens.
+
+    With `layernorm_zero_centered_gamma` the stored weight is the effective weight minus 1, and 1 is added in float32.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_options: Any) -> None:

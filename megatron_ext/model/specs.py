@@ -1,4 +1,4 @@
-"""Which modules a model is built of: Transformer Engine's, or plain torch."""
+"""Chooses the modules that a model is built from: Transformer Engine's, or plain torch."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,8 +23,8 @@ from megatron_ext.options.device_fields import TRANSFORMER_ENGINE
 from megatron_ext.routing.router import extend_router
 from megatron_ext.versions import with_submodules
 
-# Latent attention's down projections are the same on every rank, as with Transformer Engine: with megatron-core's
-# column-parallel ones the gradient of the shared rotary key is not summed over tensor-parallel ranks.
+# Latent attention's down projections are replicated on every rank, as with Transformer Engine: with megatron-core's
+# column-parallel ones, the gradient of the shared rotary key would not be summed over tensor-parallel ranks.
 _ATTENTION_MODULES = {
     "core_attention": PackedAttention,
     "linear_q_down_proj": DuplicatedLinear,
@@ -36,7 +36,7 @@ _ATTENTION_MODULES = {
 
 
 def module_names(config: TransformerConfig) -> ModuleNames:
-    """How the parameters of a model's modules are called."""
+    """The naming scheme of a model's parameters."""
     return "te" if _has_transformer_engine(config) else "local"
 
 
@@ -54,9 +54,9 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """The layers of one model chunk; `chunk` is None without virtual pipeline stages.
 
-    With `shared_prefixes` their attention takes `SharedSequences`, too.
+    With `shared_prefixes` their attention also accepts `SharedSequences`.
 
-    Raises UserError for extensions that Transformer Engine's modules do not have.
+    Raises UserError for extensions that Transformer Engine's modules do not support.
     """
     with_transformer_engine = _has_transformer_engine(config)
     if with_transformer_engine:
@@ -79,8 +79,9 @@ def block_spec(
 def multi_token_prediction_spec(
     config: TransformerConfig, block: TransformerBlockSubmodules, *, chunk: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The multi-token-prediction layers, each around a layer like the last of `block`; None on other chunks than the
-    last and without such layers.
+    """The multi-token-prediction layers, each around a layer like the last of `block`.
+
+    None if the model has no such layers, and on all chunks but the last.
     """
     with_transformer_engine = _has_transformer_engine(config)
     spec = get_gpt_mtp_block_spec(config, block, with_transformer_engine, vp_stage=chunk)
@@ -95,7 +96,8 @@ def multi_token_prediction_spec(
 
 
 def _with_mergeable_attention(layers: list[ModuleSpec]) -> list[ModuleSpec]:
-    # Transformer Engine's gives no log-sum-exps, by which the parts of a response's attention are merged.
+    # Transformer Engine's attention does not return the log-sum-exps needed to merge the parts of a response's
+    # attention.
     return [_with_core(layer, PackedAttention) for layer in layers]
 
 
@@ -117,13 +119,13 @@ def _plain_layer(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
     attention = layer.submodules.self_attention
     plain_attention = replace(attention, submodules=_substitute(attention.submodules, _ATTENTION_MODULES))
     if config.multi_latent_attention and config.q_lora_rank is None:
-        # Nothing would be normed by it, and megatron-core 0.19 refuses it.
+        # This norm would have no input, and megatron-core 0.19 refuses it.
         plain_attention = with_submodules(plain_attention, q_layernorm=IdentityOp)
     norms = _substitute(layer.submodules, {"input_layernorm": RMSNorm, "pre_mlp_layernorm": RMSNorm})
     return replace(layer, submodules=replace(norms, self_attention=plain_attention))
 
 
 def _substitute(submodules: Any, modules: Mapping[str, type]) -> Any:
-    """`submodules` with those of `modules` that it uses replaced."""
+    """Replace those of the submodules that `modules` names and that are used."""
     used = {name: module for name, module in modules.items() if getattr(submodules, name, IdentityOp) is not IdentityOp}
     return replace(submodules, **used)
