@@ -1,1 +1,1 @@
-"""The distributed optimizer: its shards, its parts in host memory, FSDP2, and what overlaps with it."""
+"""The distributed optimizer: its shards, CPU offload, FSDP2, and overlapped communication."""

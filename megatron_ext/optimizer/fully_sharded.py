@@ -1,7 +1,7 @@
-"""Weights, gradients and optimizer state cut over data-parallel ranks by torch's FSDP2, in megatron-core's wrapper.
+"""Shards weights, gradients and optimizer state over data-parallel ranks by torch's FSDP2, in megatron-core's wrapper.
 
-A rank has some rows of every parameter; layers gather theirs one after the other as they compute. Readers of weights
-gather nothing: to them the rows are one more cut of the layout (`converters.layouts.rows`).
+A rank holds some rows of every parameter; layers gather theirs one after the other as they compute. Readers of weights
+gather nothing: for them, sharding by rows is part of the layout (`converters.layouts.rows`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,24 +24,25 @@ from megatron_ext import compat, transformer_engine_compat
 
 
 class FullySharded(TorchFullyShardedDataParallel):
-    """megatron-core's wrapper, which 0.16 calls with an argument that it does not take."""
+    """megatron-core's wrapper; 0.16 calls its `finish_grad_sync` with an argument that it does not accept."""
 
     def finish_grad_sync(self, **_options: Any) -> None:
-        """Nothing is left to do: each layer's gradients are reduced in the backward pass."""
+        """Do nothing: each layer's gradients are reduced in the backward pass."""
 
 
 def wrap_fully_sharded(chunk: torch.nn.Module, fields: Mapping[str, Any]) -> FullySharded:
-    """Cut the parameters of `chunk`, which are the whole ones until then; `fields` are of its configuration."""
+    """Shard the parameters of `chunk`; `fields` are those of DistributedDataParallelConfig."""
     compat.shard_on_this_device(wrapper)
     transformer_engine_compat.leave_out_empty_tensors()
     config = DistributedDataParallelConfig(**{**fields, "use_distributed_optimizer": False})
-    # By default RotaryEmbedding, too, and beside modules of Transformer Engine the output layer, which is cut with all.
+    # By default, megatron-core also wraps RotaryEmbedding and, with Transformer Engine's modules, the output layer,
+    # which is sharded with the rest here.
     wrapped = FullySharded(chunk.config, config, chunk, sub_modules_to_wrap={TransformerLayer, LanguageModelEmbedding})
     for module in _sharded_modules(chunk):
-        # The weights of the loss hold the denominator of the global batch: gradients are summed.
+        # The loss weights include the denominator of the global batch, so gradients are summed.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    # The output layer, and the embedding tied to it, are read by the loss, after the forward pass of the model.
+    # The loss reads the output layer, and an embedding tied to it, after the model's forward pass.
     read_later = [chunk, chunk.embedding] if chunk.share_embeddings_and_output_weights else [chunk]
     for kept in read_later:
         cast(FSDPModule, kept).set_reshard_after_forward(False, recurse=False)
@@ -49,24 +50,24 @@ def wrap_fully_sharded(chunk: torch.nn.Module, fields: Mapping[str, Any]) -> Ful
 
 
 def free_gathered(chunks: Sequence[torch.nn.Module]) -> None:
-    """Have each rank of `chunks` that are cut with its own rows alone, as after a forward pass without a backward."""
+    """Free the rows of other ranks that a forward pass without a backward pass leaves gathered."""
     for chunk in chunks:
         for module in _sharded_modules(chunk):
             module.reshard()
 
 
 def own_rows(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, of its gradient or its state; a tensor that is not cut is itself."""
+    """This rank's part of a parameter, its gradient or its state; a tensor that is not sharded is returned as it is."""
     return tensor.to_local().detach() if is_cut(tensor) else tensor
 
 
 def is_cut(tensor: object) -> TypeGuard[DTensor]:
-    """Whether this rank has only rows of `tensor`."""
+    """Whether `tensor` is sharded, so that this rank has only some of its rows."""
     return isinstance(tensor, DTensor)
 
 
 def first_element(tensor: Tensor) -> int:
-    """Number, in the whole tensor, of the first element that this rank has."""
+    """Index, in the whole tensor, of the first element that this rank has."""
     if not is_cut(tensor):
         return 0
     (rank,) = tensor.device_mesh.get_coordinate() or ()
@@ -75,7 +76,7 @@ def first_element(tensor: Tensor) -> int:
 
 @contextmanager
 def outlined(chunk: torch.nn.Module) -> Iterator[None]:
-    """Inside, the parameters of `chunk` that are cut are whole ones without values."""
+    """Within the context, sharded parameters of `chunk` are replaced by whole ones without values."""
     modules = list(chunk.modules())
     cut = [
         (vars(each)["_parameters"], name, own)
@@ -95,7 +96,7 @@ def outlined(chunk: torch.nn.Module) -> Iterator[None]:
 
 
 def all_finite(chunks: Sequence[torch.nn.Module]) -> bool:
-    """Collective: whether the gradients of all ranks are numbers."""
+    """Collective: whether all gradients of all ranks are finite."""
     bad = torch.zeros((), device=own_rows(next(chunks[0].parameters())).device)
     for gradient in gradients(chunks):
         bad += (~gradient.isfinite()).sum()
@@ -104,7 +105,7 @@ def all_finite(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
-    """This rank's rows of the gradients that there are."""
+    """This rank's rows of all existing gradients."""
     for chunk in chunks:
         yield from (own_rows(each.grad) for each in chunk.parameters() if each.grad is not None)
 

@@ -1,7 +1,7 @@
-"""An optimizer that updates a part of its parameters in host memory: megatron-core's `optimizer_cpu_offload`.
+"""Support for megatron-core's `optimizer_cpu_offload`: an optimizer that updates part of its parameters in host memory.
 
-It holds an optimizer for each parameter that is on the host, and one for the others, and hands their state on as its
-own: what is done to its state has to be done to theirs.
+It holds one optimizer for each parameter on the host, and one for all others, and exposes their state as its own. A
+change to its state must be made in theirs as well.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ from torch import Tensor
 
 
 def offload_beside_a_cpu() -> None:
-    """Let megatron-core offload parameters that are on a CPU, as if they were on a GPU.
+    """Make megatron-core offload parameters that are on a CPU as if they were on a GPU.
 
-    By itself it offloads only parameters on a GPU; without any, its step ends in a KeyError. Beside a GPU this would
-    leave there what is to be on the host.
+    By itself it offloads only parameters on a GPU, and without any, its step raises KeyError. With a GPU this must not
+    be called: offloaded copies would stay on the GPU.
     """
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = _cut
 
 
 def _cut(self: HybridDeviceOptimizer, offload_fraction: float) -> tuple[Any, ...]:
-    """Groups of the host and of the device; parameter -> copy, copy -> parameter, parameter -> its fp32 values."""
+    """Return groups of the host and of the device; parameter -> copy, copy -> parameter, parameter -> fp32 copy."""
     of_host, of_device, copies, fp32 = [], [], {}, {}
     left = offload_fraction * sum(parameter.numel() for group in self.param_groups for parameter in group["params"])
     for group in self.param_groups:
@@ -43,7 +43,7 @@ def _cut(self: HybridDeviceOptimizer, offload_fraction: float) -> tuple[Any, ...
 
 
 def prime(optimizer: HybridDeviceOptimizer) -> None:
-    """Make the state before the first step, as zeros; parameters that have a state keep it."""
+    """Initialise the state to zeros before the first step; existing state is kept."""
     for part, parameter in _parameters(optimizer):
         state = part.state[parameter]
         if state:
@@ -55,26 +55,26 @@ def prime(optimizer: HybridDeviceOptimizer) -> None:
 
 
 def inner_optimizers(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
-    """Optimizers that take the steps: the parts of a hybrid optimizer, else the optimizer itself."""
+    """The optimizers that perform the updates: the parts of a hybrid optimizer, else the optimizer itself."""
     return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 
 @torch.no_grad()
 def take_over(optimizer: HybridDeviceOptimizer) -> None:
-    """Have on the host what was loaded into fp32 parameters of the device; others have fp32 values of their own."""
+    """Copy fp32 parameters that were loaded on the device to the host; all others have separate fp32 copies."""
     for parameter, copy in optimizer.gpu_params_map_cpu_copy.items():
         if parameter not in optimizer.param_to_fp32_param:
             copy.copy_(parameter)
 
 
 def drop_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Forget copies of gradients that a step has made in fp32 on the GPU, of those that are reduced in bf16.
+    """Drop the fp32 copies of gradients that a step has made on the GPU, for gradients reduced in bf16.
 
-    Nothing else does before the next step makes others, and they are in no list of what may go to the host.
+    Otherwise they would stay until the next step replaces them, and they are not offloaded with the training state.
     """
     if isinstance(optimizer, HybridDeviceOptimizer):
         for parameter, own in optimizer.param_to_fp32_param.items():
-            # Copies on the host are made once.
+            # Copies on the host are allocated once and reused.
             if parameter not in optimizer.gpu_params_map_cpu_copy:
                 own.grad = None
 

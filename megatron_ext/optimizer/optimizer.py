@@ -1,4 +1,4 @@
-"""The distributed optimizer and its learning-rate schedule, from fields by Megatron's own names."""
+"""Builds the distributed optimizer and its learning-rate schedule, from fields under Megatron's names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -18,9 +18,9 @@ Wrapped: TypeAlias = DistributedDataParallel | FullySharded
 def wrap_distributed(
     chunks: Sequence[torch.nn.Module], fields: Mapping[str, Any], *, fully_sharded: bool
 ) -> Sequence[Wrapped]:
-    """Wrap model chunks in Megatron's data parallelism; gradients are reduced in fp32 unless `fields` say otherwise.
+    """Wrap model chunks for Megatron's data parallelism; gradients are reduced in fp32 unless `fields` say otherwise.
 
-    With `fully_sharded` it is that of torch's FSDP2, which reduces them in the type of the weights.
+    With `fully_sharded`, torch's FSDP2 is used, which reduces gradients in the dtype of the weights.
     """
     if fully_sharded:
         return [wrap_fully_sharded(chunk, fields) for chunk in chunks]
@@ -28,13 +28,13 @@ def wrap_distributed(
         **{
             "grad_reduce_in_fp32": True,
             "use_distributed_optimizer": True,
-            # A gradient that is not a number must stop the step, not the run three steps later.
+            # A gradient that is NaN must stop this step, not the run a few steps later.
             "check_for_nan_in_grad": True,
             **fields,
         }
     )
     return [
-        # Only the first chunk overlaps its communication: Megatron's own training loop does the same.
+        # Only the first chunk is bucketed, as in Megatron's own training loop.
         DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
@@ -43,9 +43,9 @@ def wrap_distributed(
 def build_optimizer(
     chunks: Sequence[Wrapped], fields: Mapping[str, Any], params_dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """The optimizer of the wrapped `chunks`; `fields` are those of OptimizerConfig.
+    """Build the optimizer of the wrapped `chunks`; `fields` are those of OptimizerConfig.
 
-    Raises UserError for one that this device does not have.
+    Raises UserError for an optimizer that this device does not support.
     """
     if fields.get("use_precision_aware_optimizer") and not device.has_transformer_engine():
         raise UserError(
@@ -59,11 +59,11 @@ def build_optimizer(
             "weight_decay": 0.0,
             "bf16": params_dtype == torch.bfloat16,
             "params_dtype": params_dtype,
-            # As Megatron's training script has it; megatron-core's own default would offload nothing.
+            # The default of Megatron's training script; megatron-core's own would offload nothing.
             "optimizer_offload_fraction": 1.0,
             "pin_cpu_grads": device.gpus() > 0,
             **fields,
-            # Groups of parameters keep it, and the schedule takes theirs first; Megatron's own default is None.
+            # Parameter groups store it, and the schedule prefers their value; Megatron's own default is None.
             "min_lr": fields.get("min_lr") or 0.0,
         }
     )
@@ -73,10 +73,10 @@ def build_optimizer(
 def build_scheduler(
     optimizer: MegatronOptimizer, optimizer_fields: Mapping[str, Any], fields: Mapping[str, Any], total_steps: int
 ) -> OptimizerParamScheduler:
-    """The learning-rate schedule, counted in optimizer steps.
+    """Build the learning-rate schedule, counted in optimizer steps.
 
-    `fields` are named as Megatron-LM's arguments (lr_warmup_steps, lr_decay_steps, lr_decay_style, ...); without any,
-    the rate is constant. A run that is shorter than its warm-up ends within it.
+    `fields` have the names of Megatron-LM's arguments (lr_warmup_steps, lr_decay_steps, lr_decay_style, ...); without
+    any, the rate is constant. A run that is shorter than its warm-up ends within it.
     """
     warmup_steps = fields.get("lr_warmup_steps", 0)
     weight_decay = optimizer_fields.get("weight_decay", 0.0)

@@ -1,10 +1,12 @@
-"""The state of an optimizer as boxes of global tensors: saved without gathering it, and read at any layout.
+"""The optimizer state as boxes of global tensors: saved without gathering it, and read at any layout.
 
-The distributed optimizer keeps, for each weight, a range of its elements: end to end, they are one data-parallel rank's
-part of a buffer; under FSDP2 it is some rows, of the weight itself, too. Such a range is a few boxes of the weight, so
-that a rank writes and reads what it has, where it is.
+For each weight, the distributed optimizer keeps the state of a range of elements; concatenated, these ranges are one
+data-parallel rank's part of a buffer. With FSDP2 the range is that of some rows, which are also the rank's part of the
+weight itself. A range consists of a few boxes of the weight, so each rank writes and reads its own part in place.
+
 megarl's checkpoints have the keys of megatron-core's format "fully_reshardable" (`optimizer.state.exp_avg.KEY`), for
-which megatron-core itself gathers whole buffers first; its other formats are tied to the layout, or gone in 0.16.
+which megatron-core itself gathers whole buffers first. Its other formats are tied to the layout, or were removed in
+0.16.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,32 +27,32 @@ from megatron_ext.optimizer import hybrid_optimizer
 from megatron_ext.optimizer.fully_sharded import first_element, is_cut, own_rows
 
 FORMAT = "fully_reshardable"
-"""Megatron's name for a state that has the keys and shapes of the weights."""
+"""Megatron's name for the format in which the state has the keys and shapes of the weights."""
 PREFIX = "optimizer.state."
-"""Begins the keys: then comes the kind of state, and the key of the weight."""
+"""Prefix of the keys, before the kind of state and the key of the weight."""
 
 _NO_STATE = ("step", "master_param")
-"""Beside the state of a parameter: a count that all have, and a copy of the main parameter."""
+"""Entries that are not state of a single parameter: the common step count, and a copy of the main parameter."""
 
 
 @dataclass(frozen=True)
 class MainState:
-    """State of an optimizer for the elements of one weight from number `start` on."""
+    """The optimizer state for the elements of one weight from index `start` on."""
 
     part: MegatronOptimizer
     weight: torch.nn.Parameter
     start: int
     tensors: Mapping[str, Tensor]
-    """Kind (`param` is the main parameter, `exp_avg`, ...) -> elements, flat.
+    """Kind (`param` for the main parameter, `exp_avg`, ...) -> elements, flat.
 
-    They are the optimizer's own, but for those that it keeps scaled, in fp16: these are copies in fp32.
+    They are the optimizer's own tensors, except where it stores scaled values: these are copies in fp32.
     """
     is_own: bool
-    """No other data-parallel rank has the state of these elements."""
+    """Whether no other data-parallel rank has the state of these elements."""
 
 
 def main_states(optimizer: MegatronOptimizer) -> list[MainState]:
-    """State of this rank's weights; the optimizer is primed."""
+    """The state of this rank's weights; requires `compat.prime_optimizer_state`."""
     return [
         MainState(
             part,
@@ -65,7 +67,7 @@ def main_states(optimizer: MegatronOptimizer) -> list[MainState]:
 
 
 def sharded_states(states: Sequence[MainState], weights: Mapping[int, ShardedBase]) -> list[ShardedTensor]:
-    """Checkpoint entries for `states`; `weights` has, by `id` of each weight, the entry that the weight is saved as."""
+    """Checkpoint entries for `states`; `weights` maps the `id` of each weight to the weight's own entry."""
     return [
         shard
         for state in states
@@ -79,9 +81,9 @@ def sharded_states(states: Sequence[MainState], weights: Mapping[int, ShardedBas
 def shards(
     weight: ShardedBase, start: int, elements: Tensor, *, prefix: str = "", is_own: bool
 ) -> Iterator[ShardedTensor]:
-    """The boxes that `elements`, flat and from number `start` of `weight` on, are of the tensors that it is saved as.
+    """Checkpoint entries for flat `elements`, from index `start` of `weight` on: boxes of the weight's saved tensors.
 
-    `prefix` begins their keys. With `is_own` no other data-parallel rank has these elements.
+    Their keys begin with `prefix`. With `is_own`, no other data-parallel rank has these elements.
     """
     for offset, piece in _pieces(weight):
         first, end = max(start, offset), min(start + len(elements), offset + piece.data.numel())
@@ -94,7 +96,7 @@ def shards(
 
 
 def _main_tensors(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, dict[str, Tensor]]]:
-    """Each weight of an optimizer, which of its elements come first, and their state."""
+    """Each weight of an optimizer, the index of its first element here, and the state of its elements."""
     if isinstance(part, DistributedOptimizer):
         for of_buffer in part.gbuf_ranges:
             for of_bucket in (bucket for buckets in of_buffer.values() for bucket in buckets):
@@ -112,10 +114,10 @@ def _main_tensors(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter,
 
 
 def _tensors_of(part: DistributedOptimizer, weight: torch.nn.Parameter) -> dict[str, Tensor]:
-    """State of a weight and its main parameter: megatron-core's own, or in fp32 where they are kept with a scale.
+    """The state of a weight, and its main parameter: the optimizer's own tensors, or fp32 copies of scaled ones.
 
-    megatron-core gives fp32 copies of what is kept in bf16, too: all of them would be on the device at once, beside the
-    passes that a save in the background lets begin, twice as large as what they are copies of.
+    megatron-core would also return fp32 copies of bf16 state, twice as large. All of them would be on the device at the
+    same time as the passes that run during a save in the background.
     """
     inner = part.optimizer
     if not part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or isinstance(inner, HybridDeviceOptimizer):
@@ -130,7 +132,7 @@ def _tensors_of(part: DistributedOptimizer, weight: torch.nn.Parameter) -> dict[
 
 
 def _pairs(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
-    """Each weight, and the main parameter that stands for it in an optimizer that is not distributed."""
+    """Each weight with its main parameter, for an optimizer that is not distributed."""
     main_of: dict[int, torch.nn.Parameter] = {}
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for weights, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
@@ -142,7 +144,7 @@ def _pairs(part: MegatronOptimizer) -> Iterator[tuple[torch.nn.Parameter, Tensor
 def _boxes(
     key: str, elements: Tensor, start: int, piece: ShardedTensor, replica: tuple[int, ...]
 ) -> Iterator[ShardedTensor]:
-    """Boxes of the tensor `key` for the `elements` of `piece` from number `start` on."""
+    """Boxes of the tensor `key` for the `elements` of `piece` from index `start` on."""
     leading = piece.prepend_axis_num
     origin, position = piece.global_offset, 0
     for box in boxes_of_range(piece.local_shape, start, start + len(elements)):
@@ -163,9 +165,9 @@ def _boxes(
 
 
 def _pieces(weight: ShardedBase) -> list[tuple[int, ShardedTensor]]:
-    """The tensors that a weight is saved as, each with the number of its first element in the weight.
+    """The tensors that a weight is saved as, each with the index of its first element in the weight.
 
-    Gate and up projection are one weight, whose two halves lie apart in the whole.
+    Gate and up projections are one weight here, and its halves are not adjacent in the global tensor.
     """
     if not isinstance(weight, ShardedTensorFactory):
         return [(0, weight)]
@@ -180,12 +182,12 @@ def _pieces(weight: ShardedBase) -> list[tuple[int, ShardedTensor]]:
 
 
 def take_over(states: Sequence[MainState]) -> None:
-    """Let optimizers that do not compute with the tensors of `main_states` take over what was loaded into them."""
+    """Pass what was loaded into the tensors of `main_states` to optimizers that do not compute with them."""
     for part in {id(state.part): state.part for state in states}.values():
         if isinstance(part.optimizer, HybridDeviceOptimizer):
             hybrid_optimizer.take_over(part.optimizer)
         elif part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             for state in (state for state in states if state.part is part):
-                # In bf16 they are the optimizer's own, for which Transformer Engine takes no others than in fp32.
+                # bf16 tensors are the optimizer's own, and Transformer Engine only accepts fp32 values for them.
                 copies = {name: tensor for name, tensor in state.tensors.items() if tensor.dtype != torch.bfloat16}
                 part._set_main_param_and_optimizer_states(state.weight, copies)

@@ -1,7 +1,7 @@
-"""Communication that overlaps with computation, arranged as Megatron's own training loop does.
+"""Overlaps communication with computation, as Megatron's own training loop does.
 
-megatron-core only offers it: whoever runs the schedules says which micro-batch is the last, and completes the weights
-before they are read otherwise than by a forward pass.
+megatron-core leaves two things to the caller of its schedules: telling them how to reduce gradients after the last
+micro-batch, and completing the weights before anything but a forward pass reads them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,10 +15,10 @@ from megatron_ext.optimizer.optimizer import Wrapped
 
 @contextmanager
 def overlapping(chunks: Sequence[Wrapped]) -> Iterator[None]:
-    """Inside, the schedules reduce the gradients of `chunks` in the backward pass of the last micro-batch alone.
+    """Within the context, schedules reduce the gradients of `chunks` only in the last micro-batch's backward pass.
 
-    Otherwise every backward pass counts, and with `overlap_grad_reduce` the reduction starts at the count of the first
-    step, whatever the number of micro-batches: what comes after is lost.
+    Otherwise every backward pass counts, and with `overlap_grad_reduce` the reduction would start after as many passes
+    as the first step had, whatever the number of micro-batches: later gradients would be lost.
     """
     config, fields = chunks[0].config, _schedule_fields(chunks)
     before = {name: getattr(config, name) for name in fields}
@@ -32,12 +32,12 @@ def overlapping(chunks: Sequence[Wrapped]) -> Iterator[None]:
 
 
 def _schedule_fields(chunks: Sequence[Wrapped]) -> dict[str, Any]:
-    """Fields of TransformerConfig through which the schedules are told."""
+    """The fields of TransformerConfig that configure this for the schedules."""
     distributed = chunks[0].ddp_config
     fields: dict[str, list[Any]] = {}
     if distributed.overlap_grad_reduce:
         fields["no_sync_func"] = [chunk.no_sync for chunk in chunks]
-        # Pipeline stages then start their reductions together, Megatron's default (--align-grad-reduce).
+        # Makes pipeline stages start their reductions together, as is Megatron's default (--align-grad-reduce).
         fields["grad_sync_func"] = [chunk.start_grad_sync for chunk in chunks]
     if gathers_in_forward(chunks) and distributed.align_param_gather:
         fields["param_sync_func"] = [chunk.start_param_sync for chunk in chunks]
@@ -45,13 +45,14 @@ def _schedule_fields(chunks: Sequence[Wrapped]) -> dict[str, Any]:
 
 
 def gathers_in_forward(chunks: Sequence[Wrapped]) -> bool:
-    """Whether an optimizer step leaves each rank with its own part of the new weights, for the next forward pass to
-    gather the others' (`overlap_param_gather`).
+    """Whether after an optimizer step each rank has only its own part of the new weights (`overlap_param_gather`).
+
+    The next forward pass then gathers the others.
     """
     return isinstance(chunks[0], DistributedDataParallel) and bool(chunks[0].use_forward_hook)
 
 
 def gather_weights(chunks: Sequence[Wrapped]) -> None:
-    """Collective: complete what an optimizer step left to the next forward pass, which then finds nothing to do."""
+    """Collective: gather the weights that an optimizer step left to the next forward pass to gather."""
     for chunk in chunks:
         chunk.start_param_sync(force_sync=True)

@@ -1,1 +1,1 @@
-"""Megatron's options by its own names: which there are, which work here, and who reads them."""
+"""Megatron's options under its own names: which exist, which are supported, and which class each belongs to."""

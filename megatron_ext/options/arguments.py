@@ -1,4 +1,4 @@
-"""Options of Megatron by Megatron's own names: checked against the installed megatron-core, and given as flags."""
+"""Checks options, under Megatron's names, against the installed megatron-core, and parses them from flags."""
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ _INTEGER = FieldType(frozenset({"int"}))
 _NUMBER = FieldType(frozenset({"float"}))
 _BOOLEAN = FieldType(frozenset({"bool"}))
 _OPTIONAL_INTEGER = FieldType(frozenset({"int", "None"}))
-# Megatron-LM's argument parser names these; megatron-core's scheduler takes them as plain arguments.
+# The names are those of Megatron-LM's arguments; megatron-core's scheduler takes the values as plain arguments.
 SCHEDULER_FIELDS = {
     "lr_warmup_init": _NUMBER,
     "lr_warmup_steps": _INTEGER,
@@ -36,7 +36,7 @@ PARALLEL_FIELDS = tuple(field.name for field in dataclass_fields(ParallelSizes) 
 
 
 def fields_of_groups() -> dict[str, Mapping[str, FieldType]]:
-    """Group -> name -> type, for parallel sizes, the three classes of megatron-core and the scheduler."""
+    """Group -> name -> type, for the parallel sizes, three classes of megatron-core, and the scheduler."""
     classes = {group: read_fields(*where) for group, where in CLASSES.items()}
     parallel = {name: classes["transformer"].get(name, _OPTIONAL_INTEGER) for name in PARALLEL_FIELDS}
     parallel[FULLY_SHARDED] = _BOOLEAN
@@ -45,15 +45,15 @@ def fields_of_groups() -> dict[str, Mapping[str, FieldType]]:
 
 
 def megatron_fields() -> dict[str, FieldType]:
-    """Every option of Megatron and its type."""
+    """Name -> type of every option of Megatron."""
     return {name: kind for fields in fields_of_groups().values() for name, kind in fields.items()}
 
 
 def check_options(options: Mapping[str, Any], prefix: str = "megatron.") -> dict[str, Any]:
-    """`options` converted to the types of their fields.
+    """Convert `options` to the types of their fields.
 
-    Raises UserError for a name that megatron-core does not have (with the nearest one it has) and for a value of
-    another type; `prefix` goes before names in the message.
+    Raises UserError for a name that megatron-core does not have (with the nearest existing one), and for a value of
+    another type; names in messages begin with `prefix`.
     """
     known = megatron_fields()
     checked = {}
@@ -69,7 +69,7 @@ def check_options(options: Mapping[str, Any], prefix: str = "megatron.") -> dict
 
 
 def split_options(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Checked options by group; one that several classes have (`use_distributed_optimizer`) goes to each of them."""
+    """Checked options by group; one that several classes have (`use_distributed_optimizer`) is in each of their groups."""
     return {
         group: {name: _resolve(fields[name], value) for name, value in options.items() if name in fields}
         for group, fields in fields_of_groups().items()
@@ -77,12 +77,12 @@ def split_options(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _resolve(kind: FieldType, value: Any) -> Any:
-    """The name of a torch type or of an enum's member as the object itself; everything else as it is."""
+    """Replace the name of a torch dtype or of an enum's member by the object; return other values as they are."""
     if "dtype" in kind.kinds and isinstance(value, str):
         return getattr(importlib.import_module("torch"), DTYPES[value])
     if kind.enum is None or "str" in kind.kinds or not isinstance(value, str):
         return value
-    # Megatron compares enums with `==`: a name would compare unequal to every member, silently.
+    # Megatron compares enums with `==`: a name would silently compare unequal to every member.
     from megatron_ext import device
 
     device.install()
@@ -93,14 +93,14 @@ def _resolve(kind: FieldType, value: Any) -> Any:
 def parse_flags(
     arguments: Sequence[str], hints: Mapping[str, str], own_options: Sequence[str] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Flags in Megatron-LM's style as options, and what was no flag.
+    """Parse flags in Megatron-LM's style; return the options, and the arguments that are not flags.
 
-    `--tensor-model-parallel-size 8` (or `=8`) sets the field tensor_model_parallel_size; a boolean stands alone
+    `--tensor-model-parallel-size 8` (or `=8`) sets the field tensor_model_parallel_size; a boolean needs no value
     (`--sequence-parallel`, `--no-sequence-parallel`); a list takes the words up to the next flag or override. Values
-    are left as text. `hints` says, for names that are not Megatron's, what to give instead; `own_options` are those of
-    the command, without dashes, which an unknown flag may have been meant to be.
+    stay texts. `hints` maps names that Megatron does not have to what to use instead. `own_options` are the command's
+    own options without dashes, to suggest for a misspelled flag.
 
-    Raises UserError for an unknown flag and for one without its value.
+    Raises UserError for an unknown flag, and for a flag without its value.
     """
     known = megatron_fields()
     options: dict[str, str] = {}
@@ -124,7 +124,7 @@ def parse_flags(
 
 
 def _take_value(flag: str, kind: FieldType, words: list[str]) -> str:
-    """The words that belong to a flag, taken from the front of `words`."""
+    """Remove a flag's value from the front of `words`, and return it."""
     if "bool" in kind.kinds:
         return words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
     values = list(_leading_values(words))

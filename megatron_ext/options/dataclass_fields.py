@@ -1,4 +1,4 @@
-"""The fields of an installed dataclass, read from its source: importing Megatron or an engine takes seconds."""
+"""Reads the fields of an installed dataclass from its source, since importing Megatron or an engine takes seconds."""
 
 import ast
 import importlib.util
@@ -10,17 +10,17 @@ from typing import Any
 
 _PLAIN = {"bool", "int", "float", "str", "dict", "None"}
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8", "uint8": "uint8"}
-"""Short name of a type -> its name in torch; bytes are FP8 to the optimizers of Megatron-LM and Transformer Engine."""
+"""Short name of a dtype -> its name in torch; the optimizers of Megatron-LM and Transformer Engine call FP8 uint8."""
 _LISTS = {"list", "List", "tuple", "Tuple", "Sequence"}
 
 
 @dataclass(frozen=True)
 class FieldType:
-    """Which plain values a field takes."""
+    """The plain values that a field accepts."""
 
     kinds: frozenset[str] = frozenset()
-    """Kinds among bool, int, float, str, dict, None, list, dtype (a torch type, by its short name) and enum (a member,
-    by its name); empty where a field holds an object that has no plain form."""
+    """Kinds among bool, int, float, str, dict, None, list, dtype (a torch dtype, by its short name) and enum (a member,
+    by its name); empty if the field only accepts `choices`, or objects that have no plain form."""
     choices: tuple[Any, ...] = ()
     """Values of a `Literal`, or names of an enum's members."""
     items: "FieldType | None" = None
@@ -28,7 +28,7 @@ class FieldType:
     enum: tuple[str, str] | None = None
     """Module and name of the enum."""
     is_open: bool = False
-    """Whether it may have more values than these: a part of its annotation is not understood here."""
+    """Whether it may accept other values, too, since a part of its annotation is not understood here."""
 
     def __or__(self, other: "FieldType") -> "FieldType":
         return FieldType(
@@ -45,7 +45,7 @@ class FieldType:
         return " or ".join(part for part in parts if part)
 
     def convert(self, value: Any) -> Any:
-        """`value` as this type has it; ValueError where it has no such value."""
+        """Convert `value` to this type. Raises ValueError if that is not possible."""
         if value is None and "None" in self.kinds:
             return None
         if any(type(value) is type(choice) and value == choice for choice in self.choices):
@@ -71,7 +71,10 @@ _UNKNOWN = FieldType(is_open=True)
 
 @cache
 def read_fields(module: str, class_name: str) -> dict[str, FieldType]:
-    """Name -> type of the init fields of a dataclass and of its bases, in their order."""
+    """Name -> type of the init fields of a dataclass, its bases' first.
+
+    Raises LookupError if the module has no such class, and ModuleNotFoundError if it is not installed.
+    """
     where, definition = _find(module, class_name)
     if not isinstance(definition, ast.ClassDef):
         raise LookupError(f"{module} has no class {class_name}")
@@ -123,7 +126,7 @@ def _generic_type(module: str, name: str, argument: ast.expr) -> FieldType:
 
 
 def _literal(module: str, values: Sequence[ast.expr]) -> FieldType:
-    """The type of a `Literal`, whose values may be other ones."""
+    """The type of a `Literal`, whose values may include other literals."""
     literal = FieldType()
     for value in values:
         constant = isinstance(value, ast.Constant)
@@ -147,7 +150,7 @@ def _named_type(module: str, name: str) -> FieldType:
 
 
 def _find(module: str, name: str) -> tuple[str, ast.AST | None]:
-    """Where `name`, as it is known in `module`, is defined: followed through imports of the same package."""
+    """Find the definition of `name` in `module`, following imports within the same package."""
     for node in _statements(module):
         if isinstance(node, ast.ClassDef) and node.name == name:
             return module, node
@@ -163,7 +166,7 @@ def _find(module: str, name: str) -> tuple[str, ast.AST | None]:
 
 @cache
 def _statements(module: str) -> tuple[ast.stmt, ...]:
-    """The top-level statements of a module, those under `if` and `try` among them."""
+    """The top-level statements of a module, including those under `if` and `try`."""
 
     def flatten(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
         for node in statements:
@@ -175,7 +178,7 @@ def _statements(module: str) -> tuple[ast.stmt, ...]:
 
 
 def _source_file(module: str) -> Path:
-    """The file of a module, found without importing the packages it lies in."""
+    """The file of a module, found without importing the packages that contain it."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     for location in (spec.submodule_search_locations or []) if spec else []:

@@ -1,4 +1,4 @@
-"""Fields of megatron-core's TransformerConfig that depend on the device and on what is installed beside it."""
+"""Fields of megatron-core's TransformerConfig that depend on the device and the installed packages."""
 
 import importlib
 import sys
@@ -15,7 +15,7 @@ from megatron_ext.options.refusal import refuse
 from megatron_ext.options.supported_options import DEEPEP, WITHOUT_DEEPEP
 
 TRANSFORMER_ENGINE = "transformer_engine"
-"""Value of `transformer_impl` for the modules of Transformer Engine; `LOCAL` is for megatron-core's own."""
+"""Value of `transformer_impl` for Transformer Engine's modules; `LOCAL` is for megatron-core's own."""
 LOCAL = "local"
 _APEX = "fused_weight_gradient_mlp_cuda"
 _EXTENSION = "megatron.core.extensions.transformer_engine"
@@ -30,9 +30,9 @@ _KERNELS_OF_TRANSFORMER_ENGINE = (
 
 
 def chosen_implementation(fields: Mapping[str, Any], params_dtype: torch.dtype) -> str:
-    """The `transformer_impl` of `fields`, which is by default Transformer Engine's where it can be used.
+    """The `transformer_impl` of `fields`; by default Transformer Engine's if it can be used and weights are not fp32.
 
-    Raises UserError for one that is not there, or that computes in another type than that of the weights.
+    Raises UserError if Transformer Engine is chosen but not available, or would multiply fp32 weights in TF32.
     """
     is_there = device.has_transformer_engine()
     usual = TRANSFORMER_ENGINE if is_there and params_dtype != torch.float32 else LOCAL
@@ -42,7 +42,7 @@ def chosen_implementation(fields: Mapping[str, Any], params_dtype: torch.dtype) 
             f"megatron.transformer_impl={chosen} needs Transformer Engine on a GPU, which is not here: use {LOCAL}"
         )
     if chosen == TRANSFORMER_ENGINE and params_dtype == torch.float32:
-        # Its products (`cublaslt_gemm.cu`, 2.11) ask for TF32 whatever torch is told.
+        # Its matmuls (`cublaslt_gemm.cu`, 2.11) use TF32 regardless of torch's settings.
         raise UserError(
             f"megatron.transformer_impl={chosen} multiplies fp32 with the 10 bits of TF32's mantissa: leave it out, or"
             " set model.dtype=bf16"
@@ -51,15 +51,15 @@ def chosen_implementation(fields: Mapping[str, Any], params_dtype: torch.dtype) 
 
 
 def check_packages(fields: Mapping[str, Any]) -> None:
-    """Raise UserError for the first of the fields that needs a package which this Python cannot import."""
+    """Raise UserError for the first field that needs a package which this Python cannot import."""
     if not _is_there(DEEPEP):
         refuse(fields, WITHOUT_DEEPEP, "megatron.", f" where {sys.executable} cannot import {DEEPEP}")
 
 
 def required_fields(fields: Mapping[str, Any], implementation: str) -> dict[str, Any]:
-    """Fields for which only one value works on this device, beside the other `fields`, in this `implementation`."""
+    """Fields of which only one value works on this device with this `implementation` and the other `fields`."""
     if implementation == TRANSFORMER_ENGINE:
-        # Where no token comes to a rank, its kernel (2.11) gives back none, and others wait for as many as they sent.
+        # If a rank gets no token, its kernel (2.11) returns none, while the others expect as many as they sent.
         gathers = fields.get("moe_token_dispatcher_type") == "allgather"
         return {"moe_grouped_gemm": True, **({"moe_permute_fusion": False} if gathers else {})}
     without_kernels: dict[str, Any] = dict.fromkeys(_KERNELS_OF_TRANSFORMER_ENGINE, False)
@@ -71,15 +71,15 @@ def required_fields(fields: Mapping[str, Any], implementation: str) -> dict[str,
         **without_kernels,
         "gradient_accumulation_fusion": False,
         "use_cpu_initialization": True,
-        # A send on gloo may still be reading the tensor that this option frees.
+        # gloo may still be sending the tensor that this option frees.
         "deallocate_pipeline_outputs": False,
     }
 
 
 def default_fields(fields: Mapping[str, Any], implementation: str) -> dict[str, Any]:
-    """Fields that Megatron's own training turns on and its dataclasses do not, for a model with the other `fields`.
+    """Fields that Megatron's own training script turns on, but its dataclasses do not, for a model with `fields`.
 
-    None on a CPU; on CUDA those that are installed and suit the model and the `implementation` of its modules.
+    Empty on a CPU; with CUDA, those whose kernels are installed and support the model and its `implementation`.
     """
     if device.backend() != "nccl":
         return {}
@@ -88,20 +88,20 @@ def default_fields(fields: Mapping[str, Any], implementation: str) -> dict[str, 
 
 @dataclass(frozen=True)
 class _TrainingDefault:
-    """A field that is True where one of `needs` is there (`module` or `module:name`) and the model `suits`."""
+    """A field that is True if one of `needs` (`module` or `module:name`) is available and the model `suits`."""
 
     field: str
     needs: tuple[str, ...] = ("torch",)
     suits: Callable[[Mapping[str, Any]], bool] = lambda _fields: True
 
     def is_there(self, implementation: str) -> bool:
-        """Whether modules of this `implementation` find one of `needs`; Transformer Engine kernels are for its own."""
+        """Whether `implementation` can use one of `needs`: only Transformer Engine's can use that package's kernels."""
         is_own = implementation == TRANSFORMER_ENGINE
         return any(_is_there(each) for each in self.needs if is_own or not each.startswith(_EXTENSION))
 
 
 def _rotates_whole_heads(fields: Mapping[str, Any]) -> bool:
-    # The kernel for packed sequences does not know interleaved rotation, and megatron-core does not say so.
+    # The kernel for packed sequences does not support interleaved rotation, and megatron-core does not check that.
     return not fields.get("multi_latent_attention") and not fields.get("rotary_interleaved")
 
 
@@ -138,7 +138,7 @@ _TRAINING_DEFAULTS = (
     _TrainingDefault("bias_dropout_fusion", suits=lambda fields: not fields.get("add_bias_linear", True)),
     _TrainingDefault("deallocate_pipeline_outputs"),
 )
-"""With megatron-core 0.16.1. `masked_softmax_fusion`, which Megatron turns on too, is of an attention not used here."""
+"""As of megatron-core 0.16.1. Megatron also turns on `masked_softmax_fusion`, for an attention not used here."""
 
 
 def _is_there(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Fields of Megatron that say what a model is, which follows from its config.json and cannot be chosen beside it."""
+"""Megatron's fields that define a model: they follow from its config.json, and cannot be chosen separately."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -43,28 +43,28 @@ MODEL_FIELDS: Mapping[str, Any] = {
     "window_attn_skip_freq": None,
     "window_size": None,
 }
-"""Field that says what the model is -> its value where `Architecture.transformer_config` says nothing: Megatron's."""
+"""Field that defines the model -> Megatron's default, its value if `Architecture.transformer_config` does not set it."""
 
 LATENT_ATTENTION_FIELDS = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
     *("rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
 )
-"""Fields of MLATransformerConfig that say what a model is; other models do not have them."""
+"""Fields of MLATransformerConfig that define a model; models without latent attention do not have them."""
 
 MODEL_CHOICES = (
     "moe_token_dispatcher_type",
     "moe_router_load_balancing_type",
     "moe_router_bias_update_rate",
 )
-"""Fields that an architecture sets and that may be chosen nevertheless: how it is computed and trained."""
+"""Fields that an architecture sets, but that may be chosen, since they only concern how it is computed and trained."""
 
 
 def without_model_fields(architecture: "Architecture", options: Mapping[str, Any]) -> dict[str, Any]:
-    """The `options` that are not said by the architecture already.
+    """The `options` that the architecture does not already determine.
 
-    Raises UserError for one that would make the trainer another model than config.json says, and than the engines have,
-    and for one that does not go with it.
+    Raises UserError for an option that would make the trainer's model differ from config.json, and so from the
+    engines', and for one that does not work with this model.
     """
     exchange = options.get("cp_comm_type")
     if architecture.multi_latent_attention and "a2a" in (exchange if isinstance(exchange, list) else [exchange]):

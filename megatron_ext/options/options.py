@@ -1,4 +1,4 @@
-"""Megatron's options of a run, cut along the classes that will read them."""
+"""A run's options of Megatron, grouped by the class that reads them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,35 +13,35 @@ from converters.layouts.megatron import ParallelSizes
 from megatron_ext.options.supported_options import ADAPTER_IN_ROWS, DETERMINISTIC
 
 _BLOCKS = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32, "nvfp4": 32, "custom": 32}
-"""Rows that matrix products of 8 or 4 bits take at a time, by recipe: Transformer Engine refuses other numbers."""
+"""Recipe -> rows per block: Transformer Engine's 8- and 4-bit matmuls require a multiple of this number of rows."""
 _GATHERED = ("hidden_size", "q_lora_rank", "kv_lora_rank")
-"""Fields that say how wide the rows are that ranks of a tensor-parallel group gather."""
+"""Fields with the widths of rows that the ranks of a tensor-parallel group gather."""
 _BIAS_RATE = "moe_router_bias_update_rate"
 _DEFAULT_RECIPES = {"fp8": "delayed", "fp4": "nvfp4"}
 
 
 MtpTraining = Literal["detached", "joint", "none"]
-"""Layers for multi-token prediction train alone, together with the model under them, or not at all."""
+"""Layers for multi-token prediction train by themselves, together with the rest of the model, or not at all."""
 
 
 @dataclass(frozen=True)
 class AdapterOptions:
-    """Training of a low-rank adapter in place of the weights."""
+    """Training of a low-rank adapter instead of the weights."""
 
     lora: Lora
     seed: int = 0
-    """Seed of the values that a new adapter begins with."""
+    """Seed for initialising a new adapter."""
     path: Path | None = None
-    """PEFT folder of the adapter to begin with."""
+    """PEFT folder of the adapter to start from."""
     merge: bool = True
     """Whether refits send the adapted weights; false sends A and B alone."""
 
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """The `megatron` group of the configuration: each mapping holds fields of one class, by Megatron's names.
+    """The `megatron` group of the configuration: each mapping has the fields of one class, under Megatron's names.
 
-    Raises UserError for a recipe of 8 or 4 bits that nobody knows how many tokens to give.
+    Raises UserError for an unknown 8- or 4-bit recipe, and for options that exclude each other.
     """
 
     parallel: ParallelSizes
@@ -53,13 +53,13 @@ class MegatronOptions:
     fp32_logits: bool = False
     """See `linear_log_probs`."""
     shared_prefixes: bool = False
-    """Compute once all tokens that sequences of a micro-batch begin with in common."""
+    """Whether prefixes that several sequences of a micro-batch share are computed once."""
     mtp_training: MtpTraining = "detached"
     """How layers for multi-token prediction train; see `multi_token_prediction`."""
     freeze_moe_router: bool = False
-    """Routers get no gradient and stay as they are."""
+    """Whether routers are frozen."""
     adapter: AdapterOptions | None = None
-    """Train this and leave the weights as they are."""
+    """Adapter to train instead of the weights, if any."""
 
     def __post_init__(self) -> None:
         if self.shared_prefixes and self.parallel.context_parallel_size > 1:
@@ -87,17 +87,17 @@ class MegatronOptions:
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether ranks compute the same bits each time; processes need `roles.trainer_role`'s environment for it."""
+        """Whether results are bitwise reproducible; processes also need the environment of `roles.trainer_role`."""
         return bool(self.transformer.get(DETERMINISTIC))
 
     @property
     def steps_on_host(self) -> bool:
-        """Whether the optimizer, or a part of it, computes on the host."""
+        """Whether the optimizer, or a part of it, runs on the host."""
         return bool(self.optimizer.get("optimizer_cpu_offload"))
 
     @property
     def micro_batch_multiple(self) -> int:
-        """The number of micro-batches is a multiple of this: interleaved pipeline stages run them group by group."""
+        """The number of micro-batches must be a multiple of this: interleaved pipeline stages run them in groups."""
         if self.parallel.chunks == 1:
             return 1
         size = self.parallel.pipeline_model_parallel_size
@@ -105,13 +105,13 @@ class MegatronOptions:
 
     @property
     def token_multiple(self) -> int:
-        """The number of tokens of a micro-batch is a multiple of this, so that every rank has whole blocks of them."""
+        """A micro-batch's number of tokens must be a multiple of this, so that every rank has whole blocks."""
         return max(map(_BLOCKS.__getitem__, self._recipes().values()), default=1) * (
             self.parallel.tensor_model_parallel_size
         )
 
     def check_widths(self, fields: Mapping[str, Any]) -> None:
-        """Raise UserError for a model with such `fields` whose rows Transformer Engine (to 2.11) does not gather."""
+        """Raise UserError for a model whose widths in `fields` Transformer Engine (up to 2.11) cannot gather."""
         tensor = self.parallel.tensor_model_parallel_size
         if tensor == 1 or "blockwise" not in self._recipes().values():
             return
@@ -125,10 +125,10 @@ class MegatronOptions:
 
     @property
     def scales_by_history(self) -> bool:
-        """Whether products of 8 bits are scaled by the largest numbers of earlier train steps: delayed scaling."""
+        """Whether 8-bit matmuls use delayed scaling: scales from the largest magnitudes of earlier steps."""
         return "delayed" in self._recipes().values()
 
     def _recipes(self) -> dict[str, str]:
-        """Option -> recipe of the formats of 8 or 4 bits that are on."""
+        """Option -> recipe, for the 8- and 4-bit formats that are on."""
         on = [kind for kind in _DEFAULT_RECIPES if self.transformer.get(kind)]
         return {f"{kind}_recipe": self.transformer.get(f"{kind}_recipe") or _DEFAULT_RECIPES[kind] for kind in on}

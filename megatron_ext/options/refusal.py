@@ -1,4 +1,4 @@
-"""Values of options that cannot be used, each with its reason."""
+"""Refused values of options, each with a reason."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ _OFF = (None, False)
 
 
 class Refusal(NamedTuple):
-    """Values of an option that cannot be used, and why."""
+    """The refused values of an option, and why."""
 
     reason: str
     allowed: tuple[Any, ...] = _OFF
-    """All others are refused; a list is allowed where each of its items is, a table where each of its keys is."""
+    """All other values are refused. A list is allowed if all of its items are, a mapping if all of its keys are."""
     at_least: float | None = None
-    """Numbers from this one on are allowed, too."""
+    """Numbers of at least this value are allowed, too."""
 
     def covers(self, value: Any) -> bool:
         """Whether this value is refused."""
@@ -27,13 +27,13 @@ class Refusal(NamedTuple):
 
     @property
     def others(self) -> str:
-        """The allowed values beside null and false, in words."""
+        """The allowed values other than null and false, in words."""
         named = [str(each) for each in self.allowed if each not in _OFF or (each == 0 and each is not False)]
         return " or ".join(named if self.at_least is None else [*named, f"{self.at_least:g} or more"])
 
 
 def refuse(options: Mapping[str, Any], refused: Mapping[str, Refusal], prefix: str, where: str = "") -> None:
-    """Raise UserError for the first of the options whose value is refused, `where` says in which case."""
+    """Raise UserError for the first option whose value is refused; `where` tells the message in which case."""
     for name, value in options.items():
         if name in refused and refused[name].covers(value):
             advice = f"use {refused[name].others}" if refused[name].others else "leave it out"

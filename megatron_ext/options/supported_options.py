@@ -1,6 +1,6 @@
-"""Which options of Megatron work here: tested options, and refused options, each with its reason.
+"""Tables of Megatron's options that are tested, and of those that are refused, each with a reason.
 
-All others pass through as they are, untested. Validation and the page about options are made from these tables.
+All other options are passed on, untested. Validation and the page about options use these tables.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from megatron_ext.routing.router_loss_options import RouterLosses
 
 _PREFIX = "megatron."
 FULLY_SHARDED = "use_torch_fsdp2"
-"""Megatron-LM's name of the switch for torch's FSDP2, which wraps the model in place of Megatron's buffers."""
+"""Megatron-LM's option for torch's FSDP2, which wraps the model instead of Megatron's DDP."""
 _GRANULARITY = "recompute_granularity"
 _RECIPE, _DELAYED = "fp8_recipe", "delayed"
 _DISPATCHER, _PADS = "moe_flex_dispatcher_backend", "moe_hybridep_pad_uneven_dispatch_inputs"
@@ -68,7 +68,7 @@ REFUSED_IN_SOME_VERSIONS: Mapping[str, Refusal] = {
         "only adam and sgd are made here, whose state is cut over all ranks"
     ),
 }
-"""Options that not all of the supported versions of megatron-core have."""
+"""Options that exist only in some of the supported versions of megatron-core."""
 
 REFUSED: Mapping[str, Refusal] = {
     "hierarchical_context_parallel_sizes": Refusal(_CONTEXT),
@@ -192,10 +192,10 @@ BESIDE_FSDP2: Mapping[str, Refusal] = {
     "fp8": Refusal(_EIGHT_BITS),
     "fp4": Refusal(_EIGHT_BITS),
 }
-"""Options that work, but not with use_torch_fsdp2."""
+"""Options that work, except with use_torch_fsdp2."""
 
 ON_HOST = "optimizer_cpu_offload"
-"""Megatron's name of the switch for an optimizer that updates its parameters, or a part of them, in host memory."""
+"""Megatron's option for an optimizer that updates all or some of its parameters in host memory."""
 _FLOAT32_ON_HOST = Refusal(
     "megatron-core tells its optimizers for it no types: what they keep is in fp32, on the host and on the GPU",
     (None, "fp32"),
@@ -204,7 +204,7 @@ _FLOAT32_ON_HOST = Refusal(
 BESIDE_CPU_OFFLOAD: Mapping[str, Refusal] = dict.fromkeys(
     ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), _FLOAT32_ON_HOST
 )
-"""Options that work, but not with optimizer_cpu_offload."""
+"""Options that work, except with optimizer_cpu_offload."""
 
 BESIDE_PART_ON_HOST: Mapping[str, Refusal] = {
     "overlap_cpu_optimizer_d2h_h2d": Refusal(
@@ -212,7 +212,7 @@ BESIDE_PART_ON_HOST: Mapping[str, Refusal] = {
         " now and then take wrong ones; grad_reduce_in_fp32=true has none to convert"
     ),
 }
-"""Options that work, but not where only a part is offloaded and a step gets gradients in the bf16 of their sum."""
+"""Options that work, except if the optimizer is offloaded only in part and gradients are reduced in bf16."""
 
 _SCALED = Refusal(
     "Transformer Engine keeps such moments scaled, and megatron-core would leave their scales out of checkpoints",
@@ -220,10 +220,10 @@ _SCALED = Refusal(
 )
 
 BESIDE_RECIPE: Mapping[str, Refusal] = {"exp_avg_dtype": _SCALED, "exp_avg_sq_dtype": _SCALED}
-"""Options that work, but not with an fp8_recipe other than delayed beside main parameters in fp32."""
+"""Options that work, except with an fp8_recipe other than delayed and main parameters in fp32."""
 
 DEEPEP = "deep_ep"
-"""The Python package of DeepEP, of which constraints/ has no version."""
+"""The Python package of DeepEP, which constraints/ does not pin."""
 
 WITHOUT_DEEPEP: Mapping[str, Refusal] = {
     "moe_token_dispatcher_type": Refusal(
@@ -231,10 +231,10 @@ WITHOUT_DEEPEP: Mapping[str, Refusal] = {
         (None, "alltoall", "allgather"),
     ),
 }
-"""Options that work, but not where the Python of a rank cannot import DeepEP."""
+"""Options that work, except if a rank's Python cannot import DeepEP."""
 
 DETERMINISTIC = "deterministic_mode"
-"""Megatron's name of the switch for kernels that give the same bits each time."""
+"""Megatron's option for kernels whose results are bitwise reproducible."""
 
 BESIDE_DETERMINISTIC: Mapping[str, Refusal] = {
     "attention_backend": Refusal(
@@ -242,7 +242,7 @@ BESIDE_DETERMINISTIC: Mapping[str, Refusal] = {
     ),
     "cross_entropy_loss_fusion": Refusal("Megatron-LM does not vouch for this kernel"),
 }
-"""Options that work, but not with deterministic_mode."""
+"""Options that work, except with deterministic_mode."""
 
 ADAPTER_IN_ROWS = (
     f"megatron.{FULLY_SHARDED}=true cuts weights into rows, and an adapter (lora.rank) is merged into whole ones: leave"
@@ -255,7 +255,7 @@ NEEDS: Mapping[str, Mapping[str, bool]] = {
     "align_param_gather": {"overlap_param_gather": False},
     ON_HOST: {"use_distributed_optimizer": True},
 }
-"""Option that is switched on -> options that must be on with it, each with its default here."""
+"""Option that is on -> options that must then have the value true, each with its default here."""
 
 TESTED: Mapping[str, str] = {
     "tensor_model_parallel_size": "megatron_ext/test_model.py",
@@ -298,7 +298,7 @@ TESTED: Mapping[str, str] = {
 
 
 def check_supported(options: Mapping[str, Any]) -> None:
-    """Raise UserError for the first of the options with which training would fail or be wrong."""
+    """Raise UserError for the first option with which training would fail or be wrong."""
     is_padded = options.get(_DISPATCHER) == "hybridep" and bool(options.get(_PADS))
     refuse({name: options[name] for name in options if name != _DISPATCHER or not is_padded}, REFUSED, _PREFIX)
     RouterLosses.of(options)
@@ -337,7 +337,7 @@ def check_supported(options: Mapping[str, Any]) -> None:
 
 
 def _check_recompute(options: Mapping[str, Any]) -> None:
-    """Raise UserError for a granularity without what it is counted by, as megatron-core does when a rank is built."""
+    """Raise UserError for recompute options that megatron-core would refuse when a rank is built."""
     granularity, layers = options.get(_GRANULARITY), options.get("recompute_num_layers")
     if granularity == "full":
         for needed, example in (("recompute_method", "uniform"), ("recompute_num_layers", "1")):
@@ -352,9 +352,9 @@ def _check_recompute(options: Mapping[str, Any]) -> None:
 
 
 def _check_attention_backend(options: Mapping[str, Any]) -> None:
-    """Raise UserError for an attention that is Megatron's own in layers that may be of Transformer Engine's modules.
+    """Raise UserError for Megatron's own attention in layers that may be Transformer Engine's modules.
 
-    Transformer Engine would be left without a kernel, and say so in the first pass.
+    Transformer Engine would have no kernel left, and report that in the first pass.
     """
     backend = options.get("attention_backend")
     # A configuration names the member of an enum that megatron-core takes.
