@@ -1,4 +1,4 @@
-"""The process groups of one model, and this rank's place in them."""
+"""Creates and destroys the process groups of a model's ranks."""
 
 import os
 import socket
@@ -17,17 +17,17 @@ from megatron_ext import device
 from megatron_ext.loopback import is_loopback, listen_on_loopback
 
 TIMEOUT = timedelta(minutes=30)
-"""How long a collective waits for one who does not come."""
+"""Timeout of collectives."""
 _TIMEOUT_OF_FILES = timedelta(hours=12)
 _SEED = 1234
-"""Megatron's own; it matters to dropout alone, as weights are always loaded."""
+"""Megatron's default. It only affects dropout, since weights are always loaded."""
 
 
 def initialize(parallel: ParallelSizes, rank: int, init_method: str, *, timeout: timedelta = TIMEOUT) -> None:
-    """Join the job as `rank` of `parallel.world_size` and make Megatron's groups and random number generators.
+    """Join the job as `rank` of `parallel.world_size`, and create Megatron's groups and random number generators.
 
-    `init_method` is torch's, such as tcp://127.0.0.1:29500; with a loopback address nothing listens elsewhere.
-    Collectives of all groups wait for one another for `timeout`.
+    `init_method` is torch's, such as tcp://127.0.0.1:29500; with a loopback address, nothing listens on other
+    interfaces. `timeout` is that of the collectives of all groups.
 
     Raises UserError for a rank outside the world, or if the process belongs to a job of another size.
     """
@@ -58,7 +58,7 @@ def make_groups(
     create_gloo_process_groups: bool = True,
     timeout: timedelta = TIMEOUT,
 ) -> None:
-    """Make Megatron's groups and random number generators in a process that has joined its job."""
+    """Create Megatron's groups and random number generators in a process that has joined its job."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -75,7 +75,7 @@ def make_groups(
 
 @contextmanager
 def patient_barrier() -> Iterator[Callable[[], None]]:
-    """Collective: a barrier for ranks that write files, which may take longer than any collective should."""
+    """Collective: a barrier with a timeout of 12 hours, for ranks that write files."""
     group = dist.new_group(backend="gloo", timeout=_TIMEOUT_OF_FILES)
     try:
         yield lambda: dist.barrier(group)
@@ -84,7 +84,7 @@ def patient_barrier() -> Iterator[Callable[[], None]]:
 
 
 def shutdown() -> None:
-    """Leave the job; does nothing in a process that is in none."""
+    """Destroy all groups; does nothing in a process that has none."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The weights of a reference model, which takes turns with the model of the same rank."""
+"""The weights of a reference model, which are exchanged with the policy's when it computes."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,18 +13,18 @@ class ReferenceWeights:
     def __init__(self, present: Mapping[str, Tensor]) -> None:
         self.tensors = {name: tensor.detach().clone() for name, tensor in present.items()}
         self.refreshed = False
-        """They are no longer those that the model began with: a checkpoint has to hold them."""
+        """Whether they differ from the initial weights, so that checkpoints must include them."""
 
     @torch.no_grad()
     def refresh(self, present: Mapping[str, Tensor]) -> None:
-        """Become a copy of other tensors of the same names."""
+        """Copy the values of `present`, which has the same names."""
         for name, tensor in self.tensors.items():
             tensor.copy_(present[name])
         self.refreshed = True
 
     @contextmanager
     def exchanged(self, present: Mapping[str, Tensor]) -> Iterator[None]:
-        """Inside, the `present` tensors hold these values, and this object theirs."""
+        """Within the context, the `present` tensors have the reference's values, and the reference has theirs."""
         self._exchange(present)
         try:
             yield

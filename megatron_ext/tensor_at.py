@@ -1,7 +1,7 @@
-"""A tensor over memory that torch did not allocate, on a device that the caller names.
+"""Creates a tensor over memory that torch did not allocate, on a device that the caller names.
 
-torch asks CUDA for the device of a pointer, and CUDA names the GPU where the memory lies. Memory of another GPU that is
-mapped here is to be read by this process's own, which DLPack lets one say.
+torch asks CUDA for the device of a pointer, and CUDA answers with the GPU that has the memory. But memory of another
+GPU that is mapped into this process is to be accessed by the process's own GPU; DLPack lets the caller choose it.
 """
 
 import ctypes
@@ -12,11 +12,11 @@ from torch import Tensor
 _NAME = b"dltensor"
 _UINT = 1
 _KINDS = {"cpu": 1, "cuda": 2}
-"""Devices, by their numbers in DLPack."""
+"""Device type -> its number in DLPack."""
 
 
 class _Described(ctypes.Structure):
-    """DLPack's DLManagedTensor of one dimension, and that dimension behind it."""
+    """DLPack's DLManagedTensor with one dimension, followed by the length of that dimension."""
 
     _fields_ = (
         ("address", ctypes.c_void_p),
@@ -43,12 +43,12 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def tensor_at(address: int, size_bytes: int, where: torch.device) -> Tensor:
-    """uint8 [size_bytes] at an address that is valid on a device; neither it nor a view of it keeps the memory."""
+    """uint8 [size_bytes] at an address that is valid on the device `where`; it does not keep the memory alive."""
     place = _libc.malloc(ctypes.sizeof(_Described))
     if not place:
         raise MemoryError
-    # The C library frees the description with the last view. No function of Python may: it would be called with an
-    # exception under way where that view ends by one.
+    # The C library frees the description with the last view. A Python function must not: if an exception ended the
+    # view, it would be called with that exception set.
     described = _Described(
         address=address,
         kind=_KINDS[where.type],

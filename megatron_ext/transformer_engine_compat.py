@@ -1,6 +1,6 @@
-"""Workarounds for Transformer Engine 2.11, one function each. Every one has a test that fails without it.
+"""Workarounds for Transformer Engine 2.11, one function each. Each has a test that fails without it.
 
-They are called where they are needed. Its fields and modules that megatron-core handles wrongly are in `compat`.
+They are called where they are needed. Workarounds for megatron-core's use of Transformer Engine are in `compat`.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from megatron_ext import device
 
 
 def leave_out_empty_tensors() -> None:
-    """Give kernels for lists of tensors none without elements, as ranks past the last row of a parameter have.
+    """Remove empty tensors, as ranks past a parameter's last row have, from the lists given to multi-tensor kernels.
 
-    A launch takes as many tensors as fit, and is started within the loop over the parts of a tensor. An empty one at
-    the end starts none: what is still to be launched is left out. One that takes a launch's last place lets the next
-    ones be written behind its tables. Steps, norms and clipping would be wrong, with nothing said, up to 2.17
-    (Transformer Engine's issues 3207 and 3202); from 2.18 on it leaves such tensors out itself.
+    The kernels collect as many tensors as fit in a launch, and launch inside the loop over a tensor's chunks. An empty
+    tensor at the end launches nothing, so the tensors collected so far are skipped; an empty one in a launch's last
+    slot lets the next ones be written past its tables. Steps, norms and clipping would be silently wrong, up to 2.17
+    (Transformer Engine's issues 3207 and 3202); from 2.18 on, it skips such tensors itself.
     """
     if not device.has_transformer_engine():
         return
@@ -36,9 +36,9 @@ def leave_out_empty_tensors() -> None:
 
 
 def _without_empty(lists: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """This rank's rows in lists that belong together, but for places that are empty; one of them if all are.
+    """This rank's rows in parallel lists, without the places that are empty; the first place is kept if all are.
 
-    A kernel asks the first tensor for its type and device.
+    A kernel takes dtype and device from the first tensor.
     """
     own = [[each.to_local() if isinstance(each, DTensor) else each for each in tensors] for tensors in lists]
     filled = [place for place, tensor in enumerate(own[0]) if tensor.numel()]

@@ -1,4 +1,4 @@
-"""Differences of megatron-core 0.16 and 0.19, one function each. Tests of models fail without them.
+"""Differences between megatron-core 0.16 and 0.19, one function each. Tests of models fail without them.
 
 `install` applies those that replace something inside megatron-core 0.19; the others are called where they are needed.
 """
@@ -50,9 +50,9 @@ def install() -> None:
 
 
 def find_prediction_layers_by_their_former_name() -> None:
-    """0.19 calls the layer within one for multi-token prediction `mtp_model_layer`, but `transformer_layer` in files.
+    """0.19 calls the layer inside a multi-token-prediction layer `mtp_model_layer`, but `transformer_layer` in files.
 
-    `name_prediction_layers_as_in_files` gives modules the name that layouts of weights have, too.
+    This lets it find the layer under the name from `name_prediction_layers_as_in_files`, which layouts also use.
     """
     MultiTokenPredictionLayer.mtp_model_layer = property(
         lambda layer: layer._modules.get(_IN_FILES) or layer._modules[_IN_MODULES]
@@ -60,21 +60,21 @@ def find_prediction_layers_by_their_former_name() -> None:
 
 
 def name_prediction_layers_as_in_files(chunks: Sequence[torch.nn.Module]) -> None:
-    """Give layers for multi-token prediction the names that 0.16 gives them; call before anything reads names."""
+    """Give multi-token-prediction layers the names that they have in 0.16; call before anything reads names."""
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, MultiTokenPredictionLayer) and _IN_MODULES in module._modules:
             module._modules[_IN_FILES] = module._modules.pop(_IN_MODULES)
 
 
 def prediction_inputs(tokens: Tensor, positions: Tensor, embedded: Tensor, hidden: Tensor) -> tuple[Tensor | None, ...]:
-    """The inputs of a layer for multi-token prediction; 0.19 also takes a padding mask, which is None here."""
+    """The inputs of a multi-token-prediction layer; in 0.19 they include a padding mask, which is None here."""
     return (tokens, positions, None, embedded, hidden) if IS_0_19 else (tokens, positions, embedded, hidden)
 
 
 def leave_query_projections_without_norm() -> None:
-    """0.19 norms the input of queries without low rank where latent attention has a norm of keys and values.
+    """0.19 adds a norm before a query projection without low rank if latent attention has a norm of keys and values.
 
-    DeepSeek-V2-Lite and Moonlight have a norm of keys and values alone, as 0.16 builds it.
+    DeepSeek-V2-Lite and Moonlight only have the norm of keys and values, as 0.16 builds it.
     """
     if hasattr(QKNormConfigResolver._mla_fused_linear_or_default, "original"):
         return
@@ -88,9 +88,9 @@ def leave_query_projections_without_norm() -> None:
 
 
 def let_selective_recompute_go_without_a_compiler() -> None:
-    """0.19 compiles C++ on first use, by which an output takes over the memory of the recomputed one.
+    """For selective recompute, 0.19 compiles C++ on first use, which makes an output share the recomputed one's memory.
 
-    On a CPU that is most of a minute of each new machine, and needs a compiler there. Copy instead, as 0.16 does.
+    On a CPU this takes most of a minute on each new machine, and needs a compiler. Copy instead, as 0.16 does.
     """
     tensor_parallel_random._get_share_storage = lambda: _copy_storage
 
@@ -102,12 +102,12 @@ def _copy_storage(destination: Tensor, source: Tensor) -> None:
 
 
 def module_of(spec: ModuleSpec | functools.partial) -> Any:
-    """The class of the module that `spec` is of: a ModuleSpec, or for an MLP in 0.19 a partial of the class."""
+    """The module class of `spec`: a ModuleSpec or, for an MLP in 0.19, a partial of the class."""
     return spec.func if isinstance(spec, functools.partial) else spec.module
 
 
 def with_submodules(spec: Any, **submodules: Any) -> Any:
-    """`spec`, of either kind that `module_of` takes, with some of its submodules replaced."""
+    """`spec`, of either kind that `module_of` accepts, with some of its submodules replaced."""
     if isinstance(spec, functools.partial):
         return functools.partial(spec, submodules=replace(spec.keywords["submodules"], **submodules))
     return replace(spec, submodules=replace(spec.submodules, **submodules))
@@ -116,10 +116,10 @@ def with_submodules(spec: Any, **submodules: Any) -> Any:
 def load_checkpoint(
     wanted: dict[str, Any], folder: Path, load_common: Callable[[str | Path], dict[str, Any]]
 ) -> dict[str, Any]:
-    """`dist_checkpointing.load`, with `load_common` for what is no tensor.
+    """`dist_checkpointing.load`, with `load_common` for everything that is not a tensor.
 
-    0.16 takes a strategy for that. 0.19 reads it by a function of its own, which may run the checkpoint's code, and
-    each rank reads by itself: tell all of them where one fails, as 0.16 does.
+    0.16 accepts a strategy for that. 0.19 uses a function of its own, which may run code from the checkpoint, and its
+    ranks read independently: here a failure of one is raised on all ranks, as 0.16 does.
     """
     if not IS_0_19:
         strategy = TorchCommonLoadStrategy()

@@ -1,4 +1,4 @@
-"""Weights between HuggingFace checkpoints and the shards of the ranks; no rank ever holds the whole model."""
+"""Moves weights between HuggingFace checkpoints and the ranks' shards; no rank ever holds the whole model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,13 +33,14 @@ def load_huggingface(
     rank: int,
     checkpoint: HuggingFaceCheckpoint,
 ) -> None:
-    """Fill this rank's chunks from `checkpoint`, reading only the bytes that belong to it.
+    """Fill this rank's chunks from `checkpoint`, reading only this rank's part.
 
-    A head that the checkpoint lacks and may lack becomes 0.
+    Tensors that the checkpoint may lack, such as a value head, become 0 if they are missing.
 
-    Raises UserError if the checkpoint's tensors are not those of the architecture.
+    Raises UserError if the checkpoint's tensors are not those of the architecture, or hold a NaN or an infinity.
     """
-    # Copies of weights are not compared: one process does that before, and each of thousands would read them whole.
+    # Copies of weights are not compared here: one process did that, and each of thousands would have to read them
+    # whole.
     check_structure(checkpoint, architecture)
     shard = megatron_layout(architecture, parallel.unsharded, module_names=module_names(chunks[0].config)).shard(rank)
     tensors = local_tensors(chunks)
@@ -62,7 +63,7 @@ def load_huggingface(
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Raise UserError for a tensor of `folder` with a NaN or an infinity: nothing can be learned from it."""
+    """Raise UserError if a tensor, read from `folder`, has a NaN or an infinity."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(
@@ -84,9 +85,9 @@ def export_huggingface(
 ) -> None:
     """Write the weights of all ranks to `folder` as a HuggingFace checkpoint; every rank calls this.
 
-    Each rank writes its own part into files that all of them map; `folder` appears when it is complete. The config
-    is that of the architecture, the tokenizer comes from the model folder `copy_from`. `barrier` waits for all ranks.
-    `dtype` is the type of the written weights; None keeps that of the model.
+    Each rank writes its own part into files that all of them map; `folder` appears once it is complete. The config is
+    that of the architecture, and the tokenizer that of the model folder `copy_from`. `barrier` waits for all ranks.
+    `dtype` is the dtype of the written weights; None keeps the model's.
 
     Raises UserError if `folder` exists or the disk is full.
     """
@@ -99,7 +100,7 @@ def export_huggingface(
     source = megatron_layout(architecture, parallel, module_names=module_names(chunks[0].config))
     transfers = plan(source, huggingface_layout(architecture.hf_shapes))
     copy_transfers([each for each in transfers if each.source_rank == rank], tensors, open_for_writing(partial))
-    # Another machine does not write what this one has in its memory, and would name the folder without it.
+    # Only this machine can write its cached pages to disk, and rank 0 must not rename the folder before.
     sync_all(partial)
     barrier()
     if rank == 0:

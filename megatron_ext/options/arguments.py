@@ -69,7 +69,7 @@ def check_options(options: Mapping[str, Any], prefix: str = "megatron.") -> dict
 
 
 def split_options(options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Checked options by group; one that several classes have (`use_distributed_optimizer`) is in each of their groups."""
+    """Checked options by group; one of several classes (`use_distributed_optimizer`) is in the group of each."""
     return {
         group: {name: _resolve(fields[name], value) for name, value in options.items() if name in fields}
         for group, fields in fields_of_groups().items()

@@ -43,7 +43,7 @@ MODEL_FIELDS: Mapping[str, Any] = {
     "window_attn_skip_freq": None,
     "window_size": None,
 }
-"""Field that defines the model -> Megatron's default, its value if `Architecture.transformer_config` does not set it."""
+"""Field that defines the model -> Megatron's default, for an `Architecture.transformer_config` that does not set it."""
 
 LATENT_ATTENTION_FIELDS = (
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),

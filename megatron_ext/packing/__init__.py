@@ -1,1 +1,1 @@
-"""Sequences to packed micro-batches: the same work for every rank, and common beginnings once."""
+"""Packs sequences into micro-batches: balances the work over ranks, and computes shared prefixes once."""

@@ -1,4 +1,4 @@
-"""Which sequences make a micro-batch: the same work for every data-parallel rank, at every moment."""
+"""Assigns sequences to micro-batches so that all data-parallel ranks have the same work at every moment."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,19 +25,19 @@ def assign(
     attention_length: float = inf,
     prefixes: Prefixes | None = None,
 ) -> Cut:
-    """Sequence indices for every micro-batch of every data-parallel rank: result[rank][micro_batch].
+    """Assign sequence indices to every micro-batch of every data-parallel rank: result[rank][micro_batch].
 
-    Every sequence appears once; no micro-batch exceeds `max_tokens` (before alignment); all ranks get the same
-    number of micro-batches, since expert parallelism makes them meet in every layer. A sequence of L tokens costs
-    L + L^2 / `attention_length`, see `converters.cost.compute`. Costs are balanced by the
-    longest-processing-time rule (Graham 1969): the costliest sequence first, each to the cheapest micro-batch that has
-    room; the micro-batches that run at the same time on different ranks are those of similar cost. The number of
-    micro-batches is the smallest that a bisection finds feasible among the multiples of `count_multiple`. A list may be
-    empty when there are fewer sequences than places. Each `unit` sequences in a row stay together.
+    Every sequence appears once, and no micro-batch exceeds `max_tokens` (before alignment). All ranks get the same
+    number of micro-batches, since with expert parallelism they synchronize in every layer. A sequence of L tokens costs
+    L + L^2 / `attention_length`; see `converters.cost.compute`. Costs are balanced by the longest-processing-time rule
+    (Graham 1969): the costliest sequence first, each to the cheapest micro-batch that has room. Micro-batches that run
+    at the same time on different ranks have similar costs. The number of micro-batches per rank is the smallest
+    multiple of `count_multiple` that a bisection finds feasible. Micro-batches may be empty if there are few sequences.
+    Each `unit` consecutive sequences stay together.
 
-    With `prefixes` what sequences of a micro-batch begin with in common counts once, as it is computed. Families stay
-    together unless they are too large or ranks would wait for the one that has them: they are then cut into 2, 4, 8,
-    ... parts, each with the prefix, until the step is fastest.
+    With `prefixes`, a prefix that sequences of a micro-batch share counts once, since it is computed once. Families of
+    sequences with a common prefix stay together, unless they are too large or other ranks would wait for the one that
+    has them. They are then cut into 2, 4, 8, ... parts, each of which computes the prefix, until the step is fastest.
 
     Raises UserError for a sequence, or a unit of several, longer than `max_tokens`.
     """
@@ -51,7 +51,7 @@ def assign(
     best: Cut = []
     fastest = inf
     for members in _more_and_more_parts(families, unit):
-        # More parts have more prefixes: none of them is faster any more.
+        # More parts compute more prefixes, so none of the following can be faster.
         if dealer.time_if_even(members, families.shared) >= fastest:
             break
         cut, time = dealer.deal(members, families.shared)
@@ -70,7 +70,7 @@ def _check_sizes(sizes: Sequence[int], unit: int, max_tokens: int) -> None:
 
 
 def _more_and_more_parts(families: Families, unit: int) -> Iterator[list[list[int]]]:
-    """Sequences grouped by whole families first, then by 2, 4, 8, ... parts of each, or more if a part is too long."""
+    """Yield the sequences grouped by family, then by 2, 4, 8, ... parts of each, or more if a part is too long."""
     parts = 1
     while True:
         yield [sequences_of(units, unit) for units in families.parts(parts)]
@@ -80,7 +80,7 @@ def _more_and_more_parts(families: Families, unit: int) -> Iterator[list[list[in
 
 
 def computed(cut: Cut, lengths: Sequence[int], prefixes: Prefixes | None = None) -> Counted:
-    """How much all micro-batches compute, what sequences of one begin with in common once."""
+    """Count the work of all micro-batches; prefixes that sequences of a micro-batch share count once."""
     counter = Counter(lengths, prefixes)
     counted = [counter(each) for each in chain.from_iterable(cut)]
     return Counted(sum(each.tokens for each in counted), sum(each.squares for each in counted))
@@ -88,7 +88,7 @@ def computed(cut: Cut, lengths: Sequence[int], prefixes: Prefixes | None = None)
 
 @dataclass(frozen=True)
 class _Dealer:
-    """Deals items, each of sequences that stay together, to micro-batches and ranks."""
+    """Distributes items, each a list of sequences that stay together, over micro-batches and ranks."""
 
     counter: Counter
     attention_length: float
@@ -97,16 +97,16 @@ class _Dealer:
     count_multiple: int
 
     def deal(self, items: Sequence[Sequence[int]], shared: int = 0) -> tuple[Cut, float]:
-        """The sequences of every micro-batch, and how long these take where all ranks meet in each.
+        """Return the sequences of every micro-batch, and the time if all ranks wait for each other in each.
 
-        All items begin with `shared` tokens in common.
+        All items have their first `shared` tokens in common.
         """
         bins = self._bins(items, shared)
         costs = [self._cost(self.counter(each)) for each in bins]
         return _deal(costs, bins, self.ranks), sum(sorted(costs, reverse=True)[:: self.ranks])
 
     def time_if_even(self, items: Sequence[Sequence[int]], shared: int) -> float:
-        """How long ranks take that have the same to do; the `shared` tokens are left out."""
+        """The time if all ranks had the same work, without the `shared` tokens: a lower bound."""
         return sum(cost for _, cost in self._beyond(items, shared)) / self.ranks
 
     def _bins(self, items: Sequence[Sequence[int]], shared: int) -> list[list[int]]:
@@ -131,14 +131,14 @@ class _Dealer:
                 low = middle + 1
             else:
                 high, bins = middle, tried
-        # Nodes of one item may be too short to be shared once those of another lie before them.
+        # A prefix of one item may be too short to be shared after other items have split it.
         while high < most and any(self.counter(each).tokens > self.max_tokens for each in bins):
             high += 1
             bins = fill(high) or bins
         return bins
 
     def _beyond(self, items: Sequence[Sequence[int]], shared: int) -> list[tuple[int, float]]:
-        """The tokens and the cost of each item, without those of what all begin with."""
+        """The tokens and the cost of each item, without those of the prefix common to all."""
         counted = [self.counter(each) for each in items]
         before = self._cost(Counted(shared, shared * shared))
         return [(each.tokens - shared, self._cost(each) - before) for each in counted]
@@ -148,7 +148,7 @@ class _Dealer:
 
 
 def _deal(costs: Sequence[float], bins: Sequence[list[int]], ranks: int) -> Cut:
-    """Bins to ranks: those of similar cost at the same time, the costliest of them to the rank that has least."""
+    """Assign bins to ranks: those of similar cost run at the same time, the costliest on the rank with least work."""
     dealt: Cut = [[] for _ in range(ranks)]
     totals = [0.0] * ranks
     most_costly_first = sorted(range(len(bins)), key=lambda place: -costs[place])

@@ -1,4 +1,4 @@
-"""Ragged sequences to Megatron's packed (THD) micro-batches and back, without padding beyond an alignment."""
+"""Converts ragged sequences to Megatron's packed (THD) micro-batches and back, with padding only for alignment."""
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,17 +14,17 @@ from megatron_ext.routing.router_losses import RoutedTokens
 
 @dataclass(frozen=True)
 class RaggedBatch:
-    """N sequences of different lengths, end to end.
+    """N concatenated sequences of different lengths.
 
     `tokens` is [T], int32 or long, and `lengths` long[N] with T = sum(lengths), every length at least 1. Each of
-    `fields` holds one value per token, [T]: the value at position t belongs to token t (its log-probability given what
-    is before it, its advantage, its weight in the loss). Each of `names` holds one number per sequence, long[N], by
-    which an error calls it.
+    `fields` has one value per token, [T]: the value at index t belongs to token t (its log-probability given the tokens
+    before it, its advantage, its weight in the loss). Each of `names` has one number per sequence, long[N], by which
+    errors identify it.
 
-    With `unit` above 1 each `unit` sequences in a row belong together (the two of a preference): micro-batches and
-    data-parallel ranks get them whole and in order.
+    With `unit` above 1, each `unit` consecutive sequences belong together (the two of a preference pair): micro-batches
+    and data-parallel ranks get them whole and in order.
 
-    `routed_experts`, if there are any, are for each sequence the `Routing` records of its tokens.
+    `routed_experts` has, for each sequence, the `Routing` records of its tokens; None if there are none.
 
     Example: RaggedBatch(torch.tensor([5, 9, 40]), torch.tensor([2, 1]), {"weights": torch.tensor([0.0, 0.5, 0.5])})
     """
@@ -78,37 +78,37 @@ class RaggedBatch:
 
 
 def asked_field(fields: Container[str]) -> str | None:
-    """Name of the field that says which labels a model is asked about; None: it is asked about all.
+    """Name of the field that says which labels to predict; None if all are predicted.
 
-    They are those with a weight in the loss; without `weights`, those of `trained` tokens.
+    These are the labels with a weight in the loss or, without the field `weights`, those of `trained` tokens.
     """
     return next((name for name in ("weights", "trained") if name in fields), None)
 
 
 def asked(fields: Mapping[str, Tensor], labels: Tensor) -> Tensor:
-    """Which of `labels`, bool[T], a model is asked about by `fields`: what is not a number is not 0."""
+    """Which labels to predict according to `fields`, bool[T]; `labels` without such a field. NaN counts as nonzero."""
     name = asked_field(fields)
     return labels if name is None else fields[name] != 0
 
 
 DRAFTED = "drafted"
-"""Field of a batch: which of the labels that a model is asked about its prediction layers learn; without it, all."""
+"""Field of a batch that says which of the predicted labels the prediction layers learn; by default, all."""
 
 
 def drafted(fields: Mapping[str, Tensor], are_asked: Tensor) -> Tensor:
-    """Which labels, bool[T], prediction layers learn, of those that a model is asked about."""
+    """Which labels the prediction layers learn, bool[T], among those to predict."""
     return are_asked & fields[DRAFTED] if DRAFTED in fields else are_asked
 
 
 class MtpTokens(NamedTuple):
-    """Tokens of the prediction layers of a model, a row for each of D layers; 0 where a sequence has no such token."""
+    """Tokens for D prediction layers, one row per layer; 0 where a sequence has no such token."""
 
     taken: Tensor
-    """long[D, L]: what each takes in."""
+    """long[D, L]: the input tokens of each layer."""
     labels: Tensor
-    """long[D, L]: what each predicts from it."""
+    """long[D, L]: the tokens that each layer predicts from them."""
     asked: Tensor
-    """bool[D, L]: the labels that count."""
+    """bool[D, L]: which labels count in the loss."""
 
     def to(self, device: torch.device) -> "MtpTokens":
         """The same on `device`."""
@@ -117,40 +117,40 @@ class MtpTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Tokens that one rank computes with: all of a micro-batch, or a part of each of its sequences."""
+    """The L tokens that one rank computes with: all of a micro-batch, or a part of each of its sequences."""
 
     tokens: Tensor
     """long[1, L]"""
     labels: Tensor
     """long[1, L]"""
     position_ids: Tensor
-    """long[1, L]: each sequence counts from 0."""
+    """long[1, L]: positions within each sequence, from 0."""
     cu_seqlens: Tensor
-    """int32[sequences + 1], padding's sequence included: PackedSeqParams.cu_seqlens_q and _kv."""
+    """int32[sequences + 1], including the sequence of padding: PackedSeqParams.cu_seqlens_q and _kv."""
     max_seqlen: int
     asked: Tensor
-    """bool[L]: the labels about which the model is asked something."""
+    """bool[L]: which labels to predict."""
     routed_experts: Records | None
-    """They stay in memory of the host."""
+    """Stays in host memory."""
     mtp: MtpTokens | None = field(default=None, kw_only=True)
-    """For prediction layers that train; see `multi_token_prediction.with_mtp_tokens`."""
+    """Tokens for prediction layers, if these train; see `multi_token_prediction.with_mtp_tokens`."""
 
     @property
     def predicting(self) -> Tensor | None:
-        """The token that predicts each label, where that is not the one at the label's index."""
+        """Index of the token that predicts each label; None if it is the label's own index."""
         return None
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """Index pairs, two long[M]: a token among these L, and its place among the T' of the micro-batch."""
+        """Two long[M]: for each token, its index among these L tokens and its index among the micro-batch's T'."""
         every = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return every, every
 
     def of_labels(self, values: Tensor) -> Tensor:
-        """Turn values per token into values per predicted label; differentiable."""
+        """Convert values per token to values per label; differentiable."""
         return values if self.predicting is None else values.index_select(0, self.predicting)
 
     def whole(self, values: Tensor) -> Tensor:
-        """Turn values per label into values [T'] of the micro-batch."""
+        """Convert values per label to values [T'] of the micro-batch."""
         return values
 
     def to(self, device: torch.device) -> Self:
@@ -166,13 +166,13 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 @dataclass(frozen=True)
 class MicroBatch(Part):
-    """Packed sequences as `GPTModel` takes them: a Part that has all T' tokens, the padding of the alignment included.
+    """Packed sequences as `GPTModel` takes them: a Part with all T' tokens, including padding for alignment.
 
-    Index i predicts the token at i + 1 of the same sequence: that token is label i, and index i of a field is the
-    value that belongs to that token. Where there is no next token (`targets` False: the last of each sequence, and
-    padding) labels and fields are 0. Padding is one sequence of its own at the end, so that attention never mixes it
-    with real tokens. A record of routed experts belongs to the token at its index, which is fed there: it is not
-    shifted as labels are. Padding has none.
+    Index i predicts the token at i + 1 of the same sequence: that token is label i, and index i of a field has the
+    value of that token. Where there is no next token (`targets` is False: the last of each sequence, and padding),
+    labels and fields are 0. Padding is a sequence of its own at the end, so that attention does not mix it with real
+    tokens. Unlike labels, records of routed experts are not shifted: each belongs to the token at its index. Padding
+    has none.
     """
 
     targets: Tensor
@@ -180,17 +180,17 @@ class MicroBatch(Part):
     fields: Mapping[str, Tensor]
     """[T'] each."""
     lengths: Tensor
-    """long[sequences], without padding's."""
+    """long[sequences], without the sequence of padding."""
     real_tokens: int
-    """How many of the T' tokens are not padding."""
+    """Number of tokens other than padding."""
     unit: int = 1
     """See `RaggedBatch`."""
     names: Mapping[str, Tensor] = field(default_factory=dict)
-    """See `RaggedBatch`; they stay on the CPU."""
+    """See `RaggedBatch`; stays in host memory."""
     part: Part | None = None
-    """The tokens that this rank computes with, where these are not all."""
+    """The tokens that this rank computes with; None if these are all."""
     routed: RoutedTokens | None = None
-    """The tokens that routers of this rank see, where a step counts them; see `router_balance.routed_tokens`."""
+    """The tokens that this rank's routers see, if a step counts them; see `router_balance.routed_tokens`."""
 
     @property
     def own(self) -> Part:
@@ -203,10 +203,9 @@ class MicroBatch(Part):
 
 
 def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroBatch:
-    """The micro-batch of the given sequences of `batch`, its size a multiple of `align`.
+    """Pack the given sequences of `batch` into a micro-batch whose number of tokens is a multiple of `align`.
 
-    No sequences give the smallest legal micro-batch, `align` padding tokens, for a rank that has nothing left while
-    others still run.
+    Without sequences it consists of `align` padding tokens, for a rank that has nothing left to do while others run.
     """
     chosen = batch.select(sequences)
     tokens = chosen.tokens.long()
@@ -242,16 +241,16 @@ def pack(batch: RaggedBatch, sequences: Sequence[int], align: int = 1) -> MicroB
 
 
 def _records(batch: RaggedBatch, tokens: int) -> Records | None:
-    """Records of so many tokens, the first of which are those of `batch`; padding behind them has none."""
+    """Records for `tokens` tokens: those of `batch`, then padding, which has none."""
     if batch.routed_experts is None:
         return None
     return Records(list(chain.from_iterable(batch.routed_experts)), torch.arange(tokens))
 
 
 def unpack(values: Tensor, micro_batch: MicroBatch) -> Tensor:
-    """Values [T'] of the labels, back at the tokens they belong to: [T] of the sequences that were packed.
+    """Convert values [T'] of labels to values [T] of the packed sequences' tokens.
 
-    The first token of a sequence, which nothing predicts, gets 0; padding is gone.
+    The first token of a sequence, which nothing predicts, gets 0; padding is dropped.
     """
     result = values.new_zeros(micro_batch.real_tokens)
     result[1:] = values.masked_fill(~micro_batch.targets, 0)[: max(micro_batch.real_tokens - 1, 0)]
@@ -259,14 +258,14 @@ def unpack(values: Tensor, micro_batch: MicroBatch) -> Tensor:
 
 
 def packed_order(micro_batches: Sequence[Sequence[int]]) -> Tensor:
-    """The sequences of all micro-batches, one after another."""
+    """Sequence indices in the order of the micro-batches."""
     return torch.tensor([index for sequences in micro_batches for index in sequences], dtype=torch.long)
 
 
 def unpack_all(
     values: Sequence[Tensor], packed: Sequence[MicroBatch], batch: RaggedBatch, micro_batches: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Values of packed micro-batches, put back into the order of the batch they were packed from."""
+    """Unpack the values of all micro-batches, on the host, in the order of the batch that they were packed from."""
     order = packed_order(micro_batches)
     in_packed_order = torch.cat([unpack(value, each) for value, each in zip(values, packed, strict=True)]).cpu()
     if not len(batch):
@@ -276,12 +275,12 @@ def unpack_all(
 
 
 def last_tokens(micro_batch: MicroBatch) -> Tensor:
-    """long[sequences]: the index of the last token of each sequence, without padding's."""
+    """long[sequences]: the index of each sequence's last token, without the sequence of padding."""
     return micro_batch.lengths.cumsum(0) - 1
 
 
 def positions_within(lengths: Tensor) -> Tensor:
-    """long[T]: the position of each token in its sequence, of sequences of `lengths` long[N] end to end."""
+    """long[T]: the position of each token within its sequence, for concatenated sequences of `lengths` long[N]."""
     starts = lengths.cumsum(0) - lengths
     total = int(lengths.sum())
     return torch.arange(total, device=lengths.device) - starts.repeat_interleave(lengths, output_size=total)

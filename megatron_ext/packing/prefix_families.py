@@ -1,4 +1,4 @@
-"""Which sequences with a common beginning go into the same micro-batch, where the beginning is computed once."""
+"""Groups sequences with a common prefix, which a micro-batch computes once."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
@@ -10,18 +10,18 @@ from megatron_ext.packing.longest_processing_time import costliest_first, fill_b
 from megatron_ext.packing.prefix_tree import SHORTEST_PREFIX, Counted, Prefixes, count, runs
 
 Units = list[int]
-"""Each is a sequence, or several that stay together."""
+"""Indices of units; a unit is one sequence, or several that stay together."""
 
 
 class Counter:
-    """Counts what is computed of sequences that are in one micro-batch."""
+    """Counts the work for sequences in the same micro-batch."""
 
     def __init__(self, lengths: Sequence[int], prefixes: Prefixes | None) -> None:
         self._lengths = lengths
         self._prefixes = prefixes
 
     def __call__(self, sequences: Sequence[int]) -> Counted:
-        """Count these, none of which is named twice."""
+        """Count these sequences, all different."""
         if self._prefixes is None or len(sequences) == 1:
             lengths = [self._lengths[sequence] for sequence in sequences]
             return Counted(sum(lengths), sum(length * length for length in lengths))
@@ -32,9 +32,10 @@ class Counter:
 
 
 class Families:
-    """Units whose sequences share prefixes, as a tree; a unit of several is where its first sequence is.
+    """Units whose sequences share prefixes, as a tree; a unit of several has the place of its first sequence.
 
-    A family has at least `SHORTEST_PREFIX` tokens in common beyond the `shared` ones with which all units begin.
+    A family has at least `SHORTEST_PREFIX` tokens in common beyond the first `shared` tokens, which all units have in
+    common.
     """
 
     def __init__(self, units: int, unit: int, prefixes: Prefixes, counter: Counter, max_tokens: int) -> None:
@@ -49,11 +50,11 @@ class Families:
 
     @property
     def largest(self) -> int:
-        """The units of the family that has most."""
+        """Number of units in the largest family."""
         return max((last - first for first, last in self._families), default=0)
 
     def parts(self, count: int) -> Iterator[Units]:
-        """Units by family for a `count` of 1, if the family fits; else by part, at least `count` parts a family."""
+        """Yield the units of each part of each family: at least `count` per family, or more if one is too large."""
         for first, last in self._families:
             if count == 1 and self._tokens_between(first, last) <= self._max_tokens:
                 yield sorted(self._units[first:last])
@@ -61,7 +62,7 @@ class Families:
                 yield from self._parts(first, last, count)
 
     def _parts(self, first: int, last: int, count: int) -> Iterator[Units]:
-        """About the same own tokens for each part, which has at most `max_tokens` with all that is before them."""
+        """Yield parts with about equally many tokens after the common prefix, and at most `max_tokens` with it."""
         shared = self._before(first, last)
         room = self._max_tokens - shared
         own = self._tokens_between(first, last) - shared
@@ -77,7 +78,7 @@ class Families:
         yield from (sorted(self._units[slice(*each)]) for each in together)
 
     def _subtrees(self, first: int, last: int, most: int) -> Iterator[tuple[int, int]]:
-        """The largest subtrees below the node that [first, last) begin with that have at most so many tokens."""
+        """The largest subtrees of units [first, last), below their common prefix, with at most `most` tokens."""
         for below in runs(self._common, first, last, self._before(first, last) + SHORTEST_PREFIX):
             if below[1] - below[0] == 1 or self._tokens_between(*below) <= most:
                 yield below
@@ -85,7 +86,7 @@ class Families:
                 yield from self._subtrees(*below, most)
 
     def _before(self, first: int, last: int) -> int:
-        """How many tokens units [first, last) have in common."""
+        """Number of tokens that units [first, last) have in common."""
         return min(self._common[first + 1 : last], default=0)
 
     def _tokens(self, units: Units) -> int:
@@ -93,5 +94,5 @@ class Families:
 
 
 def sequences_of(units: Sequence[int], unit: int) -> list[int]:
-    """The sequences of `units`, with `unit` sequences each."""
+    """The indices of the sequences of `units`, which have `unit` sequences each."""
     return [unit * each + place for each in units for place in range(unit)]

@@ -1,4 +1,4 @@
-"""Common beginnings of sequences: a tree of nodes, each of which is computed once in a micro-batch."""
+"""The prefix tree of sequences: each of its nodes is computed once in a micro-batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -8,23 +8,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 SHORTEST_PREFIX = 16
-"""Fewer tokens are not shared: merging two parts of attention costs more than computing them again."""
+"""Shorter prefixes are not shared: merging two parts of attention would cost more than computing them again."""
 
 _Key = TypeVar("_Key", bytes, tuple[Any, ...])
 
 
 class Prefixes(NamedTuple):
-    """Common beginnings of N sequences: an order in which those that begin alike are neighbours."""
+    """Common prefixes of N sequences, by an order in which sequences with a common prefix are neighbours."""
 
     order: NDArray[np.int64]
-    """[N]: where each sequence is in it."""
+    """[N]: the place of each sequence in the order."""
     common: NDArray[np.int64]
-    """[N]: of the sequences in that order, the tokens that each has in common with the one before; 0 of the first."""
+    """[N]: for sequences in that order, the length of the common prefix with the previous one; 0 for the first."""
 
     @classmethod
     def of(cls, sequences: Sequence[NDArray[Any]]) -> "Prefixes":
         """Prefixes of token ids."""
-        # Big-endian bytes of numbers that are not negative have the order of the numbers.
+        # The big-endian bytes of non-negative numbers sort like the numbers.
         return cls.by_key([each.astype(">u4").tobytes() for each in sequences], common_tokens)
 
     @classmethod
@@ -39,7 +39,7 @@ class Prefixes(NamedTuple):
         return cls(order, of_neighbours)
 
     def select(self, sequences: NDArray[np.int64] | Sequence[int]) -> "Prefixes":
-        """The prefixes of some of the sequences, none of them twice."""
+        """The prefixes of some of the sequences, all different."""
         places = self.order[np.asarray(sequences, dtype=np.int64)]
         in_order = places.argsort()
         order = np.empty(len(places), dtype=np.int64)
@@ -47,7 +47,7 @@ class Prefixes(NamedTuple):
         return Prefixes(order, self.between(places[in_order]))
 
     def between(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`common` of the sequences at rising `places` of the order alone."""
+        """The `common` of only the sequences at `places`, ascending, of the order."""
         if len(places) < 2:
             return np.zeros(len(places), dtype=np.int64)
         smallest = np.minimum.reduceat(self.common[: places[-1] + 1], places[:-1] + 1)
@@ -55,7 +55,7 @@ class Prefixes(NamedTuple):
 
 
 def common_tokens(a: bytes, b: bytes) -> int:
-    """The number of tokens, 4 bytes each, that both begin with."""
+    """Length of the common prefix in tokens, of 4 bytes each."""
     shorter = min(len(a), len(b)) // 4
     if a[: 4 * shorter] == b[: 4 * shorter]:
         return shorter
@@ -64,18 +64,18 @@ def common_tokens(a: bytes, b: bytes) -> int:
 
 
 class PrefixNode(NamedTuple):
-    """Tokens [start, stop) of each of the sequences [first, last), the same in all."""
+    """Tokens [start, stop) of the sequences [first, last), which are the same in all of them."""
 
     first: int
     last: int
     start: int
     stop: int
     depth: int
-    """How many nodes are before it."""
+    """Number of ancestors."""
 
 
 def prefix_nodes(lengths: Sequence[int], common: Sequence[int]) -> Iterator[PrefixNode]:
-    """Nodes of the prefix tree in depth-first order, for sequences in the order of their `Prefixes`."""
+    """Yield the nodes of the prefix tree in depth-first order, for sequences in the order of their `Prefixes`."""
     waiting = [(0, len(lengths), 0, 0)] if len(lengths) else []
     while waiting:
         first, last, start, depth = waiting.pop()
@@ -89,7 +89,7 @@ def prefix_nodes(lengths: Sequence[int], common: Sequence[int]) -> Iterator[Pref
 
 
 def runs(common: Sequence[int], first: int, last: int, least: int) -> Iterator[tuple[int, int]]:
-    """Cut sequences [first, last) between neighbours that have fewer than `least` tokens in common."""
+    """Split sequences [first, last) between neighbours that have fewer than `least` tokens in common."""
     start = first
     for index in range(first + 1, last + 1):
         if index == last or common[index] < least:
@@ -98,9 +98,9 @@ def runs(common: Sequence[int], first: int, last: int, least: int) -> Iterator[t
 
 
 class Counted(NamedTuple):
-    """The work in sequences of one micro-batch: tokens, and the squares of lengths that their attention takes.
+    """The work of sequences in one micro-batch: tokens, and the squared lengths that determine attention's work.
 
-    Example: Counted(50, 2100) of sequences of 30 and 40 tokens with a prefix of 20: 30^2 + 40^2 - 20^2
+    Example: Counted(50, 2100) for sequences of 30 and 40 tokens with a prefix of 20: 30^2 + 40^2 - 20^2
     """
 
     tokens: int
@@ -108,7 +108,7 @@ class Counted(NamedTuple):
 
 
 def count(lengths: Sequence[int], common: Sequence[int]) -> Counted:
-    """Count sequences in the order of their `Prefixes`, and what several begin with once."""
+    """Count sequences in the order of their `Prefixes`; shared prefixes count once."""
     tokens = squares = 0
     for _, _, start, stop, _ in prefix_nodes(lengths, common):
         tokens += stop - start

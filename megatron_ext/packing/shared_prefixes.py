@@ -1,7 +1,7 @@
-"""Tokens that sequences of a micro-batch begin with in common are computed once: a tree of nodes.
+"""Computes prefixes that sequences of a micro-batch share once, as a tree of nodes.
 
-A node belongs to all sequences that go through it. Its tokens look at those of their own node and of the
-nodes before it in the tree; all else of a model sees each token of a node once.
+A node belongs to all sequences that contain it. Its tokens attend to their own node and to its ancestors; the rest of
+the model sees each token of a node once.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from megatron_ext.packing.prefix_tree import Prefixes, PrefixNode, prefix_nodes
 
 
 class Prefix(NamedTuple):
-    """Tokens [start, end) that those in [end, stop) come after: all continuations, one after another."""
+    """A prefix, tokens [start, end), and all of its continuations, tokens [end, stop), one after the other."""
 
     start: int
     end: int
@@ -26,38 +26,38 @@ class Prefix(NamedTuple):
 
 
 Level = tuple[Prefix, ...]
-"""Prefixes none of which comes after another: no token comes after two of them."""
+"""Disjoint prefixes, none of which continues another, so that every token continues at most one of them."""
 
 
 @dataclass(frozen=True)
 class SharedPart(Part):
-    """The tokens of a micro-batch, those that sequences begin with in common once: L of them.
+    """The L tokens of a micro-batch in which shared prefixes are present once.
 
-    `tokens` and `position_ids` are of these; `cu_seqlens` are the bounds of the nodes that lie end to end in them,
-    padding's included. `labels` and `asked` are those of the whole micro-batch: the last token of a prefix predicts the
-    first of every continuation. `max_seqlen` is the length of the longest whole sequence.
+    `tokens` and `position_ids` have these L tokens; `cu_seqlens` are the bounds of the concatenated nodes, including
+    padding. `labels` and `asked` are those of the whole micro-batch, since the last token of a prefix predicts the
+    first token of every continuation. `max_seqlen` is the length of the longest whole sequence.
     """
 
     places: Tensor
-    """long[T']: where each token of the micro-batch is among the L."""
+    """long[T']: the index of each of the micro-batch's tokens among the L."""
     levels: tuple[Level, ...]
     bounds: tuple[int, ...]
-    """The values of `cu_seqlens`, which stay where attention is planned."""
+    """The values of `cu_seqlens` on the host, where attention is planned."""
 
     @property
     def predicting(self) -> Tensor:
-        """long[T']: the token that predicts each label, in all sequences that it belongs to."""
+        """long[T']: the index of the token that predicts each label; one of a prefix predicts in several sequences."""
         return self.places
 
     def rows(self) -> tuple[Tensor, Tensor]:
-        """See `Part`; a token that several sequences begin with is there for each of them."""
+        """See `Part`; a token of a shared prefix occurs once for each of its sequences."""
         return self.places, torch.arange(len(self.places), device=self.places.device)
 
 
 def share(micro_batch: MicroBatch, align: int) -> SharedPart:
-    """`micro_batch`, packed without padding, with prefixes of its sequences once, L a multiple of `align`.
+    """Merge the shared prefixes of `micro_batch`, packed without padding; L is a multiple of `align`.
 
-    Raises ValueError where experts are recorded: each response may have sent the tokens of a prompt to others.
+    Raises ValueError if it has recorded experts: each response may have sent the tokens of a prompt to other experts.
     """
     if micro_batch.routed_experts is not None:
         raise ValueError("a micro-batch with routed experts has no shared prefixes: its sequences are computed whole")

@@ -1,1 +1,1 @@
-"""Routers of mixtures of experts: their losses, their load, and replay of the experts that an engine chose."""
+"""MoE routers: their losses, the experts' load, and replay of an engine's routing."""

@@ -1,4 +1,4 @@
-"""How many tokens the routers of a train step send to each expert."""
+"""Counts how many tokens the routers send to each expert in a train step."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from megatron_ext.routing.router import ExpertCount, prediction_routers, require
 
 
 class ExpertLoad:
-    """Counts what every router of this rank's `chunks` chooses for the tokens of sequences, however they are cut.
+    """Counts the choices of every router of this rank's `chunks`, independently of how the batch is split.
 
-    Rows that fill up a micro-batch are no tokens; a prefix that is computed once counts for each of its sequences.
+    Padding does not count; a shared prefix, computed once, counts for each of its sequences.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], num_layers: int) -> None:
@@ -23,10 +23,10 @@ class ExpertLoad:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Inside, every pass with a gradient is counted: once for each micro-batch, recomputed or not.
+        """Within the context, count every micro-batch of passes with a gradient once, whether recomputed or not.
 
-        Megatron-core moves the biases of experts by the same counts. Raises RuntimeError where a router did not meet
-        all that it was to count.
+        megatron-core updates the expert biases with the same counts. Raises RuntimeError if a router did not see all
+        micro-batches that it was to count.
         """
         of_layers = [router for chunk in self._chunks for router in routers(chunk)]
         of_mtp = [router for chunk in self._chunks for router in prediction_routers(chunk)]
@@ -42,7 +42,7 @@ class ExpertLoad:
                 router.load = None
 
     def take(self, num_experts: int, device: torch.device) -> Tensor:
-        """Collective over all ranks of the model: int64[layers, experts] of the last step; 0 in other layers."""
+        """Collective over all ranks: the last step's int64[layers, experts]; 0 for layers without experts."""
         load = torch.zeros(self._num_layers, num_experts, dtype=torch.int64, device=device)
         for layer, counted in self._counted.items():
             load[layer] = counted.counts

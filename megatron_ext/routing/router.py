@@ -1,4 +1,4 @@
-"""Routers whose groups of experts are scored as the model scores them, and of which others may see every pass."""
+"""Routers with the model's own scores of expert groups, which observers may watch in every pass."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -22,15 +22,15 @@ from megatron_ext import versions
 from megatron_ext.routing.router_losses import RoutedTokens
 
 Choice = tuple[Tensor, Tensor]
-"""The scores and the indices of each token's experts: [tokens, topk] both."""
+"""The scores and the indices of each token's experts, both [tokens, topk]."""
 
 
 class RouterObserver(Protocol):
-    """Sees what a router computes, and may add to its gradient."""
+    """Is called in each forward pass of a router, and may add to its gradient."""
 
     @property
     def expected(self) -> Sized:
-        """The micro-batches that it expects and has not met."""
+        """The micro-batches that it expects and has not seen yet."""
         ...
 
     def expect(self, tokens: RoutedTokens) -> None:
@@ -38,32 +38,32 @@ class RouterObserver(Protocol):
         ...
 
     def __call__(self, router: "ObservedRouter", logits: Tensor, probabilities: Tensor) -> Tensor:
-        """The `probabilities` [tokens, experts] to go on with; `logits` [tokens, experts] are what they came from."""
+        """Return the `probabilities` to continue with, computed from `logits`; all are [tokens, experts]."""
         ...
 
 
 class ExpertCount:
-    """Counts how often the tokens of the micro-batches that it expects choose each expert of one router."""
+    """Counts how often tokens of the expected micro-batches choose each expert of one router."""
 
     def __init__(self) -> None:
         self.counts = torch.zeros((), dtype=torch.int64)
-        """int64[experts], once there was a micro-batch."""
+        """int64[experts] after the first micro-batch; a scalar 0 before."""
         self.expected: deque[Tensor] = deque()
-        """The rows of the tokens of each micro-batch that was not met yet."""
+        """For each micro-batch that was not seen yet, the rows of its tokens."""
 
     def expect(self, tokens: RoutedTokens) -> None:
         """Prepare for the micro-batch of the router's next forward pass."""
         self.expected.append(tokens.rows)
 
     def add(self, chosen: Tensor) -> Tensor:
-        """int64[experts]: how often the tokens of the next micro-batch choose each, by bool[rows, experts]."""
+        """Add the next micro-batch's choices, bool[rows, experts]; return its own counts, int64[experts]."""
         count = chosen.index_select(0, self.expected.popleft()).sum(0, dtype=torch.int64)
         self.counts = self.counts.to(count.device) + count
         return count
 
 
 def require_all_met(expected: Iterable[Sized], purpose: str) -> None:
-    """Raise RuntimeError where a router has not met a micro-batch that it `expected`; the error says for which purpose.
+    """Raise RuntimeError if a router has not seen all `expected` micro-batches; `purpose` completes the message.
 
     Example: require_all_met([count.expected], "whose tokens it had to count")
     """
@@ -72,28 +72,28 @@ def require_all_met(expected: Iterable[Sized], purpose: str) -> None:
 
 
 class ObservedRouter(TopKRouter):
-    """megatron-core's router, with an observer and a count of its load where somebody has set them."""
+    """megatron-core's router, with an optional observer and an optional count of its load."""
 
     observer: RouterObserver | None = None
     load: ExpertCount | None = None
-    """Counts what the tokens of passes with a gradient choose."""
+    """Counts the choices in passes with a gradient."""
 
     def expect(self, tokens: RoutedTokens | None) -> None:
-        """Tell whoever observes and counts which tokens the next forward pass brings; None where nobody does."""
+        """Announce the tokens of the next forward pass to the observer and the count; None if there are neither."""
         for each in (self.observer, self.load if torch.is_grad_enabled() else None):
             if each is not None:
                 assert tokens is not None
                 each.expect(tokens)
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Probabilities and choice, both [tokens, experts], of the `logits` [tokens, batch, experts]."""
+        """Return probabilities and choice, both [tokens, experts], for the `logits` [tokens, batch, experts]."""
         probabilities, chosen = super().routing(logits, padding_mask)
         if self.observer is not None:
             probabilities = self.observer(self, logits.flatten(0, 1), probabilities)
         return probabilities, chosen
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        # Megatron-core would let the biases follow rows that fill up a micro-batch, too: how many depends on the cut.
+        # megatron-core would also count padding for the biases, whose amount depends on how the batch is split.
         if self.load is None:
             super()._apply_expert_bias(routing_map, padding_mask)
         elif torch.is_grad_enabled():
@@ -103,7 +103,7 @@ class ObservedRouter(TopKRouter):
 
 
 def routers(chunk: torch.nn.Module) -> Iterator[ObservedRouter]:
-    """The routers of the model's layers in a chunk, in their order; those of prediction layers are none of them."""
+    """The routers of the decoder layers in a chunk, in order, without those of prediction layers."""
     for layer in unwrap_model(chunk).decoder.layers:
         router = getattr(layer.mlp, "router", None)
         if router is not None:
@@ -117,14 +117,14 @@ def prediction_routers(chunk: torch.nn.Module) -> list[ObservedRouter]:
 
 
 def freeze_routers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Leave all routers as they are: no gradient is made of their weights; call before wrapping in DDP."""
+    """Freeze all routers; call before wrapping in DDP."""
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, TopKRouter):
             module.requires_grad_(False)
 
 
 def extend_router(layer: ModuleSpec, extensions: Extensions) -> ModuleSpec:
-    """A layer of any specs whose router, where it has one, may be observed and scores groups of experts as wanted."""
+    """Replace the router of a layer of any specs, if it has one, by one that can be observed and has `extensions`."""
     mlp = layer.submodules.mlp
     if versions.module_of(mlp) is not MoELayer:
         return layer
@@ -134,8 +134,10 @@ def extend_router(layer: ModuleSpec, extensions: Extensions) -> ModuleSpec:
 
 @dataclass
 class GroupScoredChoice:
-    """A router's choice of experts. It stands where megatron-core keeps a `RouterReplay`: the only place in which
-    megatron-core 0.16.1 lets anything but its own `group_limited_topk` choose. A replay of routing goes on as it was.
+    """A router's choice of experts, with the model's own scores of groups.
+
+    It takes the place of megatron-core's `RouterReplay`, the only place where megatron-core 0.16.1 can be made to
+    choose by anything other than its `group_limited_topk`. A replay of routing still works, through `replay`.
     """
 
     experts_in_group_score: int
@@ -151,7 +153,7 @@ class GroupScoredChoice:
         group_topk: int,
         default_compute_topk: Callable[[Tensor, int], Choice],
     ) -> Choice:
-        """Each token's `topk` experts of its best `group_topk` groups; `scores` is [tokens, experts]."""
+        """Choose each token's `topk` experts from its best `group_topk` groups; `scores` is [tokens, experts]."""
 
         def choose(scores: Tensor, topk: int, num_groups: int, group_topk: int) -> Choice:
             others = ~in_best_groups(scores, num_groups, group_topk, self.experts_in_group_score)
@@ -163,7 +165,7 @@ class GroupScoredChoice:
 
 
 def in_best_groups(scores: Tensor, num_groups: int, group_topk: int, experts_in_group_score: int) -> Tensor:
-    """Whether each expert is in one of its token's best groups, by `scores`; both are [tokens, experts]."""
+    """bool[tokens, experts]: whether each expert is in one of the token's best groups, by `scores`, same shape."""
     grouped = scores.detach().unflatten(1, (num_groups, -1))
     group_scores = grouped.topk(experts_in_group_score, dim=-1).values.sum(-1)
     best = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, group_scores.topk(group_topk).indices, True)
@@ -177,9 +179,9 @@ def build_router(
     experts_in_group_score: int | None,
     **options: Any,
 ) -> ObservedRouter:
-    """A router that scores a group of experts by the sum of its best `experts_in_group_score`; None is Megatron's rule.
+    """Build a router that scores a group by the sum of its best `experts_in_group_score`; None for Megatron's rule.
 
-    Raises UserError for `moe_router_fusion`, whose kernel knows megatron-core's group scores alone.
+    Raises UserError for `moe_router_fusion`, whose kernel only supports megatron-core's group scores.
     """
     router = ObservedRouter(config=config, pg_collection=pg_collection, **options)
     if experts_in_group_score is None:

@@ -1,4 +1,4 @@
-"""Adds the losses of routers to the gradients of a train step, and counts what they choose before it."""
+"""Adds router losses to the gradients of a train step, and counts the routers' choices beforehand if needed."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from megatron_ext.routing.router_losses import ROUTER_LOSSES, BatchTotals, Route
 
 
 class RouterBalance:
-    """The losses of all routers of this rank's `chunks` in the train steps of their model."""
+    """Adds the losses of all routers of this rank's `chunks` in train steps."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], losses: RouterLosses) -> None:
         self._chunks = chunks
@@ -34,10 +34,10 @@ class RouterBalance:
 
     @contextmanager
     def step(self, lengths: Tensor, run_forward: Callable[[], object]) -> Iterator[None]:
-        """Inside, every pass with a gradient adds the losses of its micro-batch; see `expect_routed_tokens`.
+        """Within the context, passes with a gradient add the losses of their micro-batches; see `expect_routed_tokens`.
 
-        `lengths` are those of all sequences of this data-parallel rank. `run_forward` runs all its micro-batches
-        forward, without a gradient: it is called where a loss needs what the whole batch chooses. Collective.
+        `lengths` are those of all sequences of this data-parallel rank. `run_forward` runs a forward pass of all its
+        micro-batches without a gradient; it is called if a loss needs the choices of the whole batch. Collective.
         """
         if not self._losses:
             yield
@@ -54,14 +54,14 @@ class RouterBalance:
         self._values = values
 
     def take(self) -> dict[str, float]:
-        """The value of each loss in the last step, without its coefficient: the mean over layers with experts.
+        """Return the value of each loss in the last step, without its coefficient: the mean over layers with experts.
 
         Collective over all ranks of the model.
         """
         if not self._losses:
             return {}
         layers = sum(1 for chunk in self._chunks for _ in routers(chunk))
-        # The ranks that have the same layers have different tokens of them.
+        # Ranks with the same layers have different tokens.
         share = torch.tensor(layers / dist.get_world_size(_all_tokens()), dtype=torch.float64)
         sums = torch.stack([*(self._values[name].cpu() for name in self._losses.coefficients), share])
         sums = sums.to(device.device())
@@ -72,7 +72,7 @@ class RouterBalance:
         return {name: value / of_layers for name, value in zip(self._losses.coefficients, values, strict=True)}
 
     def _count(self, run_forward: Callable[[], object]) -> dict[int, Tensor]:
-        """Layer number -> int64[E], how often all ranks' tokens choose each expert."""
+        """Layer number -> int64[E], how often the tokens of all ranks choose each expert."""
         counted: dict[int, _ObservingCount] = {}
 
         def observe(router: ObservedRouter) -> RouterObserver:
@@ -86,17 +86,17 @@ class RouterBalance:
 
 
 def expect_routed_tokens(chunk: torch.nn.Module, micro_batch: MicroBatch) -> None:
-    """Tell whoever observes and counts at the chunk's routers which tokens its next forward pass brings them."""
+    """Announce the tokens of the chunk's next forward pass to the observers and counts of its routers."""
     of_mtp = [] if micro_batch.own.mtp is None else prediction_routers(chunk)
     for router in (*routers(chunk), *of_mtp):
         router.expect(micro_batch.routed)
 
 
 class _AddedLosses:
-    """Adds losses to what a router's probabilities give backward, once for each micro-batch.
+    """Adds losses to the gradient of a router's probabilities, once per micro-batch.
 
-    A layer that is recomputed runs twice, first without a gradient; a schedule runs several micro-batches forward
-    before the first runs backward. With a gradient a router meets each once, in their order.
+    A recomputed layer runs twice, first without a gradient, and a schedule may run several micro-batches forward before
+    the first runs backward. With a gradient, a router sees each micro-batch once, in order.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class _AddedLosses:
 
 
 class _ObservingCount(ExpertCount):
-    """Counts which experts the tokens of passes without a gradient choose, by the scores of the losses."""
+    """Counts the experts chosen in passes without a gradient, by the scores that the losses use."""
 
     def __call__(self, router: ObservedRouter, logits: Tensor, probabilities: Tensor) -> Tensor:
         chosen, _ = _scored(router, logits)
@@ -147,7 +147,7 @@ def _scored(router: ObservedRouter, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _observed(chunks: Sequence[torch.nn.Module], observe: Callable[[ObservedRouter], RouterObserver]) -> Iterator[None]:
-    """Inside, each router has an observer. Raises RuntimeError if an observer missed a pass that it expected."""
+    """Within the context, each router has an observer. Raises RuntimeError if one missed a pass that it expected."""
     observers = {}
     for chunk in chunks:
         for router in routers(chunk):
@@ -168,14 +168,14 @@ def _totals(lengths: Tensor) -> BatchTotals:
 
 
 def _all_tokens() -> dist.ProcessGroup:
-    """The ranks that together have all tokens of the layers of this rank."""
+    """The ranks that together have all tokens for this rank's layers."""
     return parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
 
 
 def routed_tokens(micro_batch: MicroBatch, *, sequence_parallel: bool) -> RoutedTokens:
     """The real tokens of `micro_batch` that routers of this rank see.
 
-    Which they are depends on values: a device would be waited for, so ask before the micro-batch is moved there.
+    Call it before the micro-batch is moved to a device: the shapes depend on values, which would synchronize with it.
     """
     rows, tokens = micro_batch.own.rows()
     is_real = tokens < micro_batch.real_tokens

@@ -1,4 +1,4 @@
-"""Which losses of routers are wanted: Megatron's options, read without Megatron."""
+"""Reads from Megatron's options which router losses are wanted, without importing Megatron."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,14 +8,14 @@ from converters.errors import UserError
 
 _TYPE, _BALANCE, _Z = "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"
 ROUTER_LOSS_OPTIONS = (_TYPE, _BALANCE, _Z)
-"""Options of Megatron that say it."""
+"""The options of Megatron that say so."""
 BALANCING = ("seq_aux_loss", "global_aux_loss")
-"""Balancing losses that do not depend on how the batch was cut."""
+"""Balancing losses that do not depend on how the batch is split."""
 
 
 @dataclass(frozen=True)
 class RouterLosses:
-    """The coefficient of each loss of a router that is added to the objective, by name; see `router_losses`."""
+    """The coefficient of each router loss that is added to the objective, by name; see `router_losses`."""
 
     coefficients: Mapping[str, float] = field(default_factory=dict)
 
@@ -24,16 +24,17 @@ class RouterLosses:
 
     @property
     def needs_counts(self) -> bool:
-        """Whether the choices of the whole batch must be known before its gradients."""
+        """Whether the choices of the whole batch must be known before its gradients are computed."""
         return "global_aux_loss" in self.coefficients
 
     @staticmethod
     def of(options: Mapping[str, Any]) -> "RouterLosses":
         """The losses that Megatron's `options` ask for.
 
-        Raises UserError for a loss over a micro-batch, and for coefficients that are negative or not one for each type.
+        Raises UserError for a loss over a micro-batch, for negative coefficients, and if their number is not that of
+        the types.
         """
-        # Megatron's own default is aux_loss; here an architecture says "none".
+        # Megatron's own default is aux_loss; here architectures set "none".
         types, given = _list(options.get(_TYPE) or "none"), _list(options.get(_BALANCE) or 0.0)
         if any(given) and len(types) != len(given):
             raise UserError(

@@ -1,20 +1,20 @@
-"""Losses of a router that do not depend on how the batch of an optimizer step was cut.
+"""Router losses that do not depend on how the batch of an optimizer step is split.
 
-Megatron-core's divide by the tokens of a micro-batch on one rank; here each is a sum over tokens or sequences with the
-denominators of the batch: what all micro-batches on all ranks add is the loss.
+megatron-core's losses divide by the tokens of a micro-batch on one rank. Here each is a sum over tokens or sequences
+with the denominators of the whole batch, so the contributions of all micro-batches on all ranks add up to the loss.
 
 A layer has E experts and sends each token to K of them. The scores s[t] of token t are the softmax of its logits, or
-their sigmoids over the sum of these; c[t, e] says whether e is one of the K experts with the largest scores. As in
-megatron-core, neither the bias of DeepSeek's experts nor groups nor a replayed choice count here. T tokens and N
-sequences are those of the batch, prompts included and padding not. Choices are constants of the gradient.
+their sigmoids divided by the sum of these; c[t, e] is 1 if e is one of the K experts with the largest scores, else 0.
+As in megatron-core, neither DeepSeek's expert bias nor groups nor a replayed choice affect c. The batch has T tokens
+and N sequences, including prompts but not padding. Gradients do not flow through c.
 
 - `z_loss`, (1 / T) sum over t of logsumexp(logits[t])^2: ST-MoE, arXiv 2202.08906, section 3.
 - `seq_aux_loss`, (1 / N) sum over sequences q of E / (K T_q^2) sum over e of (sum of c[t, e]) (sum of s[t, e]), with
-  the T_q tokens of q: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
+        the T_q tokens of q: DeepSeek-V3, arXiv 2412.19437, equations 17 to 20.
 - `global_aux_loss`, E / (K T^2) sum over e of (sum of c[t, e]) (sum of s[t, e]), over all tokens of the batch:
-  arXiv 2501.11873.
+        arXiv 2501.11873.
 
-The last two are 1 where all experts have the same load. The objective has the sum over all layers.
+The last two are 1 if all experts have the same load. The sum over all layers is added to the objective.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,25 +30,25 @@ class RoutedTokens(NamedTuple):
     """The real tokens of a micro-batch that one router of this rank sees."""
 
     rows: Tensor
-    """long[M]: rows of the router's input. A row that several sequences share as a prefix occurs once for each."""
+    """long[M]: rows of the router's input. A row of a shared prefix occurs once for each of its sequences."""
     sequences: Tensor
-    """long[M]: the sequence that each belongs to."""
+    """long[M]: the sequence that each row belongs to."""
     lengths: Tensor
-    """long[S]: the tokens of each sequence, those on other ranks included."""
+    """long[S]: number of tokens of each sequence, including those on other ranks."""
 
     def to(self, device: torch.device) -> "RoutedTokens":
         """The same on `device`."""
         return RoutedTokens(*(each.to(device, non_blocking=True) for each in self))
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sums over the tokens of each sequence: [rows, E] to [S, E]; differentiable."""
+        """Sum over the tokens of each sequence: [rows, E] to [S, E]; differentiable."""
         sums = values.new_zeros(len(self.lengths), values.shape[1])
         return sums.index_add(0, self.sequences, values.index_select(0, self.rows))
 
 
 @dataclass(frozen=True)
 class BatchTotals:
-    """Denominators: of the batch of an optimizer step, over all ranks."""
+    """The denominators: totals of an optimizer step's batch, over all ranks."""
 
     tokens: int
     sequences: int
@@ -56,7 +56,7 @@ class BatchTotals:
 
 @dataclass(frozen=True)
 class Routed:
-    """Tokens at a router: what it computed of them, and what the rest of the batch says."""
+    """A micro-batch's tokens at a router, what the router computed for them, and totals of the batch."""
 
     tokens: RoutedTokens
     logits: Tensor
@@ -68,9 +68,9 @@ class Routed:
     topk: int
     totals: BatchTotals
     counts: Tensor | None
-    """int64[E]: how often the whole batch chooses each expert."""
+    """int64[E]: how often the whole batch chooses each expert; None if no loss needs it."""
     group: dist.ProcessGroup
-    """The ranks that have the other tokens of these sequences."""
+    """The ranks that share the tokens of these sequences."""
 
     @property
     def scale(self) -> float:

@@ -1,7 +1,6 @@
-"""Routers that send tokens to the experts that an engine sent them to: rollout routing replay, arXiv 2510.11370.
+"""Rollout routing replay (arXiv 2510.11370): routers send tokens to the experts that the engine sent them to.
 
-The choice alone is the engine's. The weights of the experts are those that the trainer's router gives them now, and
-learn.
+Only the choice is the engine's. The experts are weighted by the trainer's router, which gets their gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +23,16 @@ from megatron_ext.routing.router import Choice, GroupScoredChoice, require_all_m
 
 
 class RecordedChoice(RouterReplay):
-    """megatron-core's replay, of which a token without a record goes to its router's own choice.
+    """megatron-core's replay; tokens without a record go to the router's own choice.
 
     A schedule runs several micro-batches forward before the first of them runs backward, and a recomputed layer runs
-    twice. With a gradient each router runs once for each micro-batch, in their order: it takes the oldest record.
-    Without one it runs before the next micro-batch: it takes the newest.
+    twice. With a gradient, each router runs once per micro-batch, in order, so it takes the oldest record. Without a
+    gradient, it runs before the next micro-batch is announced, so it takes the newest.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # All routers of the process, in the order in which they were made: models and chunks are mixed up in it.
+        # This list has the routers of all models and chunks of the process.
         RouterReplay.global_router_replay_instances.remove(self)
         self.followed: list[Tensor] = []
 
@@ -51,7 +50,7 @@ class RecordedChoice(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., Choice] | None = None,
     ) -> Choice:
-        """The scores and the indices of each token's experts; `scores` is [tokens, experts]."""
+        """Return the scores and the indices of each token's experts; `scores` is [tokens, experts]."""
         assert default_compute_topk is not None
         own = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.target_topk_idx is None:
@@ -63,7 +62,7 @@ class RecordedChoice(RouterReplay):
         return scores.gather(1, experts), experts
 
     def _count(self, recorded: Tensor, own: Tensor) -> None:
-        """Note of each token of a micro-batch whether its record was followed, and whether that changed its experts."""
+        """Record for each token of a micro-batch whether it had a record, and whether that changed its experts."""
         is_recorded = recorded[:, 0] >= 0
         differs = (recorded.sort(-1).values != own.sort(-1).values).any(-1) & is_recorded
         self.followed.append(is_recorded.to(torch.uint8) + differs)
@@ -71,9 +70,9 @@ class RecordedChoice(RouterReplay):
 
 @contextmanager
 def replaying(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Inside, `set_replayed_experts` says where the next micro-batch's tokens go; afterwards nothing is replayed.
+    """Context in which `set_replayed_experts` sets the experts of the next micro-batch; nothing is replayed afterwards.
 
-    Raises RuntimeError where a router was not asked for a record that it had: its tokens went elsewhere.
+    Raises RuntimeError if a router did not use a record that it was given, so that its tokens went to other experts.
     """
     try:
         yield
@@ -103,16 +102,16 @@ def set_replayed_experts(chunk: torch.nn.Module, own: Part) -> None:
 
 
 def take_counts(chunks: Sequence[torch.nn.Module], on: torch.device) -> Tensor:
-    """int64[4]: how many recorded choices of a token in a layer the routers followed, and how many were not theirs; how
-    many tokens had such a record, and how many of them one that was not the routers'.
+    """int64[4]: counts of replayed choices in this rank's passes with a gradient since the last call.
 
-    They are those of this rank's passes with a gradient since the last call. Collective: tokens are counted by the last
-    of the pipeline stages, for all of them.
+    The first two count pairs of a token and a layer: those with a record, and those of them whose experts differ from
+    the router's choice. The last two count tokens: those with a record in any layer, and those with a difference in any
+    layer. Collective: the last pipeline stage counts the tokens for all stages.
     """
     of_routers = [torch.cat(choice.followed) for choice in _choices(chunks) if choice.followed]
     for choice in _choices(chunks):
         choice.followed.clear()
-    # Routers see the same tokens in the same order; a stage without any does not know how many.
+    # Routers see the same tokens in the same order; a stage without routers does not know their number.
     followed = torch.stack(of_routers) if of_routers else torch.zeros(1, 0, dtype=torch.uint8, device=on)
     of_tokens = _over_stages(followed.amax(0))
     is_counted = parallel_state.is_pipeline_last_stage()
@@ -125,7 +124,7 @@ def take_counts(chunks: Sequence[torch.nn.Module], on: torch.device) -> Tensor:
 
 
 def _over_stages(of_tokens: Tensor) -> Tensor:
-    """The largest value of each token over the pipeline stages."""
+    """The maximum of each token's value over the pipeline stages."""
     stages = parallel_state.get_pipeline_model_parallel_group()
     size = torch.tensor(len(of_tokens), device=of_tokens.device)
     dist.all_reduce(size, op=dist.ReduceOp.MAX, group=stages)
@@ -135,12 +134,12 @@ def _over_stages(of_tokens: Tensor) -> Tensor:
 
 
 def routing_of(config: TransformerConfig) -> Routing:
-    """The sizes of a model's routing. Raises UserError where there are no experts."""
+    """The sizes of a model's routing. Raises UserError if it has no experts."""
     return Routing.of(vars(config), config.num_layers)
 
 
 def _rows_of_this_rank(records: Records, config: TransformerConfig) -> Records:
-    """Records of the tokens that reach the routers of this rank: with sequence parallelism its part of them."""
+    """The records of the tokens that this rank's routers see: with sequence parallelism, its part of them."""
     if not config.sequence_parallel:
         return records
     parts = records.tokens.chunk(parallel_state.get_tensor_model_parallel_world_size())
@@ -161,7 +160,7 @@ def _installed(router: TopKRouter) -> RecordedChoice | None:
 
 
 def _install(router: TopKRouter) -> RecordedChoice:
-    """The router's replay; put there when it is first needed."""
+    """Return the router's replay, installing it if necessary."""
     if (choice := _installed(router)) is not None:
         return choice
     choice, held = RecordedChoice(), router.router_replay

@@ -1,4 +1,4 @@
-"""Tokens to the ranks of their experts by an all-gather, where ranks have different numbers of tokens."""
+"""All-gather dispatch of tokens to experts, for ranks with different numbers of tokens."""
 
 import torch
 import torch.distributed as dist
@@ -10,12 +10,12 @@ from torch import Tensor
 class RaggedAllGather(MoEAllGatherTokenDispatcher):
     """megatron-core's all-gather dispatcher, for ragged micro-batches.
 
-    Every rank pads its tokens to as many as the rank of its group with most of them has. Padding goes to no expert, and
-    what comes back of it is cut off.
+    Every rank pads its tokens to the largest number in its group. Padding goes to no expert and is cut off from the
+    result.
     """
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states [T, 1, H] of this rank, with routing [T, experts], to [T', H] and [T', experts]."""
+        """Pad the hidden states [T, 1, H] and the routing [T, experts] of this rank to [T', H] and [T', experts]."""
         shape, tokens = hidden_states.shape, len(routing_map)
         rows = (0, 0, 0, self._most(hidden_states, tokens) - tokens)
         padded, probs = super().dispatch_preprocess(
@@ -25,7 +25,7 @@ class RaggedAllGather(MoEAllGatherTokenDispatcher):
         return padded, probs
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Outputs of the experts [T', H] to [T, 1, H]."""
+        """Cut the experts' outputs [T', H] to [T, 1, H]."""
         tokens = self.hidden_shape[0] * self.hidden_shape[1]
         return super().combine_postprocess(hidden_states[:tokens])
 
