@@ -1,8 +1,8 @@
-"""How long a run waits for a checkpoint: written while it waits, and in the background, in alternating saves.
+"""How long a run waits for a checkpoint that is written while it waits, or in the background, in alternating saves.
 
-A model with the sizes of SmolLM2-135M in bf16, with its optimizer, on one data-parallel rank or more. A save in the
-background is begun, asked for, and finished once it is written: the three calls are what a run waits for. Its state is
-copied beside the rollout that follows; a train step, or another turn on shared GPUs, that came sooner would wait.
+A model with the sizes of SmolLM2-135M in bf16, with its optimizer, on one or more data-parallel ranks. A run waits for
+two calls of a background save: its beginning, and its end once everything is written. In between, the state is copied
+during the rollout that follows; a train step, or another turn on shared GPUs, that comes sooner waits for the copy.
 """
 
 import argparse

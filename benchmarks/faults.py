@@ -1,6 +1,6 @@
 """Runs a tiny model repeatedly, each time killing a random kind of process at a random moment.
 
-If the controller is killed, the run is started again with the same command; all other faults it must survive by itself.
+If the controller is killed, the run is started again with the same command; it must survive all other faults by itself.
 Each run is compared with an undisturbed one. With deterministic schedules all metrics and the exported weights must be
 bit-identical; with all schedules each draw must be trained on once, no token may be older than the schedule allows, and
 no process or file may be left behind.
@@ -113,7 +113,7 @@ class Lab:
         self._undisturbed: dict[tuple[str, str], Outcome] = {}
 
     def undisturbed(self, engine: str, schedule: str) -> Outcome:
-        """A run without a fault, the shared reference of all others."""
+        """A run without a fault: the reference for all others with this engine and schedule."""
         key = (engine, schedule)
         if key not in self._undisturbed:
             made = self._undisturbed[key] = self._run(f"undisturbed {engine} {schedule}", engine, schedule, None)

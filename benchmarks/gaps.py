@@ -1,8 +1,8 @@
 """Log-prob gaps between engine and trainer after every refit: model families by engine and number format.
 
 Uses the quickstart's tiny models in sizes that fit the blocks of all formats, warmed up in the same way, with the
-trainer in bf16. Each is trained for a few steps with every engine; shown is |engine - trainer| of the sampled tokens'
-log-probs.
+trainer in bf16. Each is trained for a few steps with every engine; the table shows |engine - trainer| of the sampled
+tokens' log-probs.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""How fast the kernels of a refit pack, unpack and quantise, beside a copy of the same bytes.
+"""Speed of the kernels that pack, unpack and quantise in a refit, compared with a copy of the same bytes.
 
-The weights are experts of DeepSeek-V3 that fill a bucket. In each round all works take their turns, and the figure is
-the best round: gigabytes of bfloat16 a second, and beside them the share of the rate at which torch copies the same
-weights. On a CPU blocks are those of a refit, and the seconds are those that one thread computed, which
-others on the machine change less than those of the clock. The second table has several processes that do the same at
-once, as ranks of a machine do: gigabytes of all of them by the clock, in the median of the rounds.
+The weights are experts of DeepSeek-V3 that fill a bucket. In each round every kernel runs once, and its best round
+counts: gigabytes of bfloat16 per second, and this rate divided by that of torch's copy of the same weights. On a CPU
+the seconds are the CPU time of one thread, on which other processes have little effect. The second table is for several
+processes that run the same kernels at once, as the ranks of a machine do: gigabytes of all of them per second of wall
+time, as the median of the rounds.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Buckets:
 
 
 def buckets(experts: int, where: torch.device) -> Buckets:
-    """Weights of `experts` experts and the memory that they are packed into, in pieces of the refit's size."""
+    """The weights of `experts` experts, and one block each for packing and for quantising all of them."""
     generator = torch.Generator().manual_seed(0)
     weights = [
         torch.randn(shape, generator=generator).mul_(0.02).bfloat16().to(where)
@@ -89,7 +89,7 @@ def quantised(boxes: list[Tensor]) -> Block:
 
 
 def by_hand(weights: list[Tensor], memory: Tensor) -> None:
-    """Copy, then compute the checksum of everything: the simple way to pack."""
+    """Copy all weights, then compute the checksum of the copy: packing without a fused kernel."""
     torch.cat([weight.view(-1).view(torch.uint8) for weight in weights], out=memory)
     if memory.device.type == "cpu":
         isal_zlib.crc32(memory.numpy())
@@ -107,7 +107,7 @@ def quantise_by_hand(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kernels(found: Buckets) -> dict[str, Work]:
-    """The work of a refit with all weights of the bucket; the first entry is a copy of them."""
+    """A refit's kernels on all weights of the bucket; the first entry is a plain copy of as many bytes."""
     memory = torch.empty(
         sum(weight.nbytes for weight in found.weights), dtype=torch.uint8, device=found.weights[0].device
     )
@@ -123,7 +123,7 @@ def kernels(found: Buckets) -> dict[str, Work]:
 
 
 def contenders(found: Buckets) -> Mapping[str, Work]:
-    """The work to time: that of a refit, and other implementations of the same."""
+    """The timed kernels: those of a refit, and other implementations of the same."""
     memory = torch.empty(
         sum(weight.nbytes for weight in found.weights), dtype=torch.uint8, device=found.weights[0].device
     )
@@ -150,7 +150,7 @@ def quantisers() -> Iterator[tuple[str, Quantise]]:
 
 
 def transformer_engine() -> Quantise:
-    """Codes and scales by rows only, as an engine holds them."""
+    """Transformer Engine's block quantiser, for codes and scales by rows only, as engines hold them."""
     module = importlib.import_module("transformer_engine.pytorch.tensor.float8_blockwise_tensor")
     codes = importlib.import_module("transformer_engine_torch").DType.kFloat8E4M3
     return module.Float8BlockQuantizer(codes, rowwise=True, columnwise=False, force_pow_2_scales=False)
@@ -173,7 +173,7 @@ def quantise_all(quantise: Quantise, weights: list[Tensor]) -> None:
 
 
 def best_s(works: Mapping[str, Work], rounds: int) -> dict[str, float]:
-    """Minimum seconds of each work; all take turns in every round, and the first round is not counted."""
+    """Minimum seconds of each kernel; all run in turn in every round, and the first round is not counted."""
     clock = time.thread_time if device.device().type == "cpu" else time.perf_counter
     best = dict.fromkeys(works, float("inf"))
     for number in range(rounds + 1):
@@ -216,7 +216,7 @@ def median_s(processes: int, experts: int, rounds: int) -> dict[str, float]:
 
 
 def table(seconds: Mapping[str, float], nbytes: int) -> list[str]:
-    """Lines of Markdown: the bytes per second of each work, from its seconds for `nbytes`."""
+    """Lines of Markdown: the bytes per second of each kernel, from its seconds for `nbytes`."""
     rates = {name: nbytes / each / 1e9 for name, each in seconds.items()}
     lines = [f"| {name} | {rate:.2f} | {rate / rates['a copy']:.2f} |" for name, rate in rates.items()]
     return ["| work | GB/s | of a copy |", "|---|---:|---:|", *lines, ""]

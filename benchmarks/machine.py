@@ -1,4 +1,4 @@
-"""Describes the machine that a benchmark runs on, and has options that all benchmarks share."""
+"""Functions that benchmarks share: the machine's description, the type of a count option, and the output of a page."""
 
 import argparse
 import os

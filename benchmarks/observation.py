@@ -1,4 +1,4 @@
-"""Measures the steps of a training run from outside, timed by the lines that metrics.jsonl gains.
+"""Measures the steps of a training run from outside, timed by the lines that are added to metrics.jsonl.
 
 Anything that writes {"step": n, "seconds/<stage>": s, "throughput/tokens_per_s": t, ...} at the end of each step can be
 measured, without any changes to the run.

@@ -2,7 +2,7 @@
 
 Uses the quickstart's mixture-of-experts models, warmed up in the same way, with the trainer's two expert-parallel ranks
 in bf16, each trained for a few steps with every engine. With the weights that sampled a step's tokens, the trainer
-computes their log-probs by its own routing and by the engine's; means over the steps are shown.
+computes their log-probs by its own routing and by the engine's; the table shows means over the steps.
 """
 
 import argparse

@@ -65,7 +65,7 @@ def workload(folder: Path, arguments: argparse.Namespace) -> list[str]:
 
 
 def endless(model: Path) -> Path:
-    """The model with an end token outside its vocabulary."""
+    """Give the model in a folder an end token outside its vocabulary; return the folder."""
     vocabulary = json.loads((model / "tokenizer.json").read_text())["model"]["vocab"]
     last, number = max(vocabulary.items(), key=lambda each: each[1])
     ends = {"config.json": number, "generation_config.json": number, "tokenizer_config.json": last}

@@ -3,8 +3,8 @@
 The first table has groups of responses to each prompt, whose tokens count as often as a plain computation processes
 them. The second has sequences whose lengths vary by a factor of 8, on this project's rank and on the same model in
 transformers with AdamW, where rows are padded to the longest. It also has the peak memory of a process with only one of
-the two, and the share of the device's peak in bf16. Runs alternate, figures are medians; measured is CPU time or, on a
-GPU, wall time. Writes Markdown. A GPU is used if there is one:
+the two, and the share of the device's peak in bf16. Runs alternate, and figures are medians, of CPU time or, on a GPU,
+wall time. Writes Markdown. A GPU is used if there is one:
 
     .venv/bin/python benchmarks/train_step.py --dtype bf16 --models dense_1b moe_2b --prefix-model dense_1b \
         --response 512 --max-tokens 32768
@@ -128,7 +128,7 @@ class MegatronRank:
         return assign(work.batch.lengths, 1, self._max_tokens, attention_length=length, prefixes=known)[0]
 
     def log_probs(self, work: Work) -> float:
-        """Compute log-probs; return their mean over the tokens that are asked for."""
+        """Compute log-probs; return their mean over the tokens that are trained on."""
         found = self._model.log_probs(work.batch, self._cut(work), temperature=1.0)
         assert found is not None
         return float((found.log_probs * work.batch.fields["weights"]).sum())

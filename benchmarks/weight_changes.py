@@ -1,8 +1,9 @@
-"""How much of the weights a step of RL changes, and what of it would travel in a refit.
+"""How much of the weights an RL step changes, and how many bytes of it a refit would have to move.
 
-Real steps of GRPO: the quickstart's tiny model after its warm-up, and the pretrained one of 135 million parameters. The
-weights after each step are compared bit by bit with those after the step before, as HuggingFace tensors in the type in
-which the engine gets them. Adam starts over, so that its first step moves every weight by the whole learning rate.
+Runs real GRPO steps, of the quickstart's tiny model after its warm-up and of the pretrained model of 135 million
+parameters. The weights after each step are compared bit by bit with those before it, as HuggingFace tensors in the
+dtype that the engine receives. Adam's state starts at zero, so its first step moves every weight with a gradient by
+about the whole learning rate.
 """
 
 import argparse

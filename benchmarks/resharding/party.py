@@ -1,4 +1,4 @@
-"""A rank of the benchmark: its tensors, and what the contenders need to know of the other ranks."""
+"""A rank of the benchmark: its tensors, and what the contenders need to know about the other ranks."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args

@@ -183,7 +183,7 @@ class Worker:
         return self._messages * self._bucket_bytes if self._is_source else 0
 
     def send_small(self, transport: str, ucx_tls: str) -> None:
-        """Send messages of a few bytes; before each one the sender, then the receiver, copies a bucket of others."""
+        """Send messages of a few bytes; before each, the sender and then the receiver copy a bucket of other data."""
         small, self._copying_s = self._small[transport, ucx_tls], 0.0
         if isinstance(small, Sender):
             small.send_as_ready(_VERSION, self._copied)

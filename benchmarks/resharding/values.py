@@ -22,7 +22,7 @@ _CHANGED = 0.02
 
 @cache
 def _two_periods() -> Tensor:
-    # Distributed like weights: of random bits 1 number in 128 is subnormal, and a core divides these much more slowly.
+    # Distributed like weights: of random bits 1 number in 256 is subnormal, and a core divides these much more slowly.
     random = torch.empty(_PERIOD).normal_(0, _DEVIATION, generator=torch.Generator().manual_seed(1))
     return random.to(torch.bfloat16).repeat(2)
 
