@@ -126,7 +126,7 @@ def _job(folder: Path, model: Path, deaths: int) -> Iterator[Job]:
 
 
 def _death(job: Job, requests: int, number: int) -> Mapping[str, float]:
-    """Kill an engine; return seconds until this is noticed, until a request gets tokens elsewhere, and to its return."""
+    """Kill an engine; return seconds until it is noticed, until a request gets tokens elsewhere, and to its return."""
     engines, handle = job.engines, job.engines.handles[number]
     asked = engines.begin_generate(_requests(requests))
     _until(lambda: all(_tokens(engines, each) for each in asked), engines)
