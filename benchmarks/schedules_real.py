@@ -2,9 +2,9 @@
 
 Lengths come from a heavy-tailed table (`schedules_run.py`). Runs of the schedules take turns, each in new processes;
 the first steps are not counted. All are compared with the first schedule that is given, S=0 by default. "Overlap alone"
-is the duration of a step of it divided by the longer of its two sides, rollout or the rest: 2 if they are equal. A
-schedule exceeds it if responses of several batches are sampled together, and falls short of it if the two sides slow
-each other down. "In turns" one waits while the other works, as on shared GPUs.
+is the duration of its step divided by the longer of its two sides, rollout or the rest: 2 if they are equal. A schedule
+exceeds it if responses of several batches are sampled together, and falls short of it if the two sides slow each other
+down. "In turns": one side waits while the other works, as on shared GPUs.
 
 A larger model on GPUs (settings are those of any run):
 

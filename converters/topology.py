@@ -78,7 +78,7 @@ class Topology:
         return 1 + max(*self.source_gpu, *self.destination_gpu)
 
     def check(self, source_ranks: int, destination_ranks: int) -> None:
-        """Raise UserError unless this is a topology of so many ranks."""
+        """Raise UserError unless the topology has this many ranks on each side."""
         for side, ranks in (("source", source_ranks), ("destination", destination_ranks)):
             placed = len(getattr(self, f"{side}_gpu"))
             if placed != ranks:

@@ -1,4 +1,4 @@
-"""Where Megatron runs: the one module that knows CPU from CUDA.
+"""Where Megatron runs: the only module that distinguishes between CPU and CUDA.
 
 Megatron-core is written for CUDA and NCCL. Without a GPU, `install` applies the replacements of `cuda_on_cpu`; with one
 it changes nothing.

@@ -377,7 +377,7 @@ class MegatronModel:
     ) -> list[MicroBatch]:
         """This rank's micro-batches of `batch`; `micro_batches` lists the sequences of each.
 
-        With `are_counted` routers are told which tokens they see, as in a train step.
+        With `are_counted` they also hold `routed`, the tokens that routers see, as in a train step.
         """
         self.residence.require("weights")
         config = self.bare_chunks[0].config

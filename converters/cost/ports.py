@@ -90,9 +90,7 @@ def lower_bounds(traffic: Traffic, rates: Rates) -> dict[str, float]:
       max over destinations of needed / (NIC + NVLink). Counted only on GPUs without a source.
 
     Assumes that each port runs at its full rate all the time, in both directions at once, and that switches add
-    nothing. Bytes are those of the destination's type, whatever the plan moves. These are the bounds of one-sided
-    updates of disaggregated engines, T >= max([8 R_e + unique(R_r)] / 8 B, replicas x bytes per sender / B, bytes per
-    GPU / NVLink), with NIC and NVLink together in the last.
+    nothing. Bytes are counted in the destination's dtype, whatever the plan moves.
     """
     place = traffic.topology
     nic, nvlink = rates.nic_bytes_per_s_per_gpu, rates.nvlink_bytes_per_s_per_gpu

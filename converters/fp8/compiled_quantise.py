@@ -42,7 +42,7 @@ _SIDE_BY_SIDE = 2
 """
 SIDE_BY_SIDE_COLUMNS = _SIDE_BY_SIDE * BLOCK
 _THREAD_ELEMENTS = 2**21
-"""Minimum number of elements per thread: starting a thread takes a tenth of the time of quantising so many."""
+"""Minimum number of elements per thread: starting a thread takes a tenth of the time of quantising this many."""
 
 
 def knows(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> bool:

@@ -129,7 +129,7 @@ class CutRules:
     cuts: Mapping[Kind, Callable[[Sequence[Sequence[Dimension]], int, int], Cut]]
     """Kind of parameter -> its cut."""
     undividable_qkv: Callable[[Dimension, Dimension, int], Dimension | None]
-    """Returns the heads, of queries or of keys and values, that cannot be cut into so many parts; None if all can."""
+    """Returns the heads, of queries or of keys and values, that cannot be cut into this many parts; None if all can."""
 
 
 _ALIKE = {Kind.REPLICATED: _replicated, Kind.COLUMN: _column, Kind.ROW: _row, Kind.GATED: _gated}

@@ -15,7 +15,7 @@ _SILENTLY_MISSED = {
     **dict.fromkeys(("images", "videos", "audios"), "models learn from text alone here"),
     "tools": "no chat template is told of it here: write the tools into a system message, as the template does",
 }
-"""Columns that verl and TRL pass to the model beside the messages -> why they are not supported here."""
+"""Columns that verl and TRL pass to the model in addition to the messages -> why they are not supported here."""
 _NOTHING: tuple[Any, ...] = (None, "", "[]", [], {})
 _OTHERS = {
     b"{": "is no parquet file; docs/data.md has lines that make one of jsonl",

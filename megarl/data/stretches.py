@@ -243,7 +243,7 @@ def distinct(stretch: Stretch) -> Array | StoredArray:
 
 
 def not_finite(sequences: Sequence[Values]) -> list[int]:
-    """Indices of the sequences that hold a NaN or an infinity, told without fetching from the object store."""
+    """Indices of the sequences that hold a NaN or an infinity, found without fetching from the object store."""
     # All together first: there are thousands, and hardly ever one that is not finite.
     known = [distinct(each) for values in sequences for each in values]
     if _are_finite(known):
@@ -252,7 +252,7 @@ def not_finite(sequences: Sequence[Values]) -> list[int]:
 
 
 def is_finite(values: Values) -> bool:
-    """Whether all values are finite, told without fetching from the object store."""
+    """Whether all values are finite, determined without fetching from the object store."""
     return _are_finite([distinct(each) for each in values])
 
 

@@ -78,7 +78,7 @@ class TurnEnds:
         return texts.pop() if len(texts) == 1 else None
 
     def _of_next(self, message: Message) -> int | None:
-        """First token of a message that would follow `message` in the template; None if it cannot be told."""
+        """First token of a message that would follow `message` in the template; None if it cannot be determined."""
         return self._of_result if message.get("tool_calls") else self._of_question
 
     @cached_property

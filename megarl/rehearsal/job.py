@@ -126,7 +126,7 @@ def _others(
 
 
 def _by_part(ranks: RankPairs, beside: Mapping[int, Mapping[str, int]]) -> dict[str, dict[int, int]]:
-    """Turn `beside`, what is on the GPUs of the ranks that were built, to part -> rank -> bytes, for all ranks."""
+    """Turn `beside`, rank -> part -> bytes for the ranks that were built, into part -> rank -> bytes for all ranks."""
     parts = dict.fromkeys(part for each in beside.values() for part in each)
     return {
         part: {rank: beside[distinct.rank].get(part, 0) for distinct, _ in ranks for rank in distinct.ranks}

@@ -33,7 +33,7 @@ def model_needs(
 ) -> Iterator[Need]:
     """Yield what the ranks of a model need for predictions and for updates.
 
-    `beside` is what else is on a rank's GPU during the whole run.
+    `beside`: rank -> part -> bytes of everything else that is on the rank's GPU during the whole run.
     """
     for distinct, found in ranks:
         state = {name: size for name, size in asdict(found.state).items() if size}

@@ -23,7 +23,7 @@ def place_job(
 ) -> NodesByRole:
     """The machine of every rank and engine, from the placement code of a run, on as few machines as suffice.
 
-    With `nodes` there are exactly so many. Raises UserError if they do not fit.
+    With `nodes`, on exactly that many. Raises UserError if they do not fit.
     """
     cluster = replace(config.cluster, address=config.cluster.address or _ADDRESS)
     roles = [trainer_role(each.name, each.options.parallel, cluster, has_gpus=True) for each in models]

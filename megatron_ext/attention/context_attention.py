@@ -126,7 +126,7 @@ def _attend(
 
 
 def _padded(value: Tensor, key: Tensor) -> Tensor:
-    # torch's kernel for CPUs takes values of the width of the keys alone.
+    # torch's CPU kernel requires values as wide as the keys.
     return F.pad(value, (0, key.shape[-1] - value.shape[-1]))
 
 

@@ -44,7 +44,7 @@ def rotate_by_position(chunk: torch.nn.Module) -> None:
         if isinstance(rotary, torch.nn.Module):
             following = _Following()
             # The model calls its embedding once for all layers; each latent attention calls its own, also on recompute.
-            # Both are told the micro-batch's sequences just before.
+            # Both receive the micro-batch's sequences just before that.
             module.register_forward_pre_hook(following.hear, with_kwargs=True)
             rotary.register_forward_hook(following.pick)
 

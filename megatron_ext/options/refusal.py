@@ -33,7 +33,7 @@ class Refusal(NamedTuple):
 
 
 def refuse(options: Mapping[str, Any], refused: Mapping[str, Refusal], prefix: str, where: str = "") -> None:
-    """Raise UserError for the first option whose value is refused; `where` tells the message in which case."""
+    """Raise UserError for the first option whose value is refused; `where` names the case in it, such as " with X"."""
     for name, value in options.items():
         if name in refused and refused[name].covers(value):
             advice = f"use {refused[name].others}" if refused[name].others else "leave it out"
