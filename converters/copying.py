@@ -43,7 +43,7 @@ def check_copies(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) 
 
 
 def check_structure(checkpoint: HuggingFaceCheckpoint, architecture: Architecture) -> None:
-    """`check_checkpoint` without comparing the values of copies."""
+    """`check_checkpoint` without comparing the values of copies. Raises as it does."""
     is_block_fp8(checkpoint.config)  # refuses other kinds of quantisation
     shapes = checkpoint.shapes
     missing = architecture.hf_zero_if_missing - shapes.keys()

@@ -55,7 +55,7 @@ class Layout:
     """A faster implementation of `placements_of`, for layouts that know where a tensor is."""
 
     def shard(self, rank: int) -> Shard:
-        """The shard of `rank`."""
+        """The shard of `rank`. Raises IndexError if the layout does not have this rank."""
         if not 0 <= rank < self.ranks:
             raise IndexError(f"rank {rank} of a layout of {self.ranks} ranks")
         return self.shard_of(rank)

@@ -143,7 +143,7 @@ def has_runtime() -> bool:
 
 @cache
 def runtime() -> ModuleType:
-    """The bindings of the CUDA runtime."""
+    """The Python bindings of the CUDA runtime. Raises CudaMemoryError if they are not installed."""
     try:
         return import_module("cuda.bindings.runtime")
     except ImportError as error:

@@ -150,7 +150,7 @@ def _unseen_folders(probes: Probes, folders: Sequence[str]) -> dict[str, tuple[s
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
     """Yield all pairs of `count` nodes, in rounds of disjoint pairs, so that measurements do not disturb each other.
 
-    Example: three nodes meet in [(0, 1)], [(2, 0)] and [(1, 2)], in some order.
+    Example: three nodes meet in [(1, 2)], [(0, 2)] and [(0, 1)].
     """
     places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     for _ in range(len(places) - 1):

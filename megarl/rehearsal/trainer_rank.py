@@ -122,7 +122,7 @@ def build(rank_model: RankModel, rank: int) -> MegatronModel:
 def check_layout(
     tensors: Mapping[str, Tensor], module_names: ModuleNames, rank_model: RankModel, parallel: ParallelSizes, rank: int
 ) -> None:
-    """Compare the tensors of a rank with those in the layout of these sizes; see `rehearse_rank`."""
+    """Raise UserError if a rank's tensors differ in name, shape or dtype from those in the layout of these sizes."""
     architecture, options = rank_model.architecture(), rank_model.options
     shard = megatron_layout(architecture, parallel, module_names=module_names).shard(rank)
     types = architecture.hf_dtypes(options.params_dtype)

@@ -43,7 +43,8 @@ def packed_causal_attention(
     `window - 1` tokens before it.
 
     Sequences of similar length are computed together, so the time does not grow with their number; on a CPU, long ones
-    each alone. Memory is linear in the length of long ones, quadratic with `softcap` or `window`.
+    are computed one by one. Memory is linear in the length of long ones, quadratic with `softcap` or `window`. Raises
+    ValueError if the bounds do not end at T.
     """
     plain = softcap is None and window is None
     kernel = _attend if plain else partial(_attend_causally, softcap=softcap, window=window)

@@ -67,7 +67,7 @@ class PackedAttention(MegatronModule):
         """Attend; `query` [T, heads, k_width], `key` [T, groups, k_width], `value` [T, groups, v_width].
 
         Returns [T, heads * v_width]. `attention_mask` and `attn_mask_type` are Megatron's and not read: the mask
-        follows from `packed_seq_params`.
+        follows from `packed_seq_params`. Raises NotImplementedError for sequences that are not packed, and for a bias.
         """
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd" or attention_bias is not None:
             raise NotImplementedError("PackedAttention computes packed (thd) sequences without a bias")

@@ -59,7 +59,10 @@ def _nothing_in_common(_folder: str | Path) -> dict[str, Any]:
 
 
 def sharded(chunks: Sequence[GPTModel], *, uniform: bool) -> dict[str, ShardedStateDict]:
-    """This rank's weights as megatron-core saves and loads them: a state dict for each chunk, by its name."""
+    """This rank's weights as megatron-core saves and loads them: a state dict for each chunk, by its name.
+
+    Raises UserError for multi-token prediction with tied embeddings over several pipeline stages.
+    """
     for chunk in chunks:
         stages = chunk.config.pipeline_model_parallel_size
         if stages > 1 and chunk.config.mtp_num_layers and chunk.share_embeddings_and_output_weights:

@@ -87,7 +87,10 @@ class TorchDistCheckpoint:
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """The content other than tensors; objects of unknown classes become empty records."""
+        """The content other than tensors; objects of unknown classes become empty records.
+
+        Raises UserError if the file is missing, empty or holds no dict.
+        """
         place = self.common_place
         if place is None:
             raise UserError(f"{self.folder} has no {COMMON}; copy the checkpoint again")

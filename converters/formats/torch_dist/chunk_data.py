@@ -107,7 +107,10 @@ class _Archive:
         self._records = {info.filename.partition("/")[2]: info for info in infos}
 
     def find(self, name: str) -> tuple[int, zipfile.ZipInfo]:
-        """The offset in the file of a record's content, and the record's entry in the archive's directory."""
+        """The offset in the file of a record's content, and the record's entry in the archive's directory.
+
+        Raises ValueError if the record is missing, damaged or compressed.
+        """
         if (info := self._records.get(name)) is None:
             raise ValueError(f"it has no {name}")
         start = self._offset + info.header_offset
@@ -125,7 +128,10 @@ class _Archive:
         return begin, info
 
     def read(self, name: str) -> bytes:
-        """The content of a record. Verifies its checksum, unless it is 0, which torch writes for none."""
+        """The content of a record. Verifies its checksum, unless it is 0, which torch writes for none.
+
+        Raises ValueError as `find`, and for a wrong checksum.
+        """
         begin, info = self.find(name)
         content = self._file[begin : begin + info.file_size]
         if info.CRC and crc32(content) != info.CRC:
