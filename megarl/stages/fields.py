@@ -7,6 +7,7 @@ import numpy as np
 
 from megarl.cluster.trainer.batch import Batch
 from megarl.data.stretches import Values
+from megatron_ext.packing.packing import DRAFTED
 
 LearnedModel = Literal["policy", "critic", "implicit_reward_model"]
 """Models that are trained in a step, each by its own loss."""
@@ -136,8 +137,8 @@ def with_fields(batch: Batch, **fields: Sequence[Values]) -> Batch:
 
 
 def for_loss(batch: Batch, model: LearnedModel) -> Batch:
-    """Keep only the fields that the loss of `model` reads: all fields of a batch are sent to every rank."""
-    return batch.only([field.name for field in FIELDS if model in field.models])
+    """Keep only the fields that the loss of `model` and its prediction layers read: every rank is sent all fields."""
+    return batch.only([DRAFTED, *(field.name for field in FIELDS if model in field.models)])
 
 
 def table() -> str:

@@ -24,7 +24,7 @@ from megarl.spin import Exchange, check_lengths, draw_iteration, last_exchange, 
 from megarl.stages.conversations import conversation_batch
 from megatron_ext.model.multi_token_prediction import predictable, with_mtp_tokens
 from megatron_ext.objective import StepResult
-from megatron_ext.packing.packing import RaggedBatch, pack
+from megatron_ext.packing.packing import RaggedBatch, drafted, pack
 
 ANSWERS = {1: [5, 2], 2: [6, 2], 3: [7, 2]}
 """The replies in the data to prompts of one token; 2 ends them."""
@@ -259,3 +259,10 @@ def test_layers_that_predict_further_ahead_learn_the_chosen_replies_alone():
         ]
         assert micro_batch.mtp.labels[layer][micro_batch.mtp.asked[layer]].tolist() == learned
         assert count == len(learned) > 0
+
+
+def test_ranks_are_told_which_replies_their_prediction_layers_learn(training):
+    run = training(steps=1)
+    run.learn(self_play(run, FakeEngines(lambda prompt: [9, 2]), lambda version: {}), lambda: None, None)
+    (batch,) = run.trainer.seen
+    assert drafted(batch.fields, batch.fields["weights"] != 0).tolist() == 3 * [False, True, True, False, False, False]
