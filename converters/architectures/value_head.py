@@ -47,7 +47,11 @@ def with_value_head(architecture: Architecture) -> Architecture:
 def _hf_config(config: Mapping[str, Any]) -> dict[str, Any]:
     classes = [_classifier(name) for name in config.get("architectures") or []]
     labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return {**without_mtp(config), **({"architectures": classes} if classes else {}), **labels}
+    ends, padding = config.get("eos_token_id"), config.get("pad_token_id")
+    # transformers takes the score of the last token that is not padding, and the head learns that of the end token.
+    is_end = padding is not None and padding in (ends if isinstance(ends, list) else [ends])
+    unpadded = {"pad_token_id": None} if is_end else {}
+    return {**without_mtp(config), **({"architectures": classes} if classes else {}), **labels, **unpadded}
 
 
 def _classifier(name: str) -> str:

@@ -1,6 +1,7 @@
 """A backbone with a value head: the scores of transformers, the gradients of plain torch, under every parallel size."""
 
 import json
+import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -269,6 +270,21 @@ def with_prediction_layer(source: Path, folder: Path) -> Path:
             (folder / path.name).write_bytes(path.read_bytes())
     (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
     return folder
+
+
+@pytest.mark.parametrize("ends", [2, [3, 2]])
+def test_transformers_scores_a_text_at_the_token_that_ends_it_though_the_model_is_padded_with_that(
+    ends: int | list[int], folders: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """As SmolLM2 is; transformers would take the score of the token before, as if the end were padding."""
+    given, exported = tmp_path / "given", tmp_path / "exported"
+    shutil.copytree(folders["qwen3"], given)
+    config = read_json(given / "config.json")
+    (given / "config.json").write_text(json.dumps({**config, "eos_token_id": ends, "pad_token_id": 2}))
+    run_ranks(load_and_export, SIZES["one"], given, exported)
+    model, text = AutoModelForSequenceClassification.from_pretrained(exported), torch.tensor([[5, 9, 2]])
+    with torch.no_grad():
+        assert torch.equal(model(text).logits[0], model.score(model.model(text).last_hidden_state[0, -1]))
 
 
 def test_a_classifier_of_several_labels_is_refused(folders: Mapping[str, Path], tmp_path: Path) -> None:
