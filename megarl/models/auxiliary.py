@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from converters.architectures import Head, read_architecture
-from converters.copying import check_copies
+from converters.architectures import Architecture, Head, read_architecture, with_head
+from converters.copying import check_copies, check_structure
 from converters.errors import UserError
 from converters.formats.safetensors import CONFIG, HuggingFaceCheckpoint, read_json
 from megarl.algorithms import ADVANTAGES, Source
@@ -126,7 +126,9 @@ def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -
             if wanted.head == "language_model":
                 check_prediction_layers(architecture, options, beside=wanted.key)
         is_checked = wanted.path == model.folder and model.megatron_checkpoint is None
-        if wanted.head == "language_model" and not is_checked:
+        if wanted.head == "value":
+            _check_values(wanted, with_head(architecture, wanted.head))
+        elif not is_checked:
             check_copies(HuggingFaceCheckpoint(wanted.path), architecture)
         if wanted.path == model.folder:
             continue
@@ -136,6 +138,17 @@ def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -
                 f"read the policy's tokens: give a {name} with the policy's tokenizer"
             )
     _check_teachers(config, prompts)
+
+
+def _check_values(wanted: Wanted, architecture: Architecture) -> None:
+    """Raise UserError for weights that are not those of a value model; one that is not trained needs its head."""
+    checkpoint = HuggingFaceCheckpoint(wanted.path)
+    check_structure(checkpoint, architecture)
+    if not wanted.is_trained and architecture.hf_zero_if_missing - checkpoint.shapes.keys():
+        raise UserError(
+            f"{wanted.key}.path={wanted.path} is a language model, without score.weight, and would score every response"
+            " 0: give a sequence classifier of one label, as megarl reward-model writes it"
+        )
 
 
 def _check_teachers(config: MegarlConfig, prompts: list[Prompt]) -> None:

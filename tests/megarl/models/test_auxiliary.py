@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from converters.errors import UserError
 from megarl.config.compose import compose
@@ -46,6 +47,25 @@ def test_a_copy_of_a_teachers_weight_equals_it(policy, damaged):
 
 def test_a_critic_has_no_output_layer(policy, damaged):
     check(policy, "quickstart_ppo", f"critic.path={damaged}")
+
+
+def test_a_reward_model_has_a_head_that_scores(policy, tmp_path):
+    """A critic may lack it, and learns one."""
+    check(policy, "quickstart", "+algorithm=ppo", f"critic.path={policy}")
+    with pytest.raises(UserError, match=r"reward_model\.path=.* is a language model, without score\.weight"):
+        check(policy, "quickstart", f"reward_model.path={policy}")
+    classifier = AutoModelForSequenceClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32)
+    shutil.copytree(policy, tmp_path / "classifier")
+    classifier.save_pretrained(tmp_path / "classifier")
+    check(policy, "quickstart", f"reward_model.path={tmp_path / 'classifier'}")
+
+
+@pytest.mark.parametrize("given", ["reward_model.path={}", "+algorithm=ppo critic.path={}"])
+def test_the_head_of_a_classifier_of_tokens_has_a_bias_and_is_refused(policy, tmp_path, given):
+    AutoModelForTokenClassification.from_pretrained(policy, num_labels=1, dtype=torch.float32).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"score\.bias"):
+        check(policy, "quickstart", *given.format(tmp_path).split())
 
 
 def test_nothing_waits_for_prediction_layers_that_stay(tmp_path):
