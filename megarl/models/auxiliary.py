@@ -1,5 +1,6 @@
 """Auxiliary models: critic, teachers, reward models. Each has its own ranks and parallel sizes."""
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +117,10 @@ def trained_auxiliary(config: MegarlConfig) -> list[str]:
 
 
 def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -> None:
-    """Raise UserError for an auxiliary model that cannot work with this policy and these prompts."""
+    """Raise UserError for an auxiliary model that cannot work with this policy and these prompts.
+
+    Prints a warning for a reward model that has another chat template.
+    """
     for name, wanted in wanted_auxiliary(config).items():
         architecture = read_architecture(read_json(wanted.path / CONFIG))
         options = megatron_options(config, wanted.settings)
@@ -132,10 +136,19 @@ def check_auxiliary(config: MegarlConfig, model: Model, prompts: list[Prompt]) -
             check_copies(HuggingFaceCheckpoint(wanted.path), architecture)
         if wanted.path == model.folder:
             continue
-        if read_tokenizer(wanted.path).get_vocab() != model.tokenizer.get_vocab():
+        tokenizer = read_tokenizer(wanted.path)
+        if tokenizer.get_vocab() != model.tokenizer.get_vocab():
             raise UserError(
                 f"{wanted.key}.path={wanted.path} has another vocabulary than model.path={model.folder}, so it cannot "
                 f"read the policy's tokens: give a {name} with the policy's tokenizer"
+            )
+        if name == "reward_model" and tokenizer.chat_template not in (None, model.tokenizer.chat_template):
+            print(
+                f"warning: the chat template of reward_model.path={wanted.path} is not that of"
+                f" model.path={model.folder}, by which prompts are written for both: if it was trained on chats that"
+                " look different, its scores mean less",
+                file=sys.stderr,
+                flush=True,
             )
     _check_teachers(config, prompts)
 

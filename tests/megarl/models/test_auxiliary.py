@@ -49,7 +49,7 @@ def test_a_critic_has_no_output_layer(policy, damaged):
     check(policy, "quickstart_ppo", f"critic.path={damaged}")
 
 
-def test_a_reward_model_has_a_head_that_scores(policy, tmp_path):
+def test_a_reward_model_has_a_head_that_scores_and_may_write_chats_otherwise(policy, tmp_path, capsys):
     """A critic may lack it, and learns one."""
     check(policy, "quickstart", "+algorithm=ppo", f"critic.path={policy}")
     with pytest.raises(UserError, match=r"reward_model\.path=.* is a language model, without score\.weight"):
@@ -58,6 +58,10 @@ def test_a_reward_model_has_a_head_that_scores(policy, tmp_path):
     shutil.copytree(policy, tmp_path / "classifier")
     classifier.save_pretrained(tmp_path / "classifier")
     check(policy, "quickstart", f"reward_model.path={tmp_path / 'classifier'}")
+    assert not capsys.readouterr().err.count("chat template")
+    (tmp_path / "classifier/chat_template.jinja").write_text("{{ messages[0].content }}")
+    check(policy, "quickstart", f"reward_model.path={tmp_path / 'classifier'}")
+    assert "the chat template of reward_model.path=" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["reward_model.path={}", "+algorithm=ppo critic.path={}"])
