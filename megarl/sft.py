@@ -12,7 +12,7 @@ from megarl.run.examples import read_conversations, with_ends_of
 from megarl.run.opening import RunSetup
 from megarl.run.supervised import Measurement, open_training
 from megarl.schema import MegarlConfig
-from megarl.stages.conversations import conversation_batch, exact_match_share
+from megarl.stages.conversations import conversation_batch, held_out_metrics
 
 
 def sft(config: MegarlConfig) -> None:
@@ -33,7 +33,7 @@ def sft(config: MegarlConfig) -> None:
         training.build()
         training.resume()
         measurement = Measurement(
-            lambda: {"sft/exact_match": exact_match_share(training.trainer, held_out)},
+            lambda: {f"sft/{name}": value for name, value in held_out_metrics(training.trainer, held_out).items()},
             settings.eval_every,
             lambda metrics: enough is not None and metrics.get("sft/exact_match", -1.0) >= enough,
         )

@@ -29,7 +29,7 @@ from megarl.run.opening import RunSetup
 from megarl.run.preferences import pair_batch, with_reference
 from megarl.run.supervised import Measurement, Training, open_training
 from megarl.schema import MegarlConfig
-from megarl.stages.conversations import exact_match_share
+from megarl.stages.conversations import held_out_metrics
 from megarl.stages.rollout import sampling_parameters
 from megatron_ext.packing.prefix_tree import SHORTEST_PREFIX
 
@@ -73,7 +73,8 @@ def spin(config: MegarlConfig) -> None:
             # The first refit of a process has other metrics than later ones, which an uninterrupted run would log next.
             refit(setup.step)
         measurement = Measurement(
-            lambda: {"spin/exact_match": exact_match_share(training.trainer, held_out)}, settings.eval_every
+            lambda: {"spin/exact_match": held_out_metrics(training.trainer, held_out)["exact_match"]},
+            settings.eval_every,
         )
         batches = setup.batches(sampler, partial(draw_iteration, training, engines, refit, exchanges))
         training.learn(batches, objective, measurement if held_out else None)

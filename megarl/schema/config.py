@@ -247,7 +247,7 @@ class SftConfig:
     eval_every: int = 25
     """Steps between evaluations on eval_files."""
     stop_at_exact_match: float | None = None
-    """Stop once greedy decoding would reproduce this share of the held-out responses exactly."""
+    """Stop once greedy decoding would reproduce all replies of this share of the held-out conversations exactly."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Training batches of conversations, and the share of them that a model reproduces."""
+"""Training batches of conversations, and metrics of held-out ones."""
 
 from collections.abc import Sequence
 
@@ -23,8 +23,14 @@ def conversation_batch(conversations: Sequence[Conversation], aggregation: str, 
     )
 
 
-def exact_match_share(trainer: TrainerGroup, conversations: Sequence[Conversation]) -> float:
-    """The share of conversations in which every assistant token is the greedy prediction after the tokens before it."""
+def held_out_metrics(trainer: TrainerGroup, conversations: Sequence[Conversation]) -> dict[str, float]:
+    """Loss and accuracy per token of the assistant, and the share of conversations in which all of them are greedy."""
     batch = conversation_batch(conversations, "token_mean")
-    greedy = fetch_tensor(trainer.predictions(Batch.of(batch), ["greedy"], temperature=1.0)["greedy"])
-    return float(exact_matches(greedy, batch.fields["weights"] > 0, batch.lengths).float().mean())
+    predictions = trainer.predictions(Batch.of(batch), ["log_probs", "greedy"], temperature=1.0)
+    log_probs, greedy = (fetch_tensor(predictions[name]) for name in ("log_probs", "greedy"))
+    weights = batch.fields["weights"].double()
+    return {
+        "eval_loss": -float((weights * log_probs).sum()),
+        "eval_token_accuracy": float((weights * greedy).sum()),
+        "exact_match": float(exact_matches(greedy, weights > 0, batch.lengths).float().mean()),
+    }

@@ -309,7 +309,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("warning/<alert>", "", "1 while the run is warned of it, else 0: see below"),
     Metric("sft/loss", "nats", "mean cross entropy per assistant token (`megarl sft`)"),
     Metric("sft/token_accuracy", "", "share of assistant tokens that are the most likely ones (`megarl sft`)"),
-    Metric("sft/exact_match", "", "share of held-out responses that greedy decoding reproduces (`megarl sft`)"),
+    Metric("sft/eval_<name>", "", "either of these, of the held-out conversations"),
+    Metric(
+        "sft/exact_match",
+        "",
+        "share of held-out conversations whose replies greedy decoding reproduces, all of them (`megarl sft`)",
+    ),
     Metric("preference/loss", "nats", "loss per pair (`megarl dpo`, `megarl reward-model`, `megarl spin`)"),
     Metric("preference/accuracy", "", "share of pairs whose better reply is preferred"),
     Metric("preference/margin", "", "mean margin of the better reply: of beta times the log-ratios, or of the scores"),
@@ -319,5 +324,5 @@ METRICS: tuple[Metric, ...] = (
     Metric("preference/rejected_score", "", "mean score of the worse reply (`megarl reward-model`)"),
     Metric("preference/eval_<name>", "", "any of these, of the held-out pairs"),
     Metric("spin/equal", "", "share of the policy's own replies that equal the human one (`megarl spin`)"),
-    Metric("spin/exact_match", "", "share of held-out replies that greedy decoding reproduces (`megarl spin`)"),
+    Metric("spin/exact_match", "", "as `sft/exact_match`, of the held-out conversations of `megarl spin`"),
 )

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from megarl.cli.main import main
 from megarl.cluster.ray.runtime import ray_cluster
-from megarl.data import load_pairs
+from megarl.data import load_conversations, load_pairs
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.schema import ClusterConfig, PreferenceConfig
 
@@ -85,7 +85,7 @@ def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned, given, tmp
     measured = series(steps, "sft/exact_match")
     assert list(measured) == list(range(2, len(steps) + 1, 2))
     assert [step for step, share in measured.items() if share >= 0.1] == [len(steps)]
-    AutoModelForCausalLM.from_pretrained(folder / "huggingface")
+    assert_losses_are_those_of_transformers(folder / "huggingface", given[1].eval, steps[-1])
     last = len(steps)
     check_that_it_resumes("sft", folder, last - 1 - (last - 1) % 4, tmp_path, *given, *FINE_TUNING)
     capfd.readouterr()
@@ -93,6 +93,20 @@ def test_fine_tuning_stops_where_enough_replies_are_right(fine_tuned, given, tmp
     said = capfd.readouterr()
     assert said.out.startswith(f"converged after {last} steps")
     assert "starting the trainer" not in said.err
+
+
+def assert_losses_are_those_of_transformers(folder: Path, file: Path, last: dict[str, float]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    losses, right = [], []
+    for token_ids, mask in load_conversations([file], tokenizer, CONVERSATIONS, 100):
+        tokens, said = torch.tensor(token_ids), torch.tensor(list(mask[1:])).bool()
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1][said]
+        losses += torch.nn.functional.cross_entropy(logits, tokens[1:][said], reduction="none").tolist()
+        right += (logits.argmax(-1) == tokens[1:][said]).tolist()
+    assert last["sft/eval_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+    assert last["sft/eval_token_accuracy"] == pytest.approx(sum(right) / len(right))
 
 
 # Two data-parallel ranks, and micro-batches of a few pairs.
