@@ -4,7 +4,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_FENCE = re.compile(r"(?P<fence>`{3,})\s*(?P<info>[^`]*)")
+# Nothing is given back (++), as spaces could be told apart in as many ways as there are: time would grow as its square.
+_FENCE = re.compile(r"(?P<fence>`{3,}+)\s*+(?P<info>[^`]*+)")
 _ONE_LINE = re.compile(r"```(?P<language>\w+)\s(?P<text>[^`]*)```")
 
 

@@ -347,3 +347,8 @@ def test_the_longest_responses_are_judged(piece):
     assert multiple_choice("any", text, "B") == 0.0
     assert json_match("any", text, "[7]")["score"] == 0.0
     assert tool_call("any", text, CALL)["score"] == 0.0
+
+
+def test_the_longest_line_that_begins_like_a_fence_is_judged():
+    text = "```" + " " * (LONGEST_SCORED_CHARACTERS - 4) + "`"
+    assert list(fenced_blocks(text)) == []
