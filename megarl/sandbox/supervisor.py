@@ -78,7 +78,8 @@ def _with_namespaces(request: Mapping[str, Any], parent: int) -> int:
     if select.select([alive], [], [], 0)[0]:
         os._exit(1)  # the parent died before PDEATHSIG was set
     os.umask(0o022)  # the program's user must be able to traverse the folders created here
-    namespaces.own_root(request["file_bytes"])
+    program_bytes = len(request["program"].encode(errors="surrogatepass"))
+    namespaces.own_root(request["file_bytes"] + program_bytes)
     program = os.fork()
     if not program:
         processes = request["processes"] + (0 if user else namespaces.PROCESSES_BESIDE)

@@ -94,6 +94,13 @@ def test_a_program_that_is_too_long_takes_no_memory_for_its_tests():
     assert most_bytes < 32 * 2**20
 
 
+def test_the_longest_program_leaves_room_for_its_files():
+    # Escaped in the file that runs it, such a program takes four times its size.
+    program = "print(open('a', 'wb').write(bytes(2**21)))  # "
+    long = program + "\x01" * (2**20 - len(program) - 1)
+    assert score(fenced(long), {"inputs": [""], "outputs": [str(2**21)]}, file_mb=2)["score"] == 1.0
+
+
 def test_neither_the_tests_nor_their_token_are_in_the_programs_file():
     # It prints the last line of its own file's texts, where the token of test code used to be, and leaves.
     finds = (

@@ -98,7 +98,7 @@ def test_a_program_does_not_get(attempt):
 
 
 def test_files_together_are_limited():
-    # The third is cut, the fourth finds no room.
+    # The fourth finds no room.
     program = "for n in range(5):\n    open(f'/tmp/{n}', 'wb', 0).write(bytes(2**20 - 1000))\n    print(n, flush=True)"
     assert finish(program, file_bytes=3 * 2**20).output == b"0\n1\n2\n"
 
