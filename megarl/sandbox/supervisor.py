@@ -97,17 +97,24 @@ def _with_limits(request: Mapping[str, Any], parent: int) -> int:
     user = another_user()
     processes = request["processes"] + (0 if user else process_tree.tasks_of_user(os.getuid()))
     os.umask(0o077)
+    # Two folders: another user's program owns the inner one, and could put a link in place of a folder in /tmp, which
+    # the commands below would then follow as root.
     folder = Path(tempfile.mkdtemp(prefix="megarl-sandbox-"))
+    folder.chmod(0o711)
+    own_folder = folder / "program"
+    own_folder.mkdir()
+    supervisor = os.getpid()
     try:
         program = process_tree.fork()
         if not program:
-            _become_program(request, folder, user, processes, may_signal=False)
+            _become_program(request, own_folder, user, processes, may_signal=False)
         signal.setitimer(signal.ITIMER_REAL, request["wall_s"])
         ended = process_tree.wait_end(program)
     finally:
-        process_tree.kill_descendants()
-        subprocess.run(["chmod", "-R", "u+rwX", folder], check=False, capture_output=True)
-        subprocess.run(["rm", "-rf", folder], check=True)
+        if os.getpid() == supervisor:  # the child comes here, too, if it fails to become the program
+            process_tree.kill_descendants()
+            subprocess.run(["chmod", "-R", "u+rwX", folder], check=False, capture_output=True)
+            subprocess.run(["rm", "-rf", folder], check=True)
     if ended.told:
         process_tree.end_by(ended.told)
     return _exit_code(ended.code)

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -124,6 +125,35 @@ def test_limits_have_no_way_to_more(way):
         assert os.listdir(folder) == []
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "exited "
+
+
+LINKS_ITS_FOLDER = "import os\nplace = os.getcwd()\nos.rename(place, {moved!r})\nos.symlink({closed!r}, place)"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM_PYTHON.exists(), reason="needs root, whose programs are another's")
+def test_a_program_cannot_have_root_clean_up_another_folder():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o1777)
+        closed = Path(folder, "closed")
+        closed.mkdir(mode=0o500)
+        program = LINKS_ITS_FOLDER.format(moved=f"{folder}/moved", closed=str(closed))
+        words = [str(SYSTEM_PYTHON), "-B", "-c", BY_SYSTEM, "limits", program]
+        environment = {"PYTHONPATH": str(ROOT), "TMPDIR": folder}
+        ran = subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True)
+        assert (ran.returncode, ran.stdout) == (0, "exited "), ran.stderr
+        assert os.listdir(folder) == ["closed"]
+        assert closed.stat().st_mode & 0o777 == 0o500
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, whose programs are another's")
+def test_an_interpreter_that_another_user_cannot_run_is_named():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # closed to others
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", f"{folder}/venv"], check=True)
+        words = [f"{folder}/venv/bin/python", "-B", "-c", BY_SYSTEM, "limits", "print(1)"]
+        environment = {"PYTHONPATH": str(ROOT), "TMPDIR": folder}
+        ran = subprocess.run(words, env=environment, cwd="/", capture_output=True, text=True)
+        assert os.listdir(folder) == ["venv"]
+    assert f"PermissionError: [Errno 13] Permission denied: '{words[0]}'" in ran.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not SYSTEM_PYTHON.exists(), reason="needs root, to become others")
