@@ -32,7 +32,7 @@ class SandboxUnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a program. Memory is per process; `file_bytes` limits all its files together, and each of them."""
+    """Limits of a program. Memory is per process; `file_bytes` limits each file, in namespaces also all together."""
 
     wall_s: float
     cpu_s: int
@@ -57,7 +57,7 @@ class Finished:
 
 
 def run(program: str, stdin: bytes, limits: Limits, isolation: str) -> Finished:
-    """Run Python source with this interpreter; on return, none of its processes and files are left.
+    """Run Python source with this interpreter; on return, none of its processes are left, nor its folder.
 
     `isolation` is a name of `supervisor.ISOLATIONS`. Raises `SandboxUnavailableError` if the machine does not allow it.
     """

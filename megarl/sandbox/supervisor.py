@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +50,9 @@ def main(parent: int, request_fd: int, complaint_fd: int) -> int:
     is written to `complaint_fd`.
     """
     os.set_inheritable(complaint_fd, False)
+    with suppress(OSError):  # not every container has it
+        # If the machine's memory runs out, the kernel ends the program, and not the largest process, a trainer.
+        Path("/proc/self/oom_score_adj").write_text("1000")
     with os.fdopen(request_fd, "rb") as file:
         request = json.load(file)
     try:

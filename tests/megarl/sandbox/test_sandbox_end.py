@@ -5,7 +5,9 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+from eventually import eventually
 from sandbox_limits import LIMITS
 
 from megarl.sandbox.run import run
@@ -73,3 +75,24 @@ from megarl.sandbox.run import *
 program = "import os\\nprint(*(oct(os.stat(path).st_mode) for path in ('.', 'program.py')))"
 print(run(program, b"", {LIMITS}, "limits").output.decode(), end="")
 """
+
+
+@pytest.mark.skipif(not SYSTEM_PYTHON.exists(), reason="needs /usr/bin/python3")
+@pytest.mark.parametrize("isolation", ["namespaces", "limits"])
+def test_a_program_is_the_first_to_end_when_memory_runs_out(isolation):
+    words = [str(SYSTEM_PYTHON), "-B", "-c", REPEATED, isolation, "import time; time.sleep(60)", "1", MARK]
+    asking = subprocess.Popen(words, env={"PYTHONPATH": str(ROOT)}, cwd="/")
+    try:
+        assert eventually(lambda: [pid for pid in marked() if pid != asking.pid])
+        own, *programs = ({pid: Path(f"/proc/{pid}/oom_score_adj").read_text() for pid in marked()}).items()
+        assert own == (asking.pid, Path("/proc/self/oom_score_adj").read_text())
+        assert [score for _, score in programs] == ["1000\n"]
+    finally:
+        asking.kill()
+        asking.wait()
+    assert eventually(lambda: not marked())
+
+
+def marked():
+    """Processes with the mark in their command line, oldest first."""
+    return [each.pid for each in psutil.process_iter(["cmdline"]) if MARK in (each.info["cmdline"] or ())]
