@@ -3,9 +3,9 @@
 It sets up the isolation and starts the program. When the program has ended, or its time is over, it kills whatever is
 left.
 
-`namespaces`: the program has its own file system (the interpreter and the system's libraries, read-only; an empty,
-writable /tmp in memory; nothing else of the machine), sees only its own processes, has no network, and runs as a user
-that owns nothing. This is set up as root, or in a user namespace.
+`namespaces`: the program has its own file system (the folders of the interpreter and of the system's programs and
+libraries, such as /usr, read-only; an empty, writable /tmp in memory; nothing else of the machine), sees only its own
+processes, has no network, and runs as a user that owns nothing. This is set up as root, or in a user namespace.
 
 `limits`: for machines that do not allow namespaces. The program sees the machine's files and processes as the user that
 it runs as, and can write where that user can. It gets no sockets except socket pairs, and cannot send signals.
