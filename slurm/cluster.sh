@@ -20,6 +20,9 @@ fail() {
 }
 
 [[ -n "${SLURM_JOB_ID:-}" ]] || fail "run it with sbatch"
+# The last task of a job array has the array's ID, by which scontrol would take all of its tasks.
+job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}"
+job="${job:-$SLURM_JOB_ID}"
 container=()
 # Both steps of the job need Ray's sockets in /tmp, of which enroot otherwise gives each container its own.
 if [[ -n "${CONTAINER:-}" ]]; then
@@ -51,7 +54,7 @@ address="$head_ip:$port"
 # The job's end time, in seconds since 1970; empty without a time limit.
 job_end_time() {
   local end
-  end="$(scontrol show job "$SLURM_JOB_ID" | grep --only-matching --max-count=1 'EndTime=[^ ]*')" || return 0
+  end="$(scontrol show job "$job" | grep --only-matching --max-count=1 'EndTime=[^ ]*')" || return 0
   date --date="${end#EndTime=}" +%s 2>/dev/null || true
 }
 
@@ -174,5 +177,5 @@ requeue_if_unfinished() {
   echo "exit code $status: the job goes back into the queue (restart $((${SLURM_RESTART_COUNT:-0} + 1)))" >&2
   # scontrol requeue makes Slurm end this script.
   trap '' TERM
-  scontrol requeue "$SLURM_JOB_ID"
+  scontrol requeue "$job"
 }

@@ -24,8 +24,11 @@ STAND_INS = {
     "scontrol": """
         case "$1 $2" in
           "show hostnames") printf 'n1\\nn2\\n' ;;
-          "requeue 7") touch requeued ;;
-          "show job") echo "   StartTime=2026-11-27T14:05:13 EndTime=${ENDS:-Unknown} Deadline=N/A" ;;
+          "requeue 7"|"requeue 7_3") echo "$2" > requeued ;;
+          "show job")
+            # By the ID of an array, as that of its last task is, all tasks.
+            [[ "$3" == 7_3 || -z "$SLURM_ARRAY_JOB_ID" ]] || echo "EndTime=2026-11-27T14:05:13"
+            echo "   StartTime=2026-11-27T14:05:13 EndTime=${ENDS:-Unknown} Deadline=N/A" ;;
           "show config") echo "KillWait                = 30 sec" ;;
           *) exit 1 ;;
         esac""",
@@ -109,6 +112,17 @@ def test_failures_in_a_row_end_a_job_and_ends_of_its_time_do_not(submit, tmp_pat
         (tmp_path / "requeued").unlink(missing_ok=True)
         submit("grpo_deepseek.sh", RUN_CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
     assert (tmp_path / "requeued").exists() == is_requeued
+
+
+def test_the_last_task_of_an_array_takes_no_other_along(submit, tmp_path):
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    submit("grpo_deepseek.sh", RUN_CODE="1", **task)
+    assert (tmp_path / "requeued").read_text() == "7_3\n"
+    (tmp_path / "requeued").unlink()
+    # Cancelled, an hour before its time is over; that of another task has passed.
+    ends = datetime.fromtimestamp(int(time.time()) + 3600).isoformat()
+    submit("grpo_deepseek.sh", RUN_CODE="143", CANCELS="yes", ENDS=ends, **task)
+    assert not (tmp_path / "requeued").exists()
 
 
 def test_failures_with_a_new_checkpoint_between_them_are_not_in_a_row(submit, tmp_path):
