@@ -19,7 +19,8 @@ fail() {
   exit 2
 }
 
-[[ -n "${SLURM_JOB_ID:-}" ]] || fail "run it with sbatch"
+# In the shell of an salloc there is a job, but no node that runs this script.
+[[ -n "${SLURM_JOB_ID:-}" && -n "${SLURMD_NODENAME:-}" ]] || fail "run it with sbatch"
 # The last task of a job array has the array's ID, by which scontrol would take all of its tasks.
 job="${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID:-}}"
 job="${job:-$SLURM_JOB_ID}"

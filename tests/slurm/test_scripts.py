@@ -235,6 +235,8 @@ def test_the_first_node_says_where_the_others_reach_it(submit, tmp_path, environ
     ("environment", "says"),
     [
         ({"SLURM_JOB_ID": ""}, "eval.sh: run it with sbatch"),
+        # The shell of an salloc.
+        ({"SLURMD_NODENAME": "", "SLURM_CPUS_ON_NODE": ""}, "eval.sh: run it with sbatch"),
         # Ray (2.60) refuses it on the first node, and the others would wait for that.
         ({"RAY_PORT": "16379"}, "eval.sh: RAY_PORT=16379 is one of those that Ray's workers listen at, 10001 to 19999"),
         *(
