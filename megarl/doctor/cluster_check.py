@@ -63,7 +63,11 @@ def check_cluster(folders: Sequence[str], inputs: Sequence[str] = ()) -> Cluster
         unseen = _unseen_folders(probes, folders)
         looking = {address: each.unseen.remote(list(inputs)) for address, each in probes.actors.items()}
         absent = probes.answers(looking, "look for the inputs")
-        measuring = {address: each.look.remote(is_free=address in free) for address, each in probes.actors.items()}
+        gpus = {node["NodeManagerAddress"]: int(node["Resources"].get("GPU", 0)) for node in alive}
+        measuring = {
+            address: each.look.remote(is_free=address in free, gpus=gpus[address])
+            for address, each in probes.actors.items()
+        }
         seen: dict[str, Node] = probes.answers(measuring, "measure itself")
         offsets = _offsets(probes)
         links = _measure_links(probes)

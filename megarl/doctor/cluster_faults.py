@@ -48,7 +48,7 @@ def _broken_devices(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[F
     for node in nodes:
         for compute in node.compute:
             if compute.failure:
-                yield Fault(node.name, f"{compute.device} computes nothing ({compute.failure})", _FREE_OR_LEAVE_OUT)
+                yield Fault(node.name, f"{compute.device} computes nothing ({compute.failure})", _LOOK_THERE)
 
 
 def _no_way(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:
@@ -211,6 +211,7 @@ def _most_common(values: Sequence[str | None]) -> str | None:
 
 
 _MORE_FILES = "raise the hard limit: LimitNOFILE=65536 of slurmd, or `ulimit -n` before `ray start`"
+_LOOK_THERE = "see what nvidia-smi and `megarl doctor` say there, or leave the node out (sbatch --exclude)"
 _FREE_OR_LEAVE_OUT = "end what else runs there, or leave the node out (sbatch --exclude)"
 _CHECKS: tuple[Callable[[Sequence[Node], Sequence[Link]], Iterator[Fault]], ...] = (
     _wrong_results,

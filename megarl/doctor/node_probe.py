@@ -107,15 +107,15 @@ class NodeProbe:
         """The node's name in Slurm, or its host name."""
         return os.environ.get("SLURMD_NODENAME", socket.gethostname())
 
-    def look(self, *, is_free: bool) -> Node:
-        """Describe the node; matrix products are only measured if it `is_free`."""
+    def look(self, *, is_free: bool, gpus: int) -> Node:
+        """Describe the node, which has `gpus` for Ray; matrix products are only measured if it `is_free`."""
         network = look_at(self._address)
         versions = {name: installed_version(name) for name in PACKAGES} | {"Python": platform.python_version()}
         return Node(
             self.name(),
             self._address,
             versions,
-            _multiply() if is_free else [],
+            _multiply(gpus) if is_free else [],
             () if network is None else network.ports,
             limits=limits_here(),
             has_verbs=has_verbs(),
@@ -208,21 +208,25 @@ def _read(connection: socket.socket, count: int) -> bytes:
     return b"".join(parts)
 
 
-def _multiply() -> list[Compute]:
+def _multiply(gpus: int) -> list[Compute]:
+    """Measure all devices; of the node's `gpus`, those that torch cannot use fail with its reason."""
     import torch
 
-    if not torch.accelerator.is_available():
-        return [_multiply_on(torch.device("cpu"))]
     kind = torch.accelerator.current_accelerator()
+    if not torch.accelerator.is_available():
+        # torch also says so if the driver is too old, or NVSwitch's fabric manager does not run.
+        return [_multiply_on(kind or torch.device("cuda" if gpus else "cpu"))]
     assert kind is not None
-    return [_multiply_on(torch.device(kind.type, index)) for index in range(torch.accelerator.device_count())]
+    count = max(torch.accelerator.device_count(), gpus)
+    return [_multiply_on(torch.device(kind.type, index)) for index in range(count)]
 
 
 def _multiply_on(device: "torch.device") -> Compute:
     """Measure a device; if it is broken or full, `failure` holds torch's message."""
     try:
         return _measure_products(device)
-    except RuntimeError as error:
+    # The second is that of a torch without CUDA.
+    except (RuntimeError, AssertionError) as error:
         return Compute(str(device), _name_of(device), 0, 0.0, is_right=False, failure=first_line(error))
 
 
@@ -238,7 +242,7 @@ def _name_of(device: "torch.device") -> str:
         return platform.machine()
     try:
         return torch.get_device_module(device).get_device_name(device)
-    except RuntimeError:
+    except (RuntimeError, AssertionError):
         return "unknown"
 
 

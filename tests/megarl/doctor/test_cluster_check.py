@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
 
 from megarl.cli.main import main
@@ -30,9 +31,9 @@ OTHER = HOSTS[1]
 OBJECT_STORE_BYTES = 100 * 1024**2
 
 
-@pytest.fixture(scope="module")
-def address():
-    """Address of a cluster whose second node is another than the rest."""
+@contextmanager
+def empty_cluster() -> Iterator[Cluster]:
+    """A cluster on loopback, for nodes to join."""
     runtime._require_token()
     runtime._bind_to_loopback()
     with pytest.MonkeyPatch.context() as patch:
@@ -40,24 +41,36 @@ def address():
         folder = Path(tempfile.mkdtemp(prefix=f"megarl-{os.getpid()}-"))
         patch.setenv("RAY_TMPDIR", str(folder))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        about = folder / "older" / "safetensors-0.5.0.dist-info" / "METADATA"
-        about.parent.mkdir(parents=True)
-        about.write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 0.5.0\n")
-        older = {"PYTHONPATH": str(folder / "older")}
         cluster = Cluster()
         try:
-            for host in HOSTS:
-                cluster.add_node(
-                    num_cpus=1,
-                    node_ip_address=host,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    include_dashboard=False,
-                    env_vars={**(older if host == OTHER else {}), "SLURMD_NODENAME": f"node-{host[-1]}"},
-                )
-            yield cluster.address
+            yield cluster
         finally:
             cluster.shutdown()
             shutil.rmtree(folder)
+
+
+def add_node(cluster, host, environment=(), **resources):
+    cluster.add_node(
+        num_cpus=1,
+        node_ip_address=host,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        env_vars={**dict(environment), "SLURMD_NODENAME": f"node-{host[-1]}"},
+        **resources,
+    )
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    """Address of a cluster whose second node is another than the rest."""
+    older = tmp_path_factory.mktemp("older")
+    about = older / "safetensors-0.5.0.dist-info" / "METADATA"
+    about.parent.mkdir(parents=True)
+    about.write_text("Metadata-Version: 2.1\nName: safetensors\nVersion: 0.5.0\n")
+    with empty_cluster() as cluster:
+        for host in HOSTS:
+            add_node(cluster, host, {"PYTHONPATH": str(older)} if host == OTHER else {})
+        yield cluster.address
 
 
 def report_of(address, folder, capsys):
@@ -155,3 +168,14 @@ def test_a_folder_that_lets_a_node_wait_is_named(address, tmp_path, capsys, monk
     os.mkfifo(tmp_path / ".megarl-fixed")
     assert main(["doctor", "--cluster", address, "--folders", str(tmp_path)]) == 1
     assert f"node-1: it did not write into {tmp_path} in 2 s" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="torch can use the GPUs of this machine")
+def test_gpus_that_torch_cannot_use_are_no_sound_cpu(tmp_path, capsys):
+    """As with a driver that is too old for torch on every node, where no node differs from the rest."""
+    with empty_cluster() as cluster:
+        for host in HOSTS[:2]:
+            add_node(cluster, host, num_gpus=8)
+        report = report_of(cluster.address, tmp_path, capsys)
+    said = {(fault["node"], fault["what"].partition(" (")[0], fault["refuses"]) for fault in report["faults"]}
+    assert {(f"node-{place}", "cuda computes nothing", True) for place in (1, 2)} <= said

@@ -27,10 +27,10 @@ def nodes(monkeypatch):
         def name(self):
             return f"n{self._address[-1]}"
 
-        def look(self, *, is_free):
+        def look(self, *, is_free, gpus):
             if self.name() == "n3":
                 raise RuntimeError(f"{ECC}\nCompile with TORCH_USE_CUDA_DSA")
-            return super().look(is_free=False)
+            return super().look(is_free=False, gpus=gpus)
 
         def listen(self):
             if self.name() == "n2":
