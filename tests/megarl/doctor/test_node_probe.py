@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megarl.doctor.node_probe import NodeProbe, _multiply_on, _read
+from megarl.doctor.node_probe import _PRODUCTS, NodeProbe, _multiply_on, _read
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1.0])
@@ -24,6 +24,21 @@ def test_a_wrong_element_of_a_product_is_seen(monkeypatch, wrong):
     assert found.is_right == (not wrong)
     assert found.tflops > 0
     assert found.free_memory_bytes > 0
+
+
+def test_a_wrong_element_is_also_seen_in_the_product_of_the_number_format_that_trains(monkeypatch):
+    multiply, products = torch.Tensor.__matmul__, []
+
+    def wrong_when_timed(left, right):
+        product = multiply(left, right)
+        products.append(product)
+        # The timed products come first.
+        if len(products) <= 1 + _PRODUCTS:
+            product[-1, -1] *= 2
+        return product
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", wrong_when_timed)
+    assert not _multiply_on(torch.device("cpu")).is_right
 
 
 def test_a_device_that_fails_is_said_with_what_torch_says(monkeypatch):
