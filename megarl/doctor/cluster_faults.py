@@ -13,6 +13,8 @@ from megarl.process.gpudirect import GPUDIRECT
 
 SLOW_CPU = 0.5
 """A CPU below this fraction of the others' speed is a fault; the bound is low, as a CPU always runs other work, too."""
+FREE_MEMORY = 0.7
+"""A GPU of an unused node with less than this fraction of its memory free is a fault."""
 CLOCK_S = 1.0
 """Clocks further apart make file times and logs confusing."""
 OPEN_FILES = 8192
@@ -162,18 +164,17 @@ def _slow_compute(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fau
 
 
 def _little_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
-    free = {
-        (node.name, each.device): float(each.free_memory_bytes)
-        for node in nodes
-        for each in node.compute
-        if each.device != "cpu" and not each.failure
-    }
-    for (name, device), own, usual in slow(free):
-        yield Fault(
-            name,
-            f"{device} has {own / 1024**3:.0f} GiB free, the others {usual / 1024**3:.0f}",
-            "end what holds it (nvidia-smi shows the processes)",
-        )
+    """Compare with the whole memory, as what an earlier job left may be on all nodes."""
+    for node in nodes:
+        for each in node.compute:
+            if each.device == "cpu" or each.failure or each.free_memory_bytes >= FREE_MEMORY * each.memory_bytes:
+                continue
+            free, memory = (amount / 1024**3 for amount in (each.free_memory_bytes, each.memory_bytes))
+            yield Fault(
+                node.name,
+                f"{each.device} has {free:.0f} of {memory:.0f} GiB free",
+                "end what holds it (nvidia-smi shows the processes)",
+            )
 
 
 def _slow_links(_nodes: Sequence[Node], links: Sequence[Link]) -> Iterator[Fault]:

@@ -44,6 +44,7 @@ class Compute:
     """Such as cuda:3, or cpu."""
     name: str
     free_memory_bytes: int
+    memory_bytes: int
     tflops: float
     is_right: bool
     failure: str = ""
@@ -227,7 +228,7 @@ def _multiply_on(device: "torch.device") -> Compute:
         return _measure_products(device)
     # The second is that of a torch without CUDA.
     except (RuntimeError, AssertionError) as error:
-        return Compute(str(device), _name_of(device), 0, 0.0, is_right=False, failure=first_line(error))
+        return Compute(str(device), _name_of(device), 0, 0, 0.0, is_right=False, failure=first_line(error))
 
 
 def first_line(error: BaseException) -> str:
@@ -265,10 +266,13 @@ def _measure_products(device: "torch.device") -> Compute:
     # The row sums of the product, computed here in another order.
     expected = left.double() @ right.double().sum(1)
     exact = left.to(device, torch.float32) @ right.to(device, torch.float32)
+    host = psutil.virtual_memory()
+    free, total = (host.available, host.total) if is_cpu else torch.accelerator.get_memory_info(device)
     return Compute(
         str(device),
         _name_of(device),
-        psutil.virtual_memory().available if is_cpu else torch.accelerator.get_memory_info(device)[0],
+        free,
+        total,
         2 * size**3 / min(times) / 1e12,
         # In sums of rows, the rounding of thousands of elements would hide that one of them is wrong.
         torch.equal(exact.double().sum(1).cpu(), expected)

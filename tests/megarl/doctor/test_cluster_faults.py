@@ -15,7 +15,7 @@ from megarl.doctor.slow_links import SLOW
 from megarl.process.rdma_devices import RdmaPort
 
 GIB = 1024**3
-GPUS = [Compute(f"cuda:{index}", "H200", 139 * GIB, 700.0, is_right=True) for index in range(2)]
+GPUS = [Compute(f"cuda:{index}", "H200", 136 * GIB, 139 * GIB, 700.0, is_right=True) for index in range(2)]
 NAMES = ("n1", "n2", "n3", "n4")
 NODES = [
     Node(name, f"10.0.0.{place}", {"torch": "2.13.0", "ray": "2.60.0"}, GPUS, (RdmaPort("mlx5_0:1", 400),))
@@ -47,7 +47,7 @@ def test_a_sound_cluster_has_no_faults():
             "cuda:1 computes nothing (CUDA error: no)",
         ),
         (with_second_gpu(tflops=400.0), "cuda:1 multiplies at 400 TFLOP/s, the others at 700"),
-        (with_second_gpu(free_memory_bytes=20 * GIB), "cuda:1 has 20 GiB free, the others 139"),
+        (with_second_gpu(free_memory_bytes=20 * GIB), "cuda:1 has 20 of 139 GiB free"),
         (with_second(compute=GPUS[:1]), "it has 1 x H200, the others 2 x H200"),
         (with_second(versions={"torch": "2.12.0", "ray": "2.60.0"}), "torch 2.12.0 is installed, and 2.13.0 elsewhere"),
         (with_second(versions={"ray": "2.60.0"}), "torch is not installed, and 2.13.0 elsewhere"),
@@ -76,6 +76,17 @@ def test_the_node_with_the_fault_is_named(nodes, says):
     assert says in fault.what
 
 
+def test_memory_that_an_earlier_job_holds_on_all_nodes_is_told_of():
+    held = [replace(node, compute=[replace(each, free_memory_bytes=60 * GIB) for each in GPUS]) for node in NODES]
+    faults = find_faults(held, LINKS)
+    assert [(fault.node, fault.what) for fault in faults[:2]] == [
+        ("n1", "cuda:0 has 60 of 139 GiB free"),
+        ("n1", "cuda:1 has 60 of 139 GiB free"),
+    ]
+    assert len(faults) == len(NODES) * len(GPUS)
+    assert all(fault.refuses for fault in faults)
+
+
 def test_memory_and_a_library_are_for_infiniband_alone():
     nodes = [replace(node, ports=(), limits=Limits(65536), has_verbs=False, gpudirect_obstacle="no") for node in NODES]
     assert find_faults(nodes, LINKS) == []
@@ -86,7 +97,7 @@ def test_compilers_are_for_gpus_alone_and_nvcc_is_one_warning_where_no_node_has_
     (fault,) = find_faults(lean, LINKS)
     assert fault.what.startswith("neither it nor another node with GPUs has nvcc")
     assert not fault.refuses
-    cpu = [Compute("cpu", "x86_64", 16 * GIB, 1.0, is_right=True)]
+    cpu = [Compute("cpu", "x86_64", 16 * GIB, 64 * GIB, 1.0, is_right=True)]
     for compute in (cpu, []):
         bare = [replace(node, compute=compute, compilers=Compilers(("gcc",), has_nvcc=False)) for node in NODES]
         assert find_faults(bare, LINKS) == []
