@@ -143,19 +143,27 @@ def _check_gpudirect(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _check_gpus(inventory: Inventory) -> Iterator[Finding]:
+    failure = inventory.gpu_failure and f"nvidia-smi lists no GPU ({inventory.gpu_failure})"
     if not inventory.gpus and inventory.torch_has_cuda:
-        why = "nvidia-smi shows no GPU here, and what is installed is for GPUs"
-        yield Finding(False, "training here", why, "run megarl doctor on a machine with GPUs")
+        why = f"{failure or 'there is no GPU, or no driver'}, and what is installed is for GPUs"
+        remedy = "see to the driver" if failure else "run megarl doctor on a machine with GPUs"
+        yield Finding(
+            True, "training here", why, f"{remedy}; a container needs NVIDIA's toolkit (docker run --gpus all)"
+        )
         return
     if not inventory.gpus:
-        yield Finding(
-            False, "models of a real size", "no NVIDIA GPU: everything runs on the CPU", "a machine with GPUs"
-        )
+        why = f"{failure or 'no NVIDIA GPU'}: everything runs on the CPU"
+        yield Finding(False, "models of a real size", why, "see to the driver" if failure else "a machine with GPUs")
         return
     if not inventory.torch_has_cuda:
         why = f"{len(inventory.gpus)} GPUs stay unused: the installed torch is a CPU build"
         yield Finding(False, "training on the GPUs", why, "make setup CUDA=1")
         return
+    driver, wanted = inventory.driver_cuda, inventory.torch_cuda
+    # A driver runs all minor versions of its CUDA.
+    if driver is not None and wanted is not None and driver[0] < wanted[0]:
+        why = f"the driver runs CUDA {driver[0]}.{driver[1]} at most, and torch was built for {wanted[0]}.{wanted[1]}"
+        yield Finding(True, "training on the GPUs", why, f"a driver for CUDA {wanted[0]} (for 13: 580 or newer)")
     if not inventory.packages["transformer-engine"]:
         why = "transformer-engine is not installed"
         yield Finding(False, "fused layers and FP8", why, "make setup CUDA=1")

@@ -15,6 +15,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from megarl.doctor.compilers import Compilers, compilers_here
+from megarl.doctor.cuda_versions import Version, driver_cuda, torch_cuda
 from megarl.doctor.limits import Limits, limits_here
 from megarl.process.gpudirect import gpudirect_obstacle
 from megarl.process.rdma_devices import has_verbs, rdma_devices
@@ -43,6 +44,8 @@ PACKAGES = (
     *(kind.package for kind in LOGGERS.values() if kind.package),
 )
 _SHARED_MEMORY = Path("/dev/shm")
+_NVIDIA_SMI_S = 60.0
+"""Without persistence mode, it first initialises each GPU, which takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +85,15 @@ class Inventory:
     compilers: Compilers = field(default_factory=Compilers)
     own_packages: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Name of an engine with its own environment -> the packages installed there that it needs, and NIXL."""
+    gpu_failure: str = ""
+    """Message of an nvidia-smi that is there and lists no GPU."""
+    driver_cuda: Version | None = None
+    torch_cuda: Version | None = None
 
     @property
     def torch_has_cuda(self) -> bool:
         """Whether the installed torch is a CUDA build."""
-        torch = self.packages["torch"]
-        return torch is not None and not torch.endswith("+cpu") and bool(self.packages["triton"])
+        return self.torch_cuda is not None
 
     @property
     def device(self) -> str:
@@ -110,6 +116,7 @@ def take_inventory() -> Inventory:
     """Examine this machine, the environment of this Python, and the environments of engines that have their own."""
     memory = psutil.virtual_memory()
     own = _own_packages()
+    gpus, gpu_failure = _gpus()
     return Inventory(
         python=platform.python_version(),
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -121,7 +128,10 @@ def take_inventory() -> Inventory:
         memory_available_bytes=memory.available,
         shared_memory_bytes=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0,
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
-        gpus=_gpus(),
+        gpus=gpus,
+        gpu_failure=gpu_failure,
+        driver_cuda=driver_cuda(),
+        torch_cuda=torch_cuda(),
         loopback=_can_listen(),
         rdma_devices=sorted(rdma_devices()),
         limits=limits_here(),
@@ -164,16 +174,20 @@ def _unmet_requirements() -> list[str]:
     return unmet
 
 
-def _gpus() -> list[Gpu]:
+def _gpus() -> tuple[list[Gpu], str]:
+    """The GPUs that nvidia-smi lists, or why it lists none; neither if it is not installed."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S)
+    except FileNotFoundError:
+        return [], ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], str(error)
     if done.returncode != 0:
-        return []
+        # It prints its errors on standard output.
+        return [], next(iter((done.stdout + done.stderr).split("\n")), "") or f"exit code {done.returncode}"
     rows = (line.rsplit(",", 1) for line in done.stdout.splitlines() if "," in line)
-    return [Gpu(name.strip(), _bytes_of(mebibytes.strip())) for name, mebibytes in rows]
+    return [Gpu(name.strip(), _bytes_of(mebibytes.strip())) for name, mebibytes in rows], ""
 
 
 def _bytes_of(mebibytes: str) -> int | None:

@@ -46,6 +46,27 @@ def test_a_gpu_whose_memory_the_driver_does_not_know_is_reported(
     assert "NVIDIA GB10 (memory unknown), H100 (memory unknown), H100 (80 GiB)" in said
 
 
+@pytest.mark.parametrize(
+    ("says", "failure"),
+    [
+        ("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", "Failed to initialize NVML: "),
+        ("exit 9", "exit code 9"),
+    ],
+)
+def test_an_nvidia_smi_that_fails_is_quoted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, says: str, failure: str
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{says}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    inventory = take_inventory()
+    assert inventory.gpus == []
+    assert inventory.gpu_failure.startswith(failure)
+    tool.unlink()
+    assert take_inventory().gpu_failure == ""
+
+
 def test_names_are_whole_in_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     finding = Finding(False, "rollout.engine_args.a_name_longer_than_a_column", "because " * 60 + "so", "none")

@@ -44,6 +44,8 @@ GPU_MACHINE = dataclasses.replace(
         "sglang": "0.5.23",
     },
     gpus=[Gpu("H100", 80 * GIB)],
+    driver_cuda=(13, 0),
+    torch_cuda=(13, 0),
 )
 
 
@@ -102,10 +104,11 @@ def test_a_cpu_machine_runs_the_job_and_says_what_it_lacks() -> None:
 def test_a_login_node_is_told_to_look_where_the_gpus_are() -> None:
     login = dataclasses.replace(GPU_MACHINE, gpus=[])
     (finding,) = find(login)
-    assert (finding.blocks, finding.why) == (False, "nvidia-smi shows no GPU here, and what is installed is for GPUs")
+    assert finding.blocks
+    assert finding.why == "there is no GPU, or no driver, and what is installed is for GPUs"
     assert "run megarl doctor on a machine with GPUs" in finding.remedy
     # For what is missing there the CUDA stack is the remedy.
-    lacking, _ = find(with_packages(login, vllm=None))
+    _, lacking = find(with_packages(login, vllm=None))
     assert (lacking.why, lacking.remedy.partition(",")[0]) == (
         "vLLM for device cuda is not installed",
         "make setup CUDA=1",
@@ -117,6 +120,7 @@ def test_a_complete_gpu_machine_has_nothing_to_complain_of() -> None:
     assert (GPU_MACHINE.device, GPU_MACHINE.engines) == ("cuda", engines)
     assert find(GPU_MACHINE) == []
     assert find(dataclasses.replace(GPU_MACHINE, rdma_devices=[], limits=Limits(65536))) == []
+    assert find(dataclasses.replace(GPU_MACHINE, torch_cuda=(13, 2))) == []
 
 
 def test_nixl_is_missed_only_where_there_are_ports() -> None:
@@ -156,6 +160,14 @@ def test_a_set_up_that_came_to_its_end_is_the_remedy_for_nothing(machine: Invent
             "no engine for device cuda",
         ),
         (with_packages(CPU_MACHINE, torchvision="0.28"), "torchvision: built for CUDA"),
+        (
+            dataclasses.replace(GPU_MACHINE, gpus=[], gpu_failure="No devices were found"),
+            "nvidia-smi lists no GPU (No devices were found), and what is installed is for GPUs",
+        ),
+        (
+            dataclasses.replace(GPU_MACHINE, driver_cuda=(12, 8)),
+            "the driver runs CUDA 12.8 at most, and torch was built for 13.0",
+        ),
         (dataclasses.replace(CPU_MACHINE, loopback=False), "nothing can listen on 127.0.0.1"),
         (dataclasses.replace(CPU_MACHINE, shared_memory_bytes=0), "0.0 are free"),
     ],
