@@ -89,7 +89,8 @@ def _check_loopback(inventory: Inventory) -> Iterator[Finding]:
 
 
 def _check_torchvision(inventory: Inventory) -> Iterator[Finding]:
-    names = [name for name in ("torchvision", "torchaudio", "torchcodec") if inventory.packages[name]]
+    versions = {name: inventory.packages[name] for name in ("torchvision", "torchaudio", "torchcodec")}
+    names = [name for name, version in versions.items() if version and not version.endswith("+cpu")]
     if names and inventory.device == "cpu" and not inventory.torch_has_cuda:
         why = f"{', '.join(names)}: built for CUDA, beside a CPU torch importing transformers fails"
         yield Finding(True, "loading models", why, "make setup")

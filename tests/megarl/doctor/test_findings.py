@@ -99,6 +99,7 @@ def test_a_cpu_machine_runs_the_job_and_says_what_it_lacks() -> None:
     assert (CPU_MACHINE.device, CPU_MACHINE.engines) == ("cpu", engines)
     assert [finding.why for finding in find(CPU_MACHINE)] == ["no NVIDIA GPU: everything runs on the CPU"]
     assert blocking(CPU_MACHINE) == []
+    assert blocking(with_packages(CPU_MACHINE, torchvision="0.28.0+cpu")) == []
 
 
 def test_a_login_node_is_told_to_look_where_the_gpus_are() -> None:
