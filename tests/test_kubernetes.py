@@ -57,6 +57,16 @@ def test_the_job_joins_the_cluster_of_the_manifest(documents):
     assert cluster["spec"]["rayVersion"] == version("ray")
 
 
+def test_a_machine_that_is_busy_for_minutes_is_not_ended(documents):
+    """As with KubeRay's own probes; by default, three of a second in a row end a container."""
+    spec = documents[0]["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        (container,) = group["template"]["spec"]["containers"]
+        probe = container["livenessProbe"]
+        assert probe.get("periodSeconds", 10) * probe.get("failureThreshold", 3) >= 600
+        assert probe.get("timeoutSeconds", 1) >= 5
+
+
 def test_only_failures_count_among_those_that_end_the_job(documents):
     refused, moved = documents[1]["spec"]["podFailurePolicy"]["rules"]
     assert (refused["action"], refused["onExitCodes"]) == ("FailJob", {"operator": "In", "values": [2]})
