@@ -10,6 +10,7 @@ from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
 from megarl.doctor.node_probe import Link, Node
 from megarl.doctor.slow_links import late, rates_of, slow, slow_alone, slow_nodes, usual_latency_s
 from megarl.process.gpudirect import GPUDIRECT
+from megarl.process.rdma_devices import USABLE_PORT
 
 SLOW_CPU = 0.5
 """A CPU below this fraction of the others' speed is a fault; the bound is low, as a CPU always runs other work, too."""
@@ -93,6 +94,14 @@ def _locked_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fa
         if node.ports and node.limits.locked_memory_bytes is not None:
             said = f"it has InfiniBand, for which a process may lock no more than {node.limits.locked_memory}"
             yield Fault(node.name, said, UNLIMITED_LOCKS)
+
+
+def _no_usable_ports(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    """The first node stands for all; if others have ports, `_other_ports` names those that have none."""
+    without = [node for node in nodes if node.ports_obstacle]
+    if len(without) == len(nodes):
+        said = f"neither it nor another node can use InfiniBand: {without[0].ports_obstacle}"
+        yield Fault(without[0].name, said, USABLE_PORT, refuses=False)
 
 
 def _no_verbs(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
@@ -218,6 +227,7 @@ _CHECKS: tuple[Callable[[Sequence[Node], Sequence[Link]], Iterator[Fault]], ...]
     _wrong_results,
     _broken_devices,
     _no_way,
+    _no_usable_ports,
     _locked_memory,
     _no_verbs,
     _no_gpudirect,

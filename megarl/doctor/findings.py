@@ -7,6 +7,7 @@ from megarl.doctor.compilers import C_COMPILER, NVCC
 from megarl.doctor.inventory import NIXL, Inventory
 from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
 from megarl.process.gpudirect import GPUDIRECT
+from megarl.process.rdma_devices import USABLE_PORT
 from megarl.rollout import ENGINES
 from megarl.schema import RefitConfig, RolloutConfig
 from megarl.tracking import LOGGERS
@@ -124,6 +125,12 @@ def _check_locked_memory(inventory: Inventory) -> Iterator[Finding]:
         yield Finding(False, "InfiniBand: NCCL, refit.transport=rdma", why, UNLIMITED_LOCKS)
 
 
+def _check_ports(inventory: Inventory) -> Iterator[Finding]:
+    if inventory.ports_obstacle:
+        why = f"{inventory.ports_obstacle}: connections go over sockets"
+        yield Finding(False, "InfiniBand: NCCL, refit.transport=rdma", why, USABLE_PORT)
+
+
 def _check_verbs(inventory: Inventory) -> Iterator[Finding]:
     if inventory.rdma_devices and not inventory.has_verbs:
         why = f"{', '.join(inventory.rdma_devices)} cannot be used without libibverbs, and NCCL goes over sockets"
@@ -199,6 +206,7 @@ _CHECKS: tuple[Callable[[Inventory], Iterator[Finding]], ...] = (
     _check_disk,
     _check_gpus,
     _check_compilers,
+    _check_ports,
     _check_locked_memory,
     _check_verbs,
     _check_nixl,

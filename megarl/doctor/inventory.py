@@ -18,7 +18,7 @@ from megarl.doctor.compilers import Compilers, compilers_here
 from megarl.doctor.cuda_versions import Version, driver_cuda, torch_cuda
 from megarl.doctor.limits import Limits, limits_here
 from megarl.process.gpudirect import gpudirect_obstacle
-from megarl.process.rdma_devices import has_verbs, rdma_devices
+from megarl.process.rdma_devices import has_verbs, ports_obstacle, rdma_devices
 from megarl.rollout import ENGINES
 from megarl.tracking import LOGGERS
 
@@ -80,6 +80,8 @@ class Inventory:
     limits: Limits
     has_verbs: bool = True
     """Whether libibverbs is installed, through which NCCL uses `rdma_devices`."""
+    ports_obstacle: str = ""
+    """Why no InfiniBand port can be used although the kernel has devices."""
     gpudirect_obstacle: str = ""
     """Why `rdma_devices` cannot access GPU memory directly, as far as the kernel shows it."""
     compilers: Compilers = field(default_factory=Compilers)
@@ -136,6 +138,7 @@ def take_inventory() -> Inventory:
         rdma_devices=sorted(rdma_devices()),
         limits=limits_here(),
         has_verbs=has_verbs(),
+        ports_obstacle=ports_obstacle(),
         gpudirect_obstacle=gpudirect_obstacle(),
         compilers=compilers_here(),
     )

@@ -15,7 +15,7 @@ from megarl.doctor.inventory import PACKAGES, installed_version
 from megarl.doctor.limits import Limits, limits_here
 from megarl.process.gpudirect import gpudirect_obstacle
 from megarl.process.raised_limits import raise_limits
-from megarl.process.rdma_devices import RdmaPort, has_verbs
+from megarl.process.rdma_devices import RdmaPort, has_verbs, ports_obstacle
 
 if TYPE_CHECKING:
     import torch
@@ -72,6 +72,8 @@ class Node:
     """Limits of a process started there by Ray."""
     has_verbs: bool = True
     """Whether libibverbs is installed, through which NCCL uses `ports`."""
+    ports_obstacle: str = ""
+    """Why there are no `ports` although the kernel has devices."""
     gpudirect_obstacle: str = ""
     """Why `ports` cannot access GPU memory directly, as far as the kernel shows it."""
     compilers: Compilers = field(default_factory=Compilers)
@@ -120,6 +122,7 @@ class NodeProbe:
             () if network is None else network.ports,
             limits=limits_here(),
             has_verbs=has_verbs(),
+            ports_obstacle=ports_obstacle(),
             gpudirect_obstacle=gpudirect_obstacle(),
             compilers=compilers_here(),
         )

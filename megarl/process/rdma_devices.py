@@ -5,6 +5,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+USABLE_PORT = (
+    "give a container the devices (docker run --device /dev/infiniband; with enroot MELLANOX_VISIBLE_DEVICES=all), and"
+    " see with ibstat that a port is Active"
+)
+"""The remedy for `ports_obstacle`."""
+
 
 @dataclass(frozen=True)
 class RdmaPort:
@@ -40,6 +46,16 @@ def active_ports(root: Path = Path("/")) -> tuple[RdmaPort, ...]:
         if device in devices and (port / "state").read_text().split()[-1] == "ACTIVE":
             found.append(RdmaPort(f"{device}:{port.name}", float((port / "rate").read_text().split()[0])))
     return tuple(found)
+
+
+def ports_obstacle(root: Path = Path("/")) -> str:
+    """Return why no port can be used although the kernel has devices; empty if one can, or without any device."""
+    names = sorted(path.read_text().strip() for path in (root / "sys/class/infiniband_verbs").glob("uverbs*/ibdev"))
+    if not names or active_ports(root):
+        return ""
+    if devices := sorted(rdma_devices(root)):
+        return f"no port of {', '.join(devices)} is up"
+    return f"{', '.join(names)} cannot be opened in /dev/infiniband"
 
 
 def has_verbs() -> bool:

@@ -92,6 +92,14 @@ def test_memory_and_a_library_are_for_infiniband_alone():
     assert find_faults(nodes, LINKS) == []
 
 
+def test_infiniband_that_no_node_can_use_is_one_warning():
+    """As in containers without /dev/infiniband, where no node differs from the rest."""
+    nodes = [replace(node, ports=(), ports_obstacle="mlx5_0 cannot be opened") for node in NODES]
+    (fault,) = find_faults(nodes, LINKS)
+    assert (fault.node, fault.refuses) == ("n1", False)
+    assert fault.what == "neither it nor another node can use InfiniBand: mlx5_0 cannot be opened"
+
+
 def test_compilers_are_for_gpus_alone_and_nvcc_is_one_warning_where_no_node_has_it():
     lean = [replace(node, compilers=Compilers(has_nvcc=False)) for node in NODES]
     (fault,) = find_faults(lean, LINKS)

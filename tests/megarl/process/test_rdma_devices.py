@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.process.rdma_devices import RdmaPort, active_ports, rdma_devices
+from megarl.process.rdma_devices import RdmaPort, active_ports, ports_obstacle, rdma_devices
 from megarl.resharding.direct.transports.nixl_agent import has_port
 
 
@@ -27,10 +27,17 @@ def root(tmp_path):
 
 def test_a_machine_without_any_has_none(tmp_path):
     assert rdma_devices(tmp_path) == set()
+    assert ports_obstacle(tmp_path) == ""
 
 
 def test_devices_of_the_host_alone_do_not_count(root):
     assert rdma_devices(root) == set()
+
+
+def test_a_machine_whose_devices_are_all_closed_is_told_of_until_one_port_can_be_used(root):
+    assert ports_obstacle(root) == "mlx5_0, mlx5_1, mlx5_2 cannot be opened in /dev/infiniband"
+    give_port(root, "mlx5_1", 1, "4: ACTIVE")
+    assert ports_obstacle(root) == ""
 
 
 def test_one_counts_whose_file_can_be_opened(root):
@@ -56,6 +63,7 @@ def test_a_port_that_is_not_up_is_none(root, state):
     give_port(root, "mlx5_0", 1, state)
     assert rdma_devices(root) == {"mlx5_0"}
     assert active_ports(root) == ()
+    assert ports_obstacle(root) == "no port of mlx5_0 is up"
     assert not has_port(root)
 
 
