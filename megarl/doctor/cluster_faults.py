@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from megarl.doctor.compilers import C_COMPILER, NVCC
-from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
+from megarl.doctor.limits import SHARED_MEMORY, UNLIMITED_LOCKS, VERBS
 from megarl.doctor.node_probe import Link, Node
 from megarl.doctor.slow_links import late, rates_of, slow, slow_alone, slow_nodes, usual_latency_s
 from megarl.process.gpudirect import GPUDIRECT
@@ -20,6 +20,8 @@ CLOCK_S = 1.0
 """Clocks further apart make file times and logs confusing."""
 OPEN_FILES = 8192
 """With fewer, connections among hundreds of ranks may fail: each is an open file, and so is each Ray worker."""
+SHARED_MEMORY_BYTES = 1024**3
+"""With less free in /dev/shm, as in a container by default, NCCL fails, and Ray keeps objects on a disk."""
 LEAVE_OUT = "leave the node out (sbatch --exclude)"
 """The remedy for an unusable node."""
 
@@ -141,6 +143,14 @@ def _few_open_files(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[F
             yield Fault(node.name, said, _MORE_FILES, refuses=False)
 
 
+def _little_shared_memory(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
+    for node in nodes:
+        free = node.shared_memory_bytes
+        if free is not None and free < SHARED_MEMORY_BYTES:
+            said = f"{free / 1024**2:.0f} MiB of /dev/shm are free there, for NCCL and Ray's objects"
+            yield Fault(node.name, said, SHARED_MEMORY, refuses=False)
+
+
 def _unseen_folders(nodes: Sequence[Node], _links: Sequence[Link]) -> Iterator[Fault]:
     for node in nodes:
         for folder in node.unseen_folders:
@@ -234,6 +244,7 @@ _CHECKS: tuple[Callable[[Sequence[Node], Sequence[Link]], Iterator[Fault]], ...]
     _no_compiler,
     _no_nvcc,
     _few_open_files,
+    _little_shared_memory,
     _unseen_folders,
     _unseen_inputs,
     _other_versions,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megarl.doctor.compilers import C_COMPILER, NVCC
 from megarl.doctor.inventory import NIXL, Inventory
-from megarl.doctor.limits import UNLIMITED_LOCKS, VERBS
+from megarl.doctor.limits import SHARED_MEMORY, UNLIMITED_LOCKS, VERBS
 from megarl.process.gpudirect import GPUDIRECT
 from megarl.process.rdma_devices import USABLE_PORT
 from megarl.rollout import ENGINES
@@ -102,7 +102,9 @@ def _check_shared_memory(inventory: Inventory) -> Iterator[Finding]:
     free = inventory.shared_memory_bytes
     if free < needed:
         why = f"two buckets of refit.bucket_bytes need {needed / GIB:.1f} GiB of /dev/shm, {free / GIB:.1f} are free"
-        yield Finding(free == 0, "refit with the default bucket size", why, "a smaller refit.bucket_bytes")
+        yield Finding(
+            free == 0, "refit with the default bucket size", why, f"{SHARED_MEMORY}; or a smaller refit.bucket_bytes"
+        )
 
 
 def _check_memory(inventory: Inventory) -> Iterator[Finding]:

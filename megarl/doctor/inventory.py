@@ -128,7 +128,7 @@ def take_inventory() -> Inventory:
         cpu_cores=len(os.sched_getaffinity(0)),
         memory_bytes=memory.total,
         memory_available_bytes=memory.available,
-        shared_memory_bytes=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0,
+        shared_memory_bytes=shared_memory_bytes(),
         disk_free_bytes=shutil.disk_usage(Path.cwd()).free,
         gpus=gpus,
         gpu_failure=gpu_failure,
@@ -142,6 +142,11 @@ def take_inventory() -> Inventory:
         gpudirect_obstacle=gpudirect_obstacle(),
         compilers=compilers_here(),
     )
+
+
+def shared_memory_bytes() -> int:
+    """Free space in /dev/shm; 0 if there is none."""
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
 
 
 def installed_version(name: str) -> str | None:

@@ -13,6 +13,10 @@ UNLIMITED_LOCKS = (
     " the capability IPC_LOCK for a pod"
 )
 """The remedy for a limit of locked memory."""
+SHARED_MEMORY = (
+    "enlarge /dev/shm (--shm-size of a container, an emptyDir of a pod), or remove what ended programs left there"
+)
+"""The remedy for little shared memory."""
 VERBS = "install rdma-core: libibverbs1 and ibverbs-providers on Debian and Ubuntu, in the container where there is one"
 """The remedy for InfiniBand without libibverbs."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megarl.cluster.ray.network_environment import look_at
 from megarl.doctor.compilers import Compilers, compilers_here
-from megarl.doctor.inventory import PACKAGES, installed_version
+from megarl.doctor.inventory import PACKAGES, installed_version, shared_memory_bytes
 from megarl.doctor.limits import Limits, limits_here
 from megarl.process.gpudirect import gpudirect_obstacle
 from megarl.process.raised_limits import raise_limits
@@ -77,6 +77,8 @@ class Node:
     gpudirect_obstacle: str = ""
     """Why `ports` cannot access GPU memory directly, as far as the kernel shows it."""
     compilers: Compilers = field(default_factory=Compilers)
+    shared_memory_bytes: int | None = None
+    """Free space in /dev/shm; None if unknown."""
 
     @property
     def has_gpus(self) -> bool:
@@ -125,6 +127,7 @@ class NodeProbe:
             ports_obstacle=ports_obstacle(),
             gpudirect_obstacle=gpudirect_obstacle(),
             compilers=compilers_here(),
+            shared_memory_bytes=shared_memory_bytes(),
         )
 
     def clock(self) -> float:

@@ -66,6 +66,10 @@ def test_a_sound_cluster_has_no_faults():
         ),
         (with_second(compilers=Compilers(has_nvcc=False)), "it has no nvcc, and others have: engines take other kern"),
         (with_second(limits=Limits(open_files=1024)), "may have no more than 1024 files open"),
+        (
+            with_second(shared_memory_bytes=64 * 1024**2),
+            "64 MiB of /dev/shm are free there, for NCCL and Ray's objects",
+        ),
         (with_second(unseen_folders=("/data",)), "it does not see what n1 writes into /data"),
         (with_second(unseen_inputs=("/models/policy",)), "it does not see /models/policy"),
     ],

@@ -50,6 +50,7 @@ def test_nodes_that_break_are_named_and_the_others_are_judged(nodes, monkeypatch
     report = check_cluster([str(tmp_path)], [str(tmp_path / "model")])
     assert [node.name for node in report.nodes] == ["n1", "n4"]
     assert all(node.limits.open_files is not None for node in report.nodes)
+    assert all(node.shared_memory_bytes > 0 for node in report.nodes)
     assert {(link.sender, link.receiver) for link in report.links} == {("n1", "n4"), ("n4", "n1")}
     assert [(fault.node, fault.what) for fault in report.faults[:2]] == [
         ("n3", f"it did not measure itself ({ECC})"),
