@@ -40,7 +40,9 @@ def print_cluster(report: ClusterReport) -> None:
                 table.add_row(*map(escape, (fault.node, fault.what, fault.remedy)))
             console.print(table)
     names = ", ".join(dict.fromkeys(fault.node for fault in report.refusals))
-    console.print(f"Not sound: {names}." if names else f"All {len(report.nodes)} nodes are sound.")
+    in_use = ", ".join(node.name for node in report.nodes if not node.compute)
+    but = f", but what computes on {in_use} is in use and was not measured" if in_use else ""
+    console.print(f"Not sound: {names}." if names else f"All {len(report.nodes)} nodes are sound{but}.")
 
 
 def _row(node: Node, links: list[Link]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from megarl.doctor.cluster_faults import Fault
 from megarl.doctor.cluster_report import print_cluster
 from megarl.doctor.findings import Finding
 from megarl.doctor.inventory import PACKAGES, installed_version, take_inventory
-from megarl.doctor.node_probe import Node
+from megarl.doctor.node_probe import Compute, Node
 from megarl.doctor.report import print_report
 from megarl.rollout.sglang.installation import PACKAGES as PACKAGES_OF_SGLANG
 from megarl.rollout.sglang.installation import PYTHON_VARIABLE
@@ -87,6 +87,11 @@ def test_a_cluster_with_warnings_alone_is_sound(capsys: pytest.CaptureFixture[st
     assert "Faults" not in said
     assert warning.what in said
     assert said.endswith("All 0 nodes are sound.\n")
+    compute = [Compute("cuda:0", "H200", 1, 1, 700.0, is_right=True)]
+    nodes = [Node("n1", "10.0.0.1", {}, compute, ()), Node("n2", "10.0.0.2", {}, [], ())]
+    print_cluster(ClusterReport(nodes, [], []))
+    verdict = "All 2 nodes are sound, but what computes on n2 is in use and was not measured.\n"
+    assert capsys.readouterr().out.endswith(verdict)
     print_cluster(ClusterReport([], [], [warning, Fault("n2", "its clock is behind", "set it")]))
     assert capsys.readouterr().out.endswith("Not sound: n2.\n")
 
