@@ -57,4 +57,4 @@ def test_a_machine_and_a_node_are_asked_for_theirs(monkeypatch):
     monkeypatch.setenv("CC", "icx")
     lacking = ("C compiler icx (CC)",)
     assert take_inventory().compilers.lacking == lacking
-    assert NodeProbe("127.0.0.1").look(is_free=False).compilers.lacking == lacking
+    assert NodeProbe("127.0.0.1").look(is_free=False, gpus=0).compilers.lacking == lacking
