@@ -21,6 +21,7 @@ from megatron_ext import compat
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.memory.offload import optimizer_tensors
 from megatron_ext.optimizer.fully_sharded import own_rows
+from megatron_ext.optimizer.hybrid_optimizer import host_tensors
 from megatron_ext.options.options import MegatronOptions
 
 _GATHERS = ("overlap_param_gather", "align_param_gather")
@@ -155,9 +156,10 @@ def state_bytes(model: MegatronModel) -> StateBytes:
     if not model.chunks:
         return StateBytes(sum(weights.values()))
     gradients = _storages(list(_gradients(model)))
-    optimizer = _storages(_not_on_host(optimizer_tensors(model.optimizer)))
+    optimizer = _storages(_no_step_counts(optimizer_tensors(model.optimizer)))
     reference = _storages(model.reference.tensors.values()) if model.reference else {}
-    own = {key: size for key, size in optimizer.items() if key not in weights}
+    elsewhere = weights.keys() | _storages(_on_host(model)).keys()
+    own = {key: size for key, size in optimizer.items() if key not in elsewhere}
     return StateBytes(*(sum(each.values()) for each in (weights, gradients, own, reference)))
 
 
@@ -171,7 +173,13 @@ def _gradients(model: MegatronModel) -> Iterator[Tensor]:
         yield from (each.grad_data for each in (*chunk.buffers, *chunk.expert_parallel_buffers))
 
 
-def _not_on_host(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def _on_host(model: MegatronModel) -> Iterator[Tensor]:
+    """Copies and state that `optimizer_cpu_offload` keeps in the host's memory."""
+    for part in compat.parts(model.optimizer):
+        yield from host_tensors(part.optimizer)
+
+
+def _no_step_counts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Leave out Adam's step counts, which are scalars on the host."""
     return (tensor for tensor in tensors if tensor.dim())
 

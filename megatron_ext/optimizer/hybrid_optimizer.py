@@ -59,6 +59,14 @@ def inner_optimizers(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.O
     return optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
 
 
+def host_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Copies of parameters, and their state, that a hybrid optimizer keeps on the host; others keep none."""
+    for part in optimizer.cpu_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else ():
+        for parameter, state in part.state.items():
+            yield parameter
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
 @torch.no_grad()
 def take_over(optimizer: HybridDeviceOptimizer) -> None:
     """Copy fp32 parameters that were loaded on the device to the host; all others have separate fp32 copies."""

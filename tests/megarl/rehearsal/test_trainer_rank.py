@@ -67,6 +67,27 @@ def test_an_adapter_is_rehearsed_with_its_model(folder: Path) -> None:
     assert 0 < rank.state.optimizer < rank.state.weights
 
 
+def test_moments_on_the_host_are_not_on_the_gpu(folder: Path) -> None:
+    ((plain, whole, half),) = run_ranks(states_on_host, ParallelSizes(1), folder)
+    # Main parameters stay, of which Adam has two moments each.
+    assert 3 * whole.optimizer == plain.optimizer
+    assert 0 < half.optimizer - whole.optimizer <= (plain.optimizer - whole.optimizer) / 2
+    assert whole.weights == plain.weights
+    assert whole.gradients == plain.gradients
+
+
+def states_on_host(rank: int, sizes: ParallelSizes, folder: Path) -> list[StateBytes]:
+    found, offloaded = [], {"optimizer_cpu_offload": True}
+    for kind in ({}, offloaded, {**offloaded, "optimizer_offload_fraction": 0.5}):
+        options = MegatronOptions(sizes, torch.bfloat16, optimizer={"lr": 1e-3, **kind})
+        model = MegatronModel(read_architecture(read_json(folder / CONFIG)), options, rank)
+        model.load_huggingface(HuggingFaceCheckpoint(folder))
+        model.prepare_training(1)
+        model.train_step(BATCH, [[0, 1]], SftObjective())
+        found.append(state_bytes(model))
+    return found
+
+
 @pytest.mark.long
 def test_gathers_that_overlap_are_left_out_of_a_rehearsal(folder: Path) -> None:
     found = []
