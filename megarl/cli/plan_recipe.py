@@ -117,7 +117,7 @@ def _sizes(options: argparse.Namespace) -> dict[str, Any]:
     from megarl.config.validate import check_single_values
 
     config = recipe.read_open(options)
-    check_plannable(config, options.config_name)
+    check_plannable(config, options.config_name, options.command)
     check_single_values(config)
     if not config.lora.merge:
         raise UserError(

@@ -83,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
     # Megatron-core warns on import about missing optional packages, which the rehearsal does not need.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
     from megarl.rehearsal import fake_world  # noqa: F401 - before anything of Megatron
-    from megarl.rehearsal.job import rank_models, rehearse_job
+    from megarl.rehearsal.job import check_job, rank_models, rehearse_job
     from megarl.rehearsal.need import Gpu
     from megarl.rehearsal.placing import place_job, say_placement
 
@@ -92,6 +92,7 @@ def _run(options: argparse.Namespace) -> int:
     _check_options(options, gpu)
     config, hf_config = _read(options)
     models = rank_models(config, hf_config)
+    check_job(config, hf_config, models)
     placement = None
     try:
         placement = place_job(config, models, gpus_per_node=options.gpus_per_node, nodes=options.nodes)
@@ -119,13 +120,19 @@ def _check_options(options: argparse.Namespace, gpu: "Gpu") -> None:
 
 def _read(options: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The configuration, and the policy's config.json. Raises UserError if one of them cannot be read."""
+    from megarl.config.purpose import check_plannable
     from megarl.config.trained_model import read_trained_config
-    from megarl.config.validate import check_single_values
+    from megarl.config.validate import check_planned
+    from megarl.models.policy import check_sizes
 
     config = recipe.read_open(options)
-    check_single_values(config)
+    check_plannable(config, options.config_name, options.command)
+    check_planned(config)
     place, option = (options.model, "--model") if options.model else (config.model.path, "model.path")
-    return config, read_trained_config(place, option, options.prediction_layers)
+    hf_config = read_trained_config(place, option, options.prediction_layers)
+    if not options.model and config.model.name:
+        check_sizes(config.model.name, hf_config, place)
+    return config, hf_config
 
 
 def _print(

@@ -27,11 +27,11 @@ def say_commands(commands: Sequence[str]) -> str:
     return f"megarl {', '.join(others)} or {last}" if others else f"megarl {last}"
 
 
-def check_plannable(config: MegarlConfig, recipe: str) -> None:
-    """Raise UserError for a recipe of a command whose steps `megarl plan` does not predict."""
+def check_plannable(config: MegarlConfig, recipe: str, command: str) -> None:
+    """Raise UserError for a recipe of another command than `megarl train`, whose steps `command` counts."""
     commands = commands_of(config)
     if "train" not in commands:
         raise UserError(
-            f"megarl plan counts a step of megarl train, with its engines and its refit, and recipe {recipe} is for"
-            f" {say_commands(commands)}: take a recipe of megarl train"
+            f"megarl {command} counts a step of megarl train, with its engines and its refit, and recipe {recipe} is"
+            f" for {say_commands(commands)}: take a recipe of megarl train"
         )

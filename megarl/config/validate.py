@@ -141,6 +141,14 @@ def validate(config: MegarlConfig, command: str) -> None:
         check(config)
 
 
+def check_planned(config: MegarlConfig) -> None:
+    """Raise UserError for the first value with which `megarl train` could not work on any machine and with any data."""
+    check_single_values(config)
+    _check_pairs(config)
+    for check in _POLICY:
+        check(config)
+
+
 def check_single_values(config: MegarlConfig) -> None:
     """Raise UserError for the first value that is invalid on its own, whatever the other values and the machine are."""
     _check_finite("", asdict(config))
@@ -182,12 +190,17 @@ def _check_job(config: MegarlConfig) -> None:
             "cluster.object_store_bytes is for a cluster that the run starts, and cluster.address names one that is"
             " there: leave the former out, and start the latter's nodes with ray start --object-store-memory"
         )
-    check_pools(config)
+    _check_pairs(config)
     check_loggers(config.tracking.loggers)
-    with_kv_scales(config.rollout, config.rollout.engine_args)
-    _check_direct(config)
     if config.refit.transport == "rdma":
         check_installed()
+
+
+def _check_pairs(config: MegarlConfig) -> None:
+    """Raise UserError for values of a job that contradict each other on any machine."""
+    check_pools(config)
+    with_kv_scales(config.rollout, config.rollout.engine_args)
+    _check_direct(config)
     if config.rollout.top_k != -1 and config.rollout.top_k < 1:
         raise UserError(f"rollout.top_k={config.rollout.top_k}: it must be at least 1, or -1 for every token")
 
@@ -286,10 +299,11 @@ def _value(config: MegarlConfig, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
+_POLICY = (_check_megatron, check_lora, check_composition, check_schedule, check_abilities, _check_step)
 _TRAINING = (check_output, _check_megatron, check_lora)
 _PREFERENCES = (*_TRAINING, _check_preferences)
 CHECKS: Mapping[str, Sequence[Callable[[MegarlConfig], None]]] = {
-    "train": (*_TRAINING, check_composition, check_schedule, check_abilities, _check_step),
+    "train": (check_output, *_POLICY),
     "sft": _TRAINING,
     "dpo": (*_PREFERENCES, _refuse_joint_prediction),
     "reward-model": (*_PREFERENCES, refuse_lora, _refuse_options_of_policies),

@@ -1,8 +1,10 @@
 """The policy on disk, checked before any process starts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import lcm
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -76,14 +78,17 @@ def read_model(config: ModelConfig, extra_stop_token_ids: list[int]) -> Model:
 
 def check_name(config: ModelConfig) -> None:
     """Raise UserError if the model differs in size from the one that the recipe names (`model.name`)."""
-    if config.name is None:
-        return
-    folder = Path(config.path)
-    named, found = known_model(config.name), read_json(folder / CONFIG)
+    if config.name is not None:
+        check_sizes(config.name, read_json(Path(config.path) / CONFIG), config.path)
+
+
+def check_sizes(name: str, found: Mapping[str, Any], place: str) -> None:
+    """Raise UserError if `found`, the config.json in `place`, has other sizes than the model `name`."""
+    named = known_model(name)
     for key in _SIZES:
         if found.get(key) != named.get(key):
             raise UserError(
-                f"{folder} has {key}={found.get(key)} in its config.json, and the recipe is for {config.name}, which"
+                f"{place} has {key}={found.get(key)} in its config.json, and the recipe is for {name}, which"
                 f" has {named.get(key)}: take another recipe, or set model.name=null and the sizes that fit"
             )
 
@@ -95,10 +100,15 @@ def _is_below(folder: Path, root: Path) -> bool:
 def check_trainable(model: Model, options: MegatronOptions, algorithm: AlgorithmConfig) -> None:
     """Raise UserError if the policy cannot be trained with these options and this algorithm."""
     check_not_in_fp8(model.folder)
-    check_layout(model.architecture, options)
-    check_routers(model.architecture, options)
-    check_prediction_layers(model.architecture, options)
-    check_replay(model.architecture, algorithm)
+    check_policy(model.architecture, options, algorithm)
+
+
+def check_policy(architecture: Architecture, options: MegatronOptions, algorithm: AlgorithmConfig) -> None:
+    """Raise UserError if a policy of this architecture cannot be trained, whatever its weights."""
+    check_layout(architecture, options)
+    check_routers(architecture, options)
+    check_prediction_layers(architecture, options)
+    check_replay(architecture, algorithm)
 
 
 def check_layout(architecture: Architecture, options: MegatronOptions) -> None:
@@ -185,10 +195,15 @@ def check_held(model: Model, rollout: RolloutConfig) -> None:
     """
     in_number_format(rollout, read_json(model.folder / CONFIG))
     check_cut(model.without_prediction_layers, rollout)
-    if engine_kind(rollout.engine).drafts(rollout.engine_args) and not model.architecture.mtp_layers:
+    check_draft(model.architecture, rollout)
+
+
+def check_draft(architecture: Architecture, rollout: RolloutConfig) -> None:
+    """Raise UserError if engines are to draft with multi-token-prediction layers and the model has none."""
+    if engine_kind(rollout.engine).drafts(rollout.engine_args) and not architecture.mtp_layers:
         raise UserError(
-            f"rollout.engine_args.speculative_config drafts with layers for multi-token prediction, and {model.folder}"
-            " has none: leave it out"
+            "rollout.engine_args.speculative_config drafts with layers for multi-token prediction, and this"
+            f" {architecture.model_type} model has none: leave it out"
         )
 
 

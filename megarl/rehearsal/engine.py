@@ -14,6 +14,8 @@ from converters.architectures import Architecture, read_architecture
 from converters.dtypes import dtype_name
 from converters.layouts.traced_layout import LoadTrace, untraced
 from converters.number_formats import NumberFormat, number_format
+from megarl.config.lora import adapter_options
+from megarl.models.policy import check_cut, check_draft
 from megarl.planning.memory.engine import engine_activation_bytes, engine_weight_bytes, engine_weights, kv_token_bytes
 from megarl.planning.refit import engine_sizes
 from megarl.rehearsal.need import Gpu
@@ -21,6 +23,7 @@ from megarl.rehearsal.own_process import call_apart
 from megarl.resharding.direct.quantised_shard import Quantisation
 from megarl.resharding.direct.transfer_spec import check_traces, held_dtypes
 from megarl.rollout import engine_configuration, engine_kind
+from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.rollout.kind import EngineKind
 from megarl.rollout.number_format import in_number_format
 from megarl.rollout.rehearsed_worker import RehearsedWorker
@@ -69,8 +72,13 @@ def quantisation(rollout: RolloutConfig, dtype: torch.dtype) -> Quantisation | N
 
 
 def check_engine(config: MegarlConfig, hf_config: Mapping[str, Any]) -> None:
-    """Raise UserError if `rehearse_engine` would refuse the engine, without building it."""
+    """Raise UserError if a run or `rehearse_engine` would refuse the engine, without building it."""
     in_number_format(config.rollout, hf_config)
+    architecture, adapter = read_architecture(hf_config), adapter_options(config.lora, config.loop.seed)
+    check_cut(architecture.without_mtp, config.rollout)
+    check_draft(architecture, config.rollout)
+    if adapter is not None and not adapter.merge:
+        with_adapter_slot(config.rollout, architecture, adapter.lora)
     rollout = engine_configuration(config)
     kind = engine_kind(rollout.engine)
     if _why_not_built(kind, rollout):

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from converters.architectures import read_architecture
 from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
@@ -12,6 +13,7 @@ from megarl.cluster.placement.roles import ENGINE, POLICY
 from megarl.config.megatron import megatron_options
 from megarl.config.pools import take_turns
 from megarl.models.auxiliary import wanted_auxiliary
+from megarl.models.policy import check_layout, check_policy, check_prediction_layers
 from megarl.rehearsal.distinct_ranks import distinct_ranks
 from megarl.rehearsal.engine import RehearsedEngine, check_engine, rehearse_engine
 from megarl.rehearsal.need import Gpu, Need, tightest
@@ -55,6 +57,18 @@ class RehearsedJob:
         return self.worst.free >= 0
 
 
+def check_job(config: MegarlConfig, hf_config: Mapping[str, Any], models: "Sequence[RankModel]") -> None:
+    """Raise UserError for models or an engine that a run of a checked `config` would refuse before it starts any."""
+    policy, *others = models
+    check_policy(read_architecture(hf_config), policy.options, config.algorithm)
+    for each in others:
+        architecture = read_architecture(each.hf_config)
+        check_layout(architecture, each.options)
+        if each.head == "language_model" and not each.is_frozen:
+            check_prediction_layers(architecture, each.options, beside=each.name)
+    check_engine(config, hf_config)
+
+
 def rehearse_job(
     config: MegarlConfig,
     hf_config: Mapping[str, Any],
@@ -63,12 +77,10 @@ def rehearse_job(
     gpu: Gpu,
     gpus_per_node: int,
 ) -> RehearsedJob:
-    """Rehearse every distinct rank of the models, an engine, and the refit between them.
+    """Rehearse every distinct rank of the models, an engine, and the refit between them, of a job that was checked.
 
     Raises UserError as `rehearse_rank`, `rehearse_engine` and `rehearse_refit` do.
     """
-    # Refuse an unusable engine before spending time on the ranks.
-    check_engine(config, hf_config)
     policy, size = models[0], micro_batch_size(config)
     # Concurrently, as both wait for subprocesses.
     with ThreadPoolExecutor(1) as pool:

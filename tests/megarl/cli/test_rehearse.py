@@ -46,6 +46,33 @@ def test_values_that_cannot_be_are_refused_before_anything_is_built(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("megatron.lr=null", "megatron.lr is not set"),
+        ("loop.max_tokens_per_micro_batch=1024", "does not fit in loop.max_tokens_per_micro_batch=1024"),
+        ("loop.prompts_per_step=63 algorithm.updates_per_step=2", "cannot be cut into algorithm.updates_per_step=2"),
+        ("loop.samples_per_prompt=1", "loop.samples_per_prompt=1 with algorithm.advantage=grpo"),
+        ("schedule.max_staleness=1 schedule.in_flight=keep rollout.engine=sglang ~rollout.engine_args", "=keep has"),
+        ("refit.path=loader refit.delta=true", "refit.delta=true is for direct refits"),
+        ("cluster.gpu_share=0.5", "cluster.gpu_share=0.5 puts a rank and an engine on one GPU"),
+        ("critic.ranks=2", "critic.ranks is set, but algorithm.advantage=grpo has no critic"),
+        ("algorithm.router_replay=rollout", "algorithm.router_replay=rollout sends tokens to the experts that"),
+        ("model.freeze_moe_router=true", "model.freeze_moe_router is for routers, and this qwen3 model has none"),
+        ("megatron.tensor_model_parallel_size=3 cluster.trainer_ranks=3", "cannot be divided by tensor_model"),
+        ("+rollout.engine_args.tensor_parallel_size=3", "divided by rollout.engine_args.tensor_parallel_size = 3"),
+        ("model.path=qwen3_8b", "the recipe is for qwen3_1_7b, which has"),
+        ("lora.rank=1024 lora.merge=false", "takes a rank of at most 512"),
+        ("sft.steps=7", "megarl rehearse counts a step of megarl train, with its engines and its refit, and recipe"),
+    ],
+)
+def test_a_job_that_a_run_would_refuse_is_refused_before_anything_is_built(
+    given: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rehearse", "--config-name", "grpo_qwen3_1_7b", *given.split()]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_an_engine_that_cannot_be_counted_is_refused_with_the_name_of_this_command(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,12 +14,12 @@ from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
 from megarl.config.megatron import megatron_options
 from megarl.config.validate import CHECKS, validate
-from megarl.models.policy import check_layout, check_name
+from megarl.models.policy import check_layout, check_name, check_sizes
 from megarl.output.places import check_output
 from megarl.planning.refit import read_model
 from megarl.rollout import engine_kind
 from megarl.rollout.number_format import in_number_format
-from megarl.schema import MegarlConfig, ModelConfig
+from megarl.schema import MegarlConfig
 
 GPUS_OF_A_NODE = 8
 LARGEST_BUCKET_OF_PIECES = 640 * 2**20
@@ -117,7 +117,7 @@ def test_a_recipe_names_its_model_and_takes_no_other(recipe: Recipe, config: Meg
 
 def test_a_model_that_nobody_knows_is_named() -> None:
     with pytest.raises(UserError, match=r"^model\.name=qwen3_30b is not known; did you mean qwen3_235b\?"):
-        check_name(ModelConfig("model", "qwen3_30b"))
+        check_sizes("qwen3_30b", {}, "model")
 
 
 @LARGE
