@@ -3,15 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.architectures import read_architecture
-from converters.formats.safetensors import CONFIG, read_json
 from converters.layouts.megatron import megatron_layout
 from megarl.algorithms import PolicyObjective
 from megarl.cluster.placement.roles import ENGINE, POLICY
 from megarl.config.megatron import megatron_options
 from megarl.config.pools import take_turns
+from megarl.config.trained_model import read_trained_config
 from megarl.models.auxiliary import wanted_auxiliary
 from megarl.models.policy import check_layout, check_policy, check_prediction_layers
 from megarl.rehearsal.distinct_ranks import distinct_ranks
@@ -147,17 +148,20 @@ def _by_part(ranks: RankPairs, beside: Mapping[int, Mapping[str, int]]) -> dict[
 
 
 def rank_models(config: MegarlConfig, hf_config: Mapping[str, Any]) -> "list[RankModel]":
-    """The policy, with the given config.json, and the other models, which default to the policy's."""
+    """The policy, with the given config.json, and the other models, which default to the policy's.
+
+    Raises UserError for another model that has a path without a config.json, and is not in configs/models.
+    """
     from megarl.rehearsal.trainer_rank import RankModel
 
     reference = PolicyObjective(config.algorithm).needs_reference
     models = [RankModel(POLICY, hf_config, megatron_options(config), reference=reference)]
     for name, wanted in wanted_auxiliary(config).items():
-        own = wanted.path / CONFIG
+        is_policy = wanted.path == Path(config.model.path)
         models.append(
             RankModel(
                 name,
-                read_json(own) if own.is_file() else hf_config,
+                hf_config if is_policy else read_trained_config(str(wanted.path), f"{wanted.key}.path", None),
                 megatron_options(config, wanted.settings),
                 head=wanted.head,
                 reference=wanted.keeps_reference,

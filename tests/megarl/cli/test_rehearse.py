@@ -63,6 +63,7 @@ def test_values_that_cannot_be_are_refused_before_anything_is_built(
         ("+rollout.engine_args.tensor_parallel_size=3", "divided by rollout.engine_args.tensor_parallel_size = 3"),
         ("model.path=qwen3_8b", "the recipe is for qwen3_1_7b, which has"),
         ("lora.rank=1024 lora.merge=false", "takes a rank of at most 512"),
+        ("reward_model.path=/models/judge", "reward_model.path /models/judge is no config.json, no folder with one"),
         ("sft.steps=7", "megarl rehearse counts a step of megarl train, with its engines and its refit, and recipe"),
     ],
 )

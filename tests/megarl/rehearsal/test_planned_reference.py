@@ -22,7 +22,7 @@ def planned_reference(words: list[str]) -> bool:
 @pytest.mark.parametrize("kl", ["0", "0.1"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_has_the_reference_that_a_rehearsal_builds(preset: str, kl: str) -> None:
-    teacher = ["+teachers={sums: {path: teacher}}"] if preset == "distillation" else []
+    teacher = ["+teachers={sums: {path: qwen3_8b}}"] if preset == "distillation" else []
     words = ["quickstart", f"+algorithm={preset}", f"algorithm.kl_coefficient={kl}", *teacher]
     config = compose(words[0], ["model.path=m", "output_dir=o", *words[1:]])
     policy = rank_models(config, known_model(MODEL))[0]
