@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from converters.errors import UserError
-from converters.number_formats import AS_TRAINED, number_format
+from converters.errors import UserError, names_as_given
+from converters.number_formats import AS_TRAINED
 from megarl.cluster.ray.runtime import ray_cluster
 from megarl.config.compose import compose
 from megarl.config.validate import validate
@@ -29,6 +29,7 @@ from megarl.quickstart.models import MODELS, SCHEDULES, UNQUANTISED, QuickstartM
 from megarl.quickstart.outcome import Outcome
 from megarl.quickstart.questions import QuestionFiles
 from megarl.rollout import engine_kind
+from megarl.rollout.number_format import held_format
 from megarl.run.checkpoints import checkpoints_folder
 from megarl.run.resumption import run_with_restarts
 from megarl.schema import MegarlConfig, RolloutConfig
@@ -48,7 +49,8 @@ _TABLE_WIDTH = 120
 def main(options: argparse.Namespace) -> int:
     """Run the quickstart; return 0, or 1 if it has not learned or its export does not match the trained model."""
     if options.weights != UNQUANTISED:
-        number_format(options.weights)
+        with names_as_given({"rollout.weights": "--weights", "rollout.engine": "--engine"}):
+            held_format(RolloutConfig(engine=options.engine or RolloutConfig.engine, weights=options.weights))
     # `make` passes it in quotes, and not every shell expands the ~ of OUTPUT=~/runs.
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").expanduser().absolute()
     with sole_writer(output):

@@ -37,6 +37,17 @@ def test_a_folder_that_no_shell_has_expanded_is_below_the_home(tmp_path: Path, m
         main(Namespace(**{**USUAL, "model": "none"}, output_dir="~"))
 
 
+def test_a_format_that_the_engine_does_not_hold_is_refused_before_an_earlier_quickstart_is_removed(
+    tmp_path: Path,
+) -> None:
+    earlier = [tmp_path / ".megarl-quickstart", tmp_path / "summary.json"]
+    for file in earlier:
+        file.touch()
+    with pytest.raises(UserError, match=r"^--weights=fp8_block is not for --engine=transformers, which holds weights"):
+        main(Namespace(**{**USUAL, "engine": "transformers", "weights": "fp8_block"}, output_dir=str(tmp_path)))
+    assert sorted(tmp_path.iterdir()) == sorted(earlier)
+
+
 def test_a_recipe_limits_the_context_of_any_engine_by_the_engine_s_own_name() -> None:
     given = {"dtype": "float32", "max_model_len": 32}
     assert named_for("vllm", given) == named_for("transformers", given) == given
