@@ -22,10 +22,13 @@ from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.memory.offload import optimizer_tensors
 from megatron_ext.optimizer.fully_sharded import own_rows
 from megatron_ext.optimizer.hybrid_optimizer import host_tensors
+from megatron_ext.options.device_fields import LOCAL, required_fields
 from megatron_ext.options.options import MegatronOptions
 
 _GATHERS = ("overlap_param_gather", "align_param_gather")
 """Options with which forward passes gather weights: torch (2.13) has no such collective for fake tensors."""
+_OF_GPUS = ("transformer_impl", "moe_router_fusion")
+"""Options of modules and kernels for GPUs, besides those that local modules need at another value."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def rehearse_rank(rank_model: RankModel, rank: int, size: MicroBatchSize) -> Reh
 def build(rank_model: RankModel, rank: int) -> MegatronModel:
     """Build the model of a rank, ready for its first step; see `TrainerWorker.build`."""
     # Local modules, whatever a run uses on its GPUs; and no gathers, which fake tensors do not support.
-    transformer = {name: value for name, value in rank_model.options.transformer.items() if name != "transformer_impl"}
+    of_gpus = {*_OF_GPUS, *required_fields({}, LOCAL)}
+    transformer = {name: value for name, value in rank_model.options.transformer.items() if name not in of_gpus}
     distributed = {name: value for name, value in rank_model.options.distributed.items() if name not in _GATHERS}
     options = replace(rank_model.options, transformer=transformer, distributed=distributed)
     model = MegatronModel(read_architecture(rank_model.hf_config), options, rank, head=rank_model.head)

@@ -49,7 +49,9 @@ def rehearse_ranks(trained: RankModel, ranks: Sequence[int], size: MicroBatchSiz
 
 def test_state_is_that_of_real_ranks_after_a_real_step(folder: Path) -> None:
     # As a recipe for GPUs may say; here the modules are local ones.
-    options = replace(OPTIONS, transformer={"transformer_impl": "transformer_engine"})
+    kernels = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
+    fused = dict.fromkeys((*kernels, "gradient_accumulation_fusion"), True)
+    options = replace(OPTIONS, transformer={"transformer_impl": "transformer_engine", **fused})
     trained = RankModel("trainer", read_json(folder / CONFIG), options, reference=True)
     rehearsed = rehearse_ranks(trained, range(4), SMALL)
     real = run_ranks(real_state, SIZES, folder)
