@@ -46,7 +46,7 @@ def answer(pair: Pair) -> str:
 
 
 def split_pairs(seed: int, held_out: int = HELD_OUT) -> tuple[list[Pair], list[Pair]]:
-    """Return all 10,000 pairs shuffled by `seed`, split into pairs to train on and `held_out` others."""
+    """Return all 10,000 ordered pairs shuffled by `seed`, split into pairs to train on and `held_out` others."""
     order = np.random.default_rng(seed).permutation(100 * 100).tolist()
     pairs = [divmod(number, 100) for number in order]
     return pairs[held_out:], pairs[:held_out]

@@ -1,6 +1,7 @@
 """The task of the quickstart's real model: addition in words, with verifiable answers.
 
-No pair of numbers of a held-out question occurs in a training question, in any wording.
+No pair of numbers of a held-out question occurs in a training question in the same order, in any wording. Most occur
+there in the other order.
 """
 
 from collections.abc import Sequence

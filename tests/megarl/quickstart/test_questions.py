@@ -23,6 +23,7 @@ def test_every_pair_is_asked_for_once_and_no_held_out_one_is_trained_on(rows):
     every = [(a, b) for a in range(SMALLEST, LARGEST + 1) for b in range(SMALLEST, LARGEST + 1)]
     assert sorted(asked["train"] + asked["eval"]) == every
     assert len(asked["eval"]) == 128
+    assert sum((b, a) in asked["train"] for a, b in asked["eval"]) > 64
 
 
 def test_the_answer_is_the_sum_and_the_reward_knows_it(rows):
