@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, get_args
 
 from converters.errors import UserError, did_you_mean
@@ -17,6 +17,7 @@ from megarl.config.input_paths import check_input_paths
 from megarl.config.lora import check_lora, refuse_lora
 from megarl.config.megatron import megatron_options
 from megarl.config.pools import check_pools, refuse_turns
+from megarl.config.purpose import say_commands
 from megarl.config.schedule import check_schedule
 from megarl.output.places import LOGS, check_output
 from megarl.resharding.alignment import ALIGNMENT_BYTES
@@ -266,13 +267,14 @@ def _refuse_joint_prediction(config: MegarlConfig) -> None:
         )
 
 
-def _refuse_options_of_policies(config: MegarlConfig) -> None:
-    for name in ("beta", "label_smoothing"):
+def _refuse_preferences_of_others(config: MegarlConfig, command: str) -> None:
+    """Raise UserError for a key of `preference` that is set and that `command` does not read."""
+    for name, commands in _PREFERENCES_OF.items():
         value = getattr(config.preference, name)
-        if value != getattr(PreferenceConfig(), name):
+        if command not in commands and value != getattr(PreferenceConfig(), name):
             raise UserError(
-                f"preference.{name}={value} is for megarl dpo and spin, and the loss of a reward model has none: leave"
-                " it out"
+                f"preference.{name}={value} is for {say_commands(commands)}, and has no effect in megarl {command}:"
+                " leave it out"
             )
 
 
@@ -299,15 +301,24 @@ def _value(config: MegarlConfig, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
+_PREFERENCES_OF: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("beta", "label_smoothing"), ("dpo", "spin")),
+    **dict.fromkeys(("prompt_column", "chosen_column", "rejected_column"), ("dpo", "reward-model")),
+    **dict.fromkeys(("messages_column", "steps_per_generation"), ("spin",)),
+}
+"""Keys of `preference` that not all of its commands read -> those that do."""
 _POLICY = (_check_megatron, check_lora, check_composition, check_schedule, check_abilities, _check_step)
 _TRAINING = (check_output, _check_megatron, check_lora)
-_PREFERENCES = (*_TRAINING, _check_preferences)
+_PREFERENCES: Mapping[str, Sequence[Callable[[MegarlConfig], None]]] = {
+    command: (*_TRAINING, _check_preferences, partial(_refuse_preferences_of_others, command=command))
+    for command in ("dpo", "reward-model", "spin")
+}
 CHECKS: Mapping[str, Sequence[Callable[[MegarlConfig], None]]] = {
     "train": (check_output, *_POLICY),
     "sft": _TRAINING,
-    "dpo": (*_PREFERENCES, _refuse_joint_prediction),
-    "reward-model": (*_PREFERENCES, refuse_lora, _refuse_options_of_policies),
-    "spin": (*_PREFERENCES, refuse_turns, _refuse_joint_prediction),
+    "dpo": (*_PREFERENCES["dpo"], _refuse_joint_prediction),
+    "reward-model": (*_PREFERENCES["reward-model"], refuse_lora),
+    "spin": (*_PREFERENCES["spin"], refuse_turns, _refuse_joint_prediction),
     "eval": (_check_logs,),
     "chat": (_check_logs,),
 }

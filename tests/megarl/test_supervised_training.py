@@ -48,7 +48,7 @@ def run(command: str, output: Path, model: Path, files: EchoFiles, *overrides: s
         *(command, "--config-name", f"quickstart_{command.replace('-', '_')}"),
         *(f"model.path={model}", f"output_dir={output}"),
         *(f"{group}.train_files=[{train}]", f"{group}.eval_files=[{held_out}]"),
-        f"{group}.messages_column={CONVERSATIONS}",
+        *([f"{group}.messages_column={CONVERSATIONS}"] if conversations else []),
         *("megatron.expert_model_parallel_size=1", "megatron.lr=3e-3", "megatron.lr_decay_style=constant"),
         *("sft.sequences_per_step=64", "preference.pairs_per_step=64", "preference.eval_every=10"),
         *("tracking.loggers=[jsonl]", "checkpoint.every=4", "checkpoint.keep_last=100"),

@@ -52,14 +52,21 @@ def test_training_is_refused(make_config: Callable[..., MegarlConfig], override:
         validate(make_config("quickstart_dpo", override), "dpo")
 
 
-@pytest.mark.parametrize("override", ["preference.beta=0.5", "preference.label_smoothing=0.1"])
-def test_a_reward_model_takes_no_option_of_the_loss_of_a_policy(
-    make_config: Callable[..., MegarlConfig], override: str
+@pytest.mark.parametrize(
+    ("command", "override", "others"),
+    [
+        ("reward-model", "preference.beta=0.5", "megarl dpo or spin"),
+        ("reward-model", "preference.label_smoothing=0.1", "megarl dpo or spin"),
+        ("reward-model", "preference.steps_per_generation=3", "megarl spin"),
+        ("dpo", "preference.messages_column=chat", "megarl spin"),
+        ("spin", "preference.chosen_column=best", "megarl dpo or reward-model"),
+    ],
+)
+def test_a_key_that_only_other_commands_read_is_refused(
+    make_config: Callable[..., MegarlConfig], command: str, override: str, others: str
 ) -> None:
-    with pytest.raises(
-        UserError, match=f"^{override} is for megarl dpo and spin, and the loss of a reward model has no"
-    ):
-        validate(make_config("quickstart_reward_model", override), "reward-model")
+    with pytest.raises(UserError, match=f"^{override} is for {others}, and has no effect in megarl {command}: leave"):
+        validate(make_config(f"quickstart_{command.replace('-', '_')}", override), command)
 
 
 @pytest.mark.parametrize("command", ["dpo", "spin"])
