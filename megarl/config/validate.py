@@ -169,6 +169,8 @@ def check_single_values(config: MegarlConfig) -> None:
     for name, teacher in config.teachers.items():
         if teacher.ranks is not None and teacher.ranks < 1:
             raise UserError(f"teachers.{name}.ranks={teacher.ranks} is too small: it must be at least 1")
+    if config.rollout.top_k != -1 and config.rollout.top_k < 1:
+        raise UserError(f"rollout.top_k={config.rollout.top_k}: it must be at least 1, or -1 for every token")
     if negative := [token for token in config.rollout.stop_token_ids if token < 0]:
         raise UserError(f"rollout.stop_token_ids has {negative[0]}, and no token has a number below 0")
     check_each_part(config.algorithm)
@@ -202,8 +204,6 @@ def _check_pairs(config: MegarlConfig) -> None:
     check_pools(config)
     with_kv_scales(config.rollout, config.rollout.engine_args)
     _check_direct(config)
-    if config.rollout.top_k != -1 and config.rollout.top_k < 1:
-        raise UserError(f"rollout.top_k={config.rollout.top_k}: it must be at least 1, or -1 for every token")
 
 
 def _check_direct(config: MegarlConfig) -> None:

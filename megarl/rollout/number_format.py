@@ -19,8 +19,9 @@ def in_number_format(rollout: RolloutConfig, hf_config: Mapping[str, Any]) -> Ar
     not support, arguments that contradict it, a model that is already in FP8, and one whose sizes do not fit.
     """
     kind, chosen = engine_kind(rollout.engine), held_format(rollout)
-    if chosen is None or kind.quantised is None:
+    if chosen is None:
         return rollout.engine_args
+    assert kind.quantised is not None, "held_format refuses an engine without it"
     if is_block_fp8(hf_config):
         raise UserError(
             f"rollout.weights={chosen.name} is made of weights as they are trained, and model.path is in FP8 already:"

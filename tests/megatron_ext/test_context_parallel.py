@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from launch import run_ranks
+from long_cases import but_long
 from parallel_rank import parallel_rank
 from parity import in_huggingface_names, sequences
 from test_model import assert_same_gradients
@@ -44,8 +45,7 @@ MODELS = {
     "CP2 PP2": ("qwen2",),
     "CP2 DP2 EP2": ("qwen3_moe",),
 }
-LONG = ("CP4", "CP2 PP2")
-"""Left to `make test-long`: the others show the same."""
+CASES = {f"{sizes}-{name}": (sizes, name) for sizes, names in MODELS.items() for name in names}
 ALL = ("qwen2", "qwen3", "llama", "gemma2", "qwen3_moe", "deepseek_v3")
 # Sequences of each micro-batch, of each data-parallel rank; one is empty.
 CUTS = {1: [[[3, 0], [4], [1, 2], []]], 2: [[[2, 0], [4]], [[1], [3]]]}
@@ -129,17 +129,11 @@ def of_ranks(folders: Mapping[str, Path]) -> Callable[[str], list[dict[str, Any]
     return run
 
 
-@pytest.mark.parametrize(
-    ("sizes", "name"),
-    [
-        pytest.param(sizes, name, marks=[pytest.mark.long] if sizes in LONG else [])
-        for sizes in SIZES
-        for name in MODELS[sizes]
-    ],
-)
+@pytest.mark.parametrize("case", but_long(CASES, "CP4-llama", "CP2 PP2-qwen2"))
 def test_predictions_loss_and_gradients_are_those_of_one_rank(
-    sizes: str, name: str, of_ranks: Callable[[str], list[dict[str, Any]]], of_one_rank: Mapping[str, Any]
+    case: str, of_ranks: Callable[[str], list[dict[str, Any]]], of_one_rank: Mapping[str, Any]
 ) -> None:
+    sizes, name = CASES[case]
     parallel, expected = SIZES[sizes], of_one_rank[name]
     found = [each[name] for each in of_ranks(sizes)]
     lengths = whole_batch().lengths.tolist()

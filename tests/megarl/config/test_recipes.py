@@ -9,6 +9,8 @@ import pytest
 
 from converters.architectures import read_architecture
 from converters.errors import UserError
+from converters.formats.safetensors import read_json, unquantised
+from converters.number_formats import AS_TRAINED
 from megarl.cli.main import main
 from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
@@ -134,10 +136,10 @@ def test_every_gpu_has_its_work(config: MegarlConfig) -> None:
 
 @LARGE
 def test_an_engine_cuts_no_block_of_its_number_format(config: MegarlConfig, model: Path) -> None:
-    fields = json.loads((model / "config.json").read_text())
     # The policy is in bf16, whatever was released.
-    fields.pop("quantization_config", None)
-    in_number_format(config.rollout, fields)
+    fields = unquantised(read_json(model / "config.json"))
+    is_told = in_number_format(config.rollout, fields) != config.rollout.engine_args
+    assert is_told == (config.rollout.weights != AS_TRAINED)
 
 
 @LARGE
