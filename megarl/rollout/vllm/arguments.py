@@ -105,12 +105,13 @@ def make_engine_config(model_path: Path, given: Mapping[str, Any]) -> Any:
 
     # Check before GPU-only arguments are dropped on a CPU.
     VLLM.check(_own_left_out(given))
+    hf_config = read_json(model_path / CONFIG)
     if device.backend() == "gloo":
         given = cpu.routed_experts.without_argument(cpu.corrections.without_arguments_of_gpus(given))
+        given = cpu.corrections.with_backend_of_draft(hf_config, given)
         cpu.fp8.take_float32_activations()
     backend = adapter_slot.BACKEND if given.get(ADAPTER_SLOT) else weight_transfer.BACKEND
     required = {**REQUIRED, "model": str(model_path), "weight_transfer_config": {"backend": backend}}
-    hf_config = read_json(model_path / CONFIG)
     if device.backend() == "gloo":
         cpu.kv_cache.check(hf_config, given)
     # vLLM's own choice for an fp32 model is bfloat16.

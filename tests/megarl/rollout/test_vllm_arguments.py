@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from converters.errors import UserError
+from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout.vllm.arguments import make_engine_config
 from megarl.rollout.vllm.kind import VLLM
 from megarl.rollout.vllm.sequences import finish_reason
@@ -104,6 +105,17 @@ def _kernels(folder, given):
 def test_what_engines_on_gpus_alone_have_is_left_out_on_a_cpu(vllm_process, model_folder):
     given = {"moe_backend": "triton", "linear_backend": "cutlass", "enable_sleep_mode": True}
     assert vllm_process(_kernels, model_folder("qwen3", 0), given) == ("auto", "auto", False)
+
+
+def _backends(folder, given):
+    config = make_engine_config(folder, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}, **given})
+    return config.attention_config.backend.name, config.speculative_config.attention_backend.name
+
+
+@pytest.mark.parametrize(("given", "backend"), [({}, "CPU_MLA"), ({"attention_backend": "AMX_MLA"}, "AMX_MLA")])
+def test_a_draft_has_the_backend_of_the_policy_on_a_cpu(vllm_process, tmp_path, given, backend):
+    folder = write_tiny_model("deepseek_v3", tmp_path, fields={"num_nextn_predict_layers": 1})
+    assert vllm_process(_backends, folder, given) == (backend, backend)
 
 
 @pytest.mark.parametrize(

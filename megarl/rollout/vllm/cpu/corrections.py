@@ -32,6 +32,10 @@ seed.
 """
 
 
+_LATENT_ATTENTION = "CPU_MLA"
+"""The backend for latent attention. On a CPU with AMX, vLLM would choose one that supports only bfloat16."""
+
+
 def engine_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of vLLM's EngineArgs on a CPU, for the model with this config.json."""
     arguments: dict[str, Any] = {
@@ -45,9 +49,17 @@ def engine_arguments(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         # never cached; for latent attention it is 16.
         arguments["block_size"] = 32
     else:
-        # On a CPU with AMX, vLLM would choose an MLA backend that supports only bfloat16.
-        arguments["attention_backend"] = "CPU_MLA"
+        arguments["attention_backend"] = _LATENT_ATTENTION
     return arguments
+
+
+def with_backend_of_draft(hf_config: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`given`, where a draft with latent attention has the backend of the policy, which it does not inherit."""
+    draft = given.get("speculative_config")
+    if not draft or "kv_lora_rank" not in hf_config:
+        return given
+    backend = given.get("attention_backend") or _LATENT_ATTENTION
+    return {**given, "speculative_config": {"attention_backend": backend, **draft}}
 
 
 def install() -> None:
