@@ -22,6 +22,8 @@ CONTROL = "10.77.0.254"
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _PROGRAMS = ("unshare", "nsenter", "ip")
 _UP_S = 60.0
+_RUN_S = 400.0
+"""Longest time of a whole run on a machine: on loaded cores it is minutes, where it is half a minute on idle ones."""
 # Its first process adopts those whose parent ended, and all others end with it.
 _MACHINE = """
 set -e
@@ -143,7 +145,7 @@ class Machines:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=_RUN_S,
         )
         return done.stdout
 
