@@ -115,6 +115,7 @@ class Job:
         self.checkpoints.save(
             state.step,
             lambda write: {
+                **self.setup.state,
                 **self.rollouts.save(write),
                 "kl": state.kl.state_dict(),
                 "engines": self.engines.state_dict(),

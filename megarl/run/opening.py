@@ -4,9 +4,10 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -35,6 +36,7 @@ from megarl.rollout import engine_configuration
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.run.batches import BatchStream, StepBatch, read_waiting
 from megarl.run.checkpoints import Checkpoint, check_trained_alike, latest_checkpoint
+from megarl.run.initial_weights import STATE, InitialWeights, check_began_alike, read_initial_weights
 from megarl.run.throughput import Throughput
 from megarl.schema import MegarlConfig
 from megarl.tracking import Run, Tracker, open_tracker
@@ -54,6 +56,7 @@ class RunSetup:
     model: Model
     options: MegatronOptions
     checkpoint: Checkpoint | None = None
+    initial_weights: Mapping[str, InitialWeights] = field(default_factory=dict)
     learned_ends: tuple[int, ...] = ()
     """Tokens that the policy learns to end turns with and that the model's files do not name as end tokens."""
 
@@ -71,9 +74,11 @@ class RunSetup:
             check_trainable(model, options, config.algorithm)
             if COMMAND_FACTS[command].refits_engines:
                 _check_refits(model, options, config)
-            setup = cls(config, command, model, options, latest_checkpoint(config, command))
-            if setup.checkpoint is not None:
-                check_trained_alike(setup.checkpoint.folder, model.architecture, options.adapter)
+            checkpoint = latest_checkpoint(config, command)
+            setup = cls(config, command, model, options, checkpoint, read_initial_weights(config, command, model))
+            if checkpoint is not None:
+                check_trained_alike(checkpoint.folder, model.architecture, options.adapter)
+                check_began_alike(checkpoint, setup.initial_weights)
         if setup.checkpoint is None:
             check_that_none_is_lost(setup.exports)
         return setup
@@ -115,6 +120,11 @@ class RunSetup:
     def steps(self) -> int:
         """Total number of steps of the run."""
         return COMMAND_FACTS[self.command].steps(self.config)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The part of a checkpoint's state that the run itself is known by."""
+        return {STATE: {role: each.digest for role, each in self.initial_weights.items()}}
 
     @property
     def has_converged(self) -> bool:

@@ -112,7 +112,8 @@ class Training:
     def _save(self, batches: BatchStream) -> None:
         position = self.position
         self.checkpoints.save(
-            position.step, lambda write: {"has_converged": position.has_converged, **batches.save(write)}
+            position.step,
+            lambda write: {**self.setup.state, "has_converged": position.has_converged, **batches.save(write)},
         )
 
     def export(self) -> None:
