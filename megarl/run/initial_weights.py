@@ -15,7 +15,7 @@ from megarl.models.policy import Model
 from megarl.run.checkpoints import Checkpoint
 from megarl.schema import MegarlConfig
 
-STATE = "initial_weights"
+INITIAL_WEIGHTS_STATE = "initial_weights"
 """Key of the digests in the state of a checkpoint."""
 
 
@@ -50,7 +50,7 @@ def check_began_alike(checkpoint: Checkpoint, own: Mapping[str, InitialWeights])
 
     Otherwise its reference, or the model under its adapter, would be another one from here on.
     """
-    began = checkpoint.state.get(STATE, {})  # checkpoints of earlier versions do not say it
+    began = checkpoint.state.get(INITIAL_WEIGHTS_STATE, {})  # checkpoints of earlier versions do not say it
     for role, each in own.items():
         if began.get(role, each.digest) != each.digest:
             raise UserError(

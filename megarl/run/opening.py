@@ -35,8 +35,9 @@ from megarl.refit.choice import check_buckets
 from megarl.rollout import engine_configuration
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.run.batches import BatchStream, StepBatch, read_waiting
+from megarl.run.changed_settings import CONFIG_STATE, changed_settings
 from megarl.run.checkpoints import Checkpoint, check_trained_alike, latest_checkpoint
-from megarl.run.initial_weights import STATE, InitialWeights, check_began_alike, read_initial_weights
+from megarl.run.initial_weights import INITIAL_WEIGHTS_STATE, InitialWeights, check_began_alike, read_initial_weights
 from megarl.run.throughput import Throughput
 from megarl.schema import MegarlConfig
 from megarl.tracking import Run, Tracker, open_tracker
@@ -79,8 +80,11 @@ class RunSetup:
             if checkpoint is not None:
                 check_trained_alike(checkpoint.folder, model.architecture, options.adapter)
                 check_began_alike(checkpoint, setup.initial_weights)
-        if setup.checkpoint is None:
+        if checkpoint is None:
             check_that_none_is_lost(setup.exports)
+        elif changed := changed_settings(checkpoint, config):
+            told = f"settings that have changed since the checkpoint of step {setup.step}: {', '.join(changed)}"
+            print(told, file=sys.stderr, flush=True)
         return setup
 
     @classmethod
@@ -123,8 +127,9 @@ class RunSetup:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The part of a checkpoint's state that the run itself is known by."""
-        return {STATE: {role: each.digest for role, each in self.initial_weights.items()}}
+        """What a checkpoint's state says of the run itself."""
+        digests = {role: each.digest for role, each in self.initial_weights.items()}
+        return {INITIAL_WEIGHTS_STATE: digests, CONFIG_STATE: asdict(self.config)}
 
     @property
     def has_converged(self) -> bool:

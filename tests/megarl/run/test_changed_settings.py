@@ -1,0 +1,41 @@
+"""A run that resumes says which settings are others than those that its checkpoint was written with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.quickstart.tiny_models import write_tiny_model
+from megarl.run.changed_settings import changed_settings
+from megarl.run.checkpoints import Checkpoint, Checkpoints
+from megarl.run.opening import RunSetup
+from megarl.schema import MegarlConfig
+
+
+def test_a_run_that_resumes_says_what_has_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = MegarlConfig()
+    config.output_dir, config.model.dtype = str(tmp_path / "run"), "fp32"
+    config.model.path = str(write_tiny_model("qwen3", tmp_path / "model"))
+    config.megatron["lr"] = 1e-6
+    setup = RunSetup.read(config, "dpo")
+    with Checkpoints(config, "dpo", {}) as checkpoints:
+        checkpoints.save(1, lambda _write: setup.state)
+    capsys.readouterr()
+    config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+    RunSetup.read(config, "dpo")
+    assert "settings" not in capsys.readouterr().err
+    config.preference.beta, config.megatron = 0.5, {"lr": 5e-7, "clip_grad": 0.5}
+    RunSetup.read(config, "dpo")
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "settings that have changed since the checkpoint of step 1: megatron.clip_grad unset -> 0.5,"
+        " megatron.lr 1e-06 -> 5e-07, preference.beta 0.1 -> 0.5"
+    )
+
+
+def test_a_key_that_an_earlier_version_did_not_have_had_its_default(tmp_path: Path) -> None:
+    config = MegarlConfig()
+    earlier = Checkpoint(tmp_path, {"step": 1, "config": {"loop": {"steps": config.loop.steps}}})
+    assert changed_settings(earlier, config) == []
+    config.loop.samples_per_prompt += 1
+    assert len(changed_settings(earlier, config)) == 1
+    assert changed_settings(Checkpoint(tmp_path, {"step": 1}), config) == []
