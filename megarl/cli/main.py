@@ -10,7 +10,7 @@ from typing import Any
 from converters.durable import is_disk_full
 from converters.errors import UserError, did_you_mean
 from megarl.cli.parser import CommandParser
-from megarl.cli.standard_output import watched_output
+from megarl.cli.standard_output import open_closed_streams, watched_output
 from megarl.cli.training import TRAINING_COMMANDS
 from megarl.process.errors import RunFailed, exit_code_of
 from megarl.process.own_programs import find_own_programs
@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     The code is 0; 1 for a finding (see the command), a process that died, or a closed standard output; 2 for bad input;
     130, 143 or 129 after SIGINT (Ctrl-C), SIGTERM or SIGHUP.
     """
+    open_closed_streams()
     options = argparse.Namespace(interrupted="interrupted")
     raise_limits()
     find_own_programs()

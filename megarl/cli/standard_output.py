@@ -1,4 +1,4 @@
-"""Watches standard output, whose reader may go away, or whose disk may fill up."""
+"""Watches standard output, whose reader may go away, or whose disk may fill up; opens streams that are closed."""
 
 import os
 import sys
@@ -7,6 +7,14 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 from megarl.process.errors import RunFailed
+
+
+def open_closed_streams() -> None:
+    """Open the null device for standard streams that the caller has closed, whose numbers later files would get."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            # The lowest free number, which is its own.
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
 
 
 class OutputLost(RunFailed):

@@ -288,6 +288,15 @@ def test_output_that_nobody_takes_is_one_sentence(words: str, unbuffered: str, o
     assert (done.returncode, done.stderr) == (1, said)
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_are_none_that_a_later_file_becomes(closed: str) -> None:
+    command = "main(['config', '--diff', 'quickstart', 'quickstart'])"
+    code = f"import os; from megarl.cli.main import main; assert not {command}; assert os.open('/', 0) > 2"
+    arguments = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     # An nvidia-smi that never answers keeps the doctor waiting, so that the signal meets it at work.
     started = tmp_path / "started"
