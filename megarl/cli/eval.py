@@ -65,8 +65,8 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
     # Overrides that follow --files are parsed as its values; folders of data may be named split=test.
     overrides = [word for word in options.files if "=" in word and not Path(word).exists()]
     files = [word for word in options.files if word not in overrides]
-    quoted = ",".join(recipe.override("", file)[1:] for file in files)
-    return [*recipe.named_overrides(options, _KEYS), f"data.eval_files=[{quoted}]", *overrides, *options.overrides]
+    named = recipe.named_overrides(options, _KEYS)
+    return [*named, recipe.override("data.eval_files", files), *overrides, *options.overrides]
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,8 +21,12 @@ class Assignment:
 
 def override(key: str, value: object) -> str:
     """Return a Hydra override that sets `key` to exactly this value."""
+    if isinstance(value, list):
+        return f"{key}=[{','.join(_quoted(each) if isinstance(each, str) else str(each) for each in value)}]"
     text = str(value)
-    if _PLAIN_VALUE.fullmatch(text):
-        return f"{key}={text}"
+    return f"{key}={text if _PLAIN_VALUE.fullmatch(text) else _quoted(text)}"
+
+
+def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{escaped}'"
+    return f"'{escaped}'"

@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from converters.errors import UserError, names_as_given
 from converters.number_formats import AS_TRAINED
 from megarl.cluster.ray.runtime import ray_cluster
+from megarl.config.assignment import override
 from megarl.config.compose import compose
 from megarl.config.validate import validate
 from megarl.evaluate import fresh_engines
@@ -53,7 +54,7 @@ def main(options: argparse.Namespace) -> int:
             held_format(RolloutConfig(engine=options.engine or RolloutConfig.engine, weights=options.weights))
     # `make` passes it in quotes, and not every shell expands the ~ of OUTPUT=~/runs.
     output = Path(options.output_dir or f"runs/quickstart_{options.model}").expanduser().absolute()
-    with sole_writer(output):
+    with names_as_given({"output_dir": "--output-dir"}), sole_writer(output):
         return _run(options, output)
 
 
@@ -123,10 +124,10 @@ def _warm_up_config(
             *chosen.warm_up.overrides,
             *overrides_for(device.gpus()),
             *(BF16 if weights != AS_TRAINED else ()),
-            f"output_dir='{output / 'warm_up'}'",
-            f"model.path='{model}'",
-            f"sft.train_files=['{files.sft_train}']",
-            f"sft.eval_files=['{files.sft_eval}']",
+            override("output_dir", output / "warm_up"),
+            override("model.path", model),
+            override("sft.train_files", [str(files.sft_train)]),
+            override("sft.eval_files", [str(files.sft_eval)]),
         ],
     )
     validate(warm_up, "sft")
@@ -149,10 +150,10 @@ def _job_config(
             *chosen.in_format(options.weights),
             *SCHEDULES[options.schedule],
             f"rollout.engine={engine}",
-            f"output_dir='{output}'",
-            f"model.path='{model}'",
-            f"data.train_files=['{files.train}']",
-            f"data.eval_files=['{files.eval}']",
+            override("output_dir", output),
+            override("model.path", model),
+            override("data.train_files", [str(files.train)]),
+            override("data.eval_files", [str(files.eval)]),
             *([f"loop.steps={options.steps}"] if options.steps is not None else []),
         ],
     )
@@ -168,9 +169,9 @@ def named_for(engine: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_config(job: MegarlConfig, output: Path) -> MegarlConfig:
     overrides = [
-        f"model.path='{output / EXPORT}'",
-        f"data.eval_files=['{job.data.eval_files[0]}']",
-        f"output_dir='{output / 'check'}'",
+        override("model.path", output / EXPORT),
+        override("data.eval_files", job.data.eval_files),
+        override("output_dir", output / "check"),
         f"rollout.max_response_tokens={job.rollout.max_response_tokens}",
         f"rollout.temperature={job.rollout.temperature}",
         f"reward.function={job.reward.function}",

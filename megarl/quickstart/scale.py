@@ -57,8 +57,8 @@ def tiny(config: MegarlConfig) -> dict[str, Any]:
         # The tiny model is not the named one.
         "model.name": None,
         "model.path": output / _MODEL,
-        "data.train_files": f"['{output / _DATA / 'train.parquet'}']",
-        "data.eval_files": f"['{output / _DATA / 'eval.parquet'}']",
+        "data.train_files": [str(output / _DATA / "train.parquet")],
+        "data.eval_files": [str(output / _DATA / "eval.parquet")],
         "data.max_prompt_tokens": _PROMPT_TOKENS,
         "reward.function": f"{Path(__file__).with_name('digits.py')}:share_of_digits",
         "reward.overlong_buffer_tokens": min(4, config.reward.overlong_buffer_tokens),

@@ -8,8 +8,11 @@ import pytest
 
 from converters.errors import UserError
 from megarl.cli.quickstart import run
+from megarl.quickstart.arithmetic import write_arithmetic
+from megarl.quickstart.models import MODELS
 from megarl.quickstart.outcome import Outcome
-from megarl.quickstart.run import _largest, main, named_for
+from megarl.quickstart.run import _check_config, _job_config, _largest, _warm_up_config, main, named_for
+from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.tracking import Run, open_tracker, read_history
 
 USUAL = {"model": "qwen3", "engine": None, "weights": "as_trained", "schedule": "sync", "steps": None}
@@ -35,6 +38,26 @@ def test_a_folder_that_no_shell_has_expanded_is_below_the_home(tmp_path: Path, m
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match=f"{tmp_path} holds files that are not a quickstart's"):
         main(Namespace(**{**USUAL, "model": "none"}, output_dir="~"))
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    output = tmp_path / "it's {one}, [of] many (paths)"
+    model = write_tiny_model("qwen3", output / "model")
+    files = write_arithmetic(output / "data")
+    options = Namespace(**USUAL, output_dir=str(output))
+    warm_up = _warm_up_config(MODELS["qwen3"], output, model, files, options.weights)
+    job = _job_config(MODELS["qwen3"], output, model, files, options)
+    check = _check_config(job, output)
+    assert warm_up is not None
+    assert (warm_up.model.path, warm_up.sft.train_files) == (str(model), [str(files.sft_train)])
+    assert (job.output_dir, job.model.path, job.data.train_files) == (str(output), str(model), [str(files.train)])
+    assert (check.output_dir, check.data.eval_files) == (str(output / "check"), [str(files.eval)])
+
+
+def test_a_file_in_the_way_is_told_of_by_the_option(tmp_path: Path) -> None:
+    (file := tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file cannot be written \(File exists\): choose another --output-dir$"):
+        main(Namespace(**USUAL, output_dir=str(file)))
 
 
 def test_a_format_that_the_engine_does_not_hold_is_refused_before_an_earlier_quickstart_is_removed(
