@@ -2,7 +2,7 @@
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +69,15 @@ def _as_written_now(state: Mapping[str, Any]) -> Mapping[str, Any]:
     if "batches" not in state:
         return state
     return {**state, **state["batches"], "has_converged": state["is_enough"]}
+
+
+def check_models(folder: Path, trained: Iterable[str]) -> None:
+    """Raise UserError unless the checkpoint holds each of these models that a run trains beside its policy."""
+    if missing := [name for name in trained if not (folder / name).is_dir()]:
+        raise UserError(
+            f"{folder} holds no {missing[0]}, since the run that wrote it trained none: set algorithm.advantage as it"
+            " was, or begin a new run with the weights (model.megatron_checkpoint)"
+        )
 
 
 def check_trained_alike(folder: Path, architecture: Architecture, adapter: AdapterOptions | None) -> None:

@@ -36,7 +36,7 @@ from megarl.rollout import engine_configuration
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.run.batches import BatchStream, StepBatch, read_waiting
 from megarl.run.changed_settings import CONFIG_STATE, changed_settings
-from megarl.run.checkpoints import Checkpoint, check_trained_alike, latest_checkpoint
+from megarl.run.checkpoints import Checkpoint, check_models, check_trained_alike, latest_checkpoint
 from megarl.run.initial_weights import INITIAL_WEIGHTS_STATE, InitialWeights, check_began_alike, read_initial_weights
 from megarl.run.throughput import Throughput
 from megarl.schema import MegarlConfig
@@ -79,6 +79,7 @@ class RunSetup:
             setup = cls(config, command, model, options, checkpoint, read_initial_weights(config, command, model))
             if checkpoint is not None:
                 check_trained_alike(checkpoint.folder, model.architecture, options.adapter)
+                check_models(checkpoint.folder, setup._trained_beside)
                 check_began_alike(checkpoint, setup.initial_weights)
         if checkpoint is None:
             check_that_none_is_lost(setup.exports)
@@ -100,8 +101,11 @@ class RunSetup:
     def exports(self) -> list[Path]:
         """Folders of the exported models, the policy's first."""
         adapter = [ADAPTER] if self.options.adapter else []
-        beside = trained_auxiliary(self.config) if COMMAND_FACTS[self.command].trains_auxiliary else []
-        return [Path(self.config.output_dir) / name for name in (EXPORT, *adapter, *beside)]
+        return [Path(self.config.output_dir) / name for name in (EXPORT, *adapter, *self._trained_beside)]
+
+    @property
+    def _trained_beside(self) -> list[str]:
+        return trained_auxiliary(self.config) if COMMAND_FACTS[self.command].trains_auxiliary else []
 
     def export_policy(self, trainer: TrainerGroup, step: int) -> None:
         """Write the policy after `step` as a HuggingFace folder, and its adapter if it has one."""

@@ -67,6 +67,7 @@ def test_a_model_of_implicit_rewards_keeps_its_reference(config: MegarlConfig, m
     config.algorithm.advantage = "prime"
     config.implicit_reward_model.path = str(models / "moved")
     save(RunSetup.read(config, "train"))
+    Path(config.output_dir, "checkpoints/iter_0000001/implicit_reward_model").mkdir()
     config.implicit_reward_model.path = None
     assert RunSetup.read(config, "train").step == 1
     config.implicit_reward_model.path = str(models / "other")
@@ -77,3 +78,12 @@ def test_a_model_of_implicit_rewards_keeps_its_reference(config: MegarlConfig, m
 def test_a_checkpoint_of_an_earlier_version_says_nothing_about_it(config: MegarlConfig, models: Path) -> None:
     save(replace(RunSetup.read(config, "dpo"), initial_weights={}))
     assert RunSetup.read(at(config, path=str(models / "other")), "dpo").step == 1
+
+
+def test_a_critic_that_the_checkpoint_does_not_have_is_asked_for_before_anything_starts(config: MegarlConfig) -> None:
+    save(RunSetup.read(config, "train"))
+    config.algorithm.advantage = "gae"
+    with pytest.raises(
+        UserError, match=r"iter_0000001 holds no critic, .*: set algorithm.advantage as it was, or begin"
+    ):
+        RunSetup.read(config, "train")
