@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from converters.errors import UserError
 from megarl.schema import AlgorithmConfig
@@ -44,11 +45,13 @@ class AdaptiveKl:
         error = min(max(kl / self.target - 1, -_LARGEST_ERROR), _LARGEST_ERROR)
         self.coefficient *= 1 + error * min(1.0, responses / self.horizon)
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float | None]:
         """State for a checkpoint."""
-        return {"coefficient": self.coefficient}
+        return {"coefficient": self.coefficient, "target": self.target}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restore the coefficient; a fixed one keeps its configured value."""
-        if self.target is not None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a coefficient that was adapted and is to be; otherwise the configured value stays."""
+        # Checkpoints of earlier versions have no target.
+        was_adapted = state.get("target", self.target) is not None
+        if self.target is not None and was_adapted:
             self.coefficient = float(state["coefficient"])

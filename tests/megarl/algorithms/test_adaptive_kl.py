@@ -48,6 +48,12 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped() -> None:
     assert resumed.coefficient == straight.coefficient != 0.001
 
 
+def test_a_run_that_begins_to_adapt_when_it_resumes_begins_with_its_own_coefficient() -> None:
+    resumed = adaptive()
+    resumed.load_state_dict(AdaptiveKl.from_config(AlgorithmConfig(kl_coefficient=0.0)).state_dict())
+    assert resumed.coefficient == 0.001
+
+
 @pytest.mark.parametrize("kl", [float("nan"), float("inf")])
 def test_a_kl_that_is_no_number_is_refused(kl: float) -> None:
     with pytest.raises(UserError, match=r"the KL to the reference is (nan|inf)"):
