@@ -80,7 +80,8 @@ def _run(options: argparse.Namespace) -> int:
     from megarl.config.validate import validate
 
     validate(config, "chat")
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    # Read first: loading a large model takes minutes.
+    question = None if sys.stdin.isatty() and sys.stdout.isatty() else question_on_stdin()
     if sys.stderr.isatty():
         print(f"loading {options.model}", file=sys.stderr, flush=True)
     from megarl.chat import open_chat
@@ -91,15 +92,27 @@ def _run(options: argparse.Namespace) -> int:
     ):
         if not chat.conversation.has_template:
             print(f"megarl: {options.model} has no chat template: it continues what it is given", file=sys.stderr)
-        (talk if is_terminal else reply)(chat)
+        if question is None:
+            talk(chat)
+        else:
+            reply(chat, question)
     return 0
 
 
-def reply(chat: "Chat") -> None:
-    """Answer the question on stdin. Raises UserError if there is none."""
-    question = sys.stdin.read().removesuffix("\n")
+def question_on_stdin() -> str:
+    """Read all of stdin. Raises UserError if there is nothing, or no text."""
+    try:
+        question = sys.stdin.read().removesuffix("\n")
+        question.encode()  # in some locales, bytes that are no text are read as halves of characters
+    except UnicodeError as error:
+        raise UserError("what is on stdin is not text in UTF-8: pipe a question to megarl chat") from error
     if not question:
         raise UserError("there is no question on stdin: pipe one to megarl chat, or start it in a terminal")
+    return question
+
+
+def reply(chat: "Chat", question: str) -> None:
+    """Answer one question."""
     for piece in chat.answer(question):
         _show(piece)
     print()

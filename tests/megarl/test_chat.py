@@ -74,10 +74,8 @@ def test_a_conversation(folder, greedy, tmp_path, monkeypatch, capsys):
 
         chat.conversation.reset()
         monkeypatch.setattr("sys.stdin", io.StringIO("1+2=\n"))
-        command.reply(chat)
+        command.reply(chat, command.question_on_stdin())
         assert capsys.readouterr().out == first + "\n"
-        with pytest.raises(UserError, match="no question on stdin"):
-            command.reply(chat)
 
 
 def test_without_a_chat_template_the_text_goes_on():
@@ -136,15 +134,35 @@ class Mischief:
 def test_a_model_cannot_command_the_terminal(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     command._answer(Mischief(), "x")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a question of a pipe"))
-    command.reply(Mischief())
+    command.reply(Mischief(), "a question of a pipe")
     assert capsys.readouterr().out == 2 * "\\x1b]0;owned\\x07\n\tend\\x9b\n"
 
 
-def test_a_pipe_gets_what_the_model_wrote(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("a question of a pipe"))
-    command.reply(Mischief())
+def test_a_pipe_gets_what_the_model_wrote(capsys):
+    command.reply(Mischief(), "a question of a pipe")
     assert capsys.readouterr().out == "\x1b]0;owned\x07\n\tend\x9b\n"
+
+
+@pytest.mark.parametrize(
+    ("piped", "encoding_errors", "says"),
+    [
+        (b"", "strict", "there is no question on stdin"),
+        (b"\n", "strict", "there is no question on stdin"),
+        (b"1\xff+2", "strict", "not text in UTF-8"),
+        (b"1\xff+2", "surrogateescape", "not text in UTF-8"),
+    ],
+)
+def test_a_bad_question_is_refused_before_the_model_is_loaded(
+    piped, encoding_errors, says, folder, monkeypatch, capsys
+):
+    from megarl.cli.main import main
+
+    stdin = io.TextIOWrapper(io.BytesIO(piped), encoding="utf-8", errors=encoding_errors)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert main(["chat", "--model", str(folder), "rollout.engine=transformers"]) == 2
+    said = capsys.readouterr()
+    assert says in said.err
+    assert "Ray" not in said.err
 
 
 @pytest.mark.parametrize(
