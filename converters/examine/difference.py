@@ -37,10 +37,12 @@ class Difference:
     """Types in A and B -> number of tensors, where the types differ."""
     config: Mapping[str, tuple[Any, Any]]
     """Megatron's name of a field of config.json -> values in A and B, where they differ."""
+    has_compared_config: bool
+    """Whether both have a config.json, of a known model."""
 
     @property
     def is_same(self) -> bool:
-        """Whether they are the same model. Different dtypes of equal values do not matter."""
+        """Whether no difference was found. Different dtypes of equal values do not matter."""
         return not (self._is_another_model or self.values)
 
     @property
@@ -73,6 +75,7 @@ def compare(
     matched = _match(a, b, known)
     pairs = {name: (in_a, in_b) for name, (in_a, in_b) in matched.pairs.items() if a.shapes[in_a] == b.shapes[in_b]}
     nbytes = sum(Box.whole(a.shapes[name]).size * a.dtypes[name].itemsize for name, _ in pairs.values())
+    has_compared_config = all(own) and len(known) == 2
     count = Count(nbytes, progress)
     with ThreadPoolExecutor(workers) as pool:
         found = pool.map(lambda name: compare_values(name, (a, pairs[name][0]), (b, pairs[name][1]), count.add), pairs)
@@ -88,7 +91,8 @@ def compare(
         },
         values=values,
         dtypes={both: number for both, number in types.items() if both[0] != both[1]},
-        config=_config_differences(*known) if all(own) and len(known) == 2 else {},
+        config=_config_differences(*known) if has_compared_config else {},
+        has_compared_config=has_compared_config,
     )
 
 

@@ -92,6 +92,9 @@ def _verdict(found: "Difference", options: argparse.Namespace, seconds: float) -
         rounding = ", by no more than rounding" if found.is_rounding else ""
         return f"{options.a} and {options.b} DIFFER{rounding}: {compared}"
     types = ", in other types" if found.dtypes else ""
+    if not found.has_compared_config:
+        why = "config.json not, since one has none or it is of an unknown model"
+        return f"{options.a} and {options.b} have the same weights{types}: {compared}; {why}"
     return f"{options.a} and {options.b} are the same model{types}: {compared}"
 
 
@@ -111,5 +114,6 @@ def _facts(found: "Difference", options: argparse.Namespace, seconds: float) -> 
         "only_in_b": list(found.only_in_b[:limit]),
         "shapes": dict(list(found.shapes.items())[:limit]),
         "dtypes": [{"a": a, "b": b, "tensors": number} for (a, b), number in found.dtypes.items()],
+        "config_compared": found.has_compared_config,
         "config": {name: [repr(a), repr(b)] for name, (a, b) in found.config.items()},
     }

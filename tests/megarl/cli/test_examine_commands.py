@@ -79,6 +79,18 @@ def test_diff_says_so_where_only_the_types_differ(model: Path, tmp_path: Path, c
     assert "are the same model, in other types" in said
 
 
+def test_diff_says_that_models_without_a_configuration_have_the_same_weights(
+    model: Path, converted: Path, capsys: Captured
+) -> None:
+    (model / "config.json").unlink()
+    assert main(["diff", str(model), str(converted)]) == 0
+    said = capsys.readouterr().out
+    assert f"{model} and {converted} have the same weights: 45 tensors compared" in said
+    assert said.endswith("; config.json not, since one has none or it is of an unknown model\n")
+    assert main(["diff", str(model), str(converted), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config_compared"] is False
+
+
 def test_verify_ends_with_0_1_or_2(model: Path, converted: Path, capsys: Captured) -> None:
     assert main(["verify", str(converted)]) == 0
     assert f"{converted} is intact by its manifest" in capsys.readouterr().out
