@@ -67,7 +67,7 @@ class Box:
 def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
     """Find two boxes of one tensor that share an element; None if all are disjoint."""
     active: list[Box] = []
-    for box in sorted(box for box in boxes if box.size):
+    for box in sorted(boxes):
         if box.start:
             active = [other for other in active if other.stop[0] > box.start[0]]
         for other in active:
