@@ -81,6 +81,19 @@ def test_a_checkpoint_has_the_scales_after_their_tensor(number_format):
     assert kept == ["lm_head", "model.embed_tokens"]
 
 
+@pytest.mark.parametrize("number_format", [INT8_CHANNEL, MXFP8, NVFP4], ids=lambda each: each.name)
+def test_the_rows_of_a_second_tile_are_quantised_like_those_of_the_first(number_format):
+    weight = torch.linspace(-1, 1, (2**15 + 1) * 32).view(-1, 32)  # a tile of 2**20 elements, and a row
+    codes, scales = number_format.quantise(weight)
+    for rows in (slice(3), slice(-1, None)):
+        own_codes, own_scales = number_format.quantise(weight[rows])
+        assert torch.equal(codes[rows].view(torch.uint8), own_codes.view(torch.uint8))
+        assert torch.equal(scales[rows].view(torch.uint8), own_scales.view(torch.uint8))
+    weight[-1, 5] = torch.nan
+    with pytest.raises(ValueError, match=r"^(row|block) 32768\b.* holds a weight that is NaN"):
+        number_format.quantise(weight)
+
+
 def test_mxfp8_is_for_columns_of_whole_blocks():
     fits = read_architecture(make_config("qwen3", **HEADS))
     MXFP8.check(fits, 8, 8)
@@ -134,6 +147,9 @@ def test_experts_that_are_not_cut_fit():
     FP8_BLOCK.check(architecture, 2, 1)
     with pytest.raises(UserError, match=r"experts\.0\.down_proj\.weight over 2 ranks cuts its 128"):
         FP8_BLOCK.check(architecture, 2, 2)
+    MXFP8.check(architecture, 8, 1)
+    with pytest.raises(UserError, match=r"experts\.0\.down_proj\.weight has 128, which an engine cuts over 8 ranks"):
+        MXFP8.check(architecture, 8, 8)
 
 
 def test_formats_by_name():
