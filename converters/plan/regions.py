@@ -57,7 +57,7 @@ class Cutting:
     def cut(self, box: Box, parts: int) -> list[Box]:
         """Cut a box into up to `parts` boxes, as equal as the grain allows."""
         parts = min(parts, box.size // self.smallest)
-        if parts <= 1 or not box.start:
+        if parts <= 1:
             return [box]
         start, stop = box.start[0], box.stop[0]
         # Cells of the grain; the first and the last cell may be incomplete.
