@@ -63,6 +63,14 @@ def test_each_worker_of_an_engine_has_whole_heads(parts):
             assert list(cut(Kind.QKV, dimensions, part, parts, ENGINES).pieces) == expected, (heads, groups, part)
 
 
+def test_a_matrix_is_divided_by_the_dimension_that_its_kind_cuts():
+    rows, columns = Dimension("rows", 4), Dimension("columns", 6)
+    takes = {Kind.COLUMN: (2, 4), Kind.ROW: (2, 3, 6), Kind.REPLICATED: (2, 3, 4, 6)}
+    for kind, taken in takes.items():
+        wrong = {parts: undividable(kind, [[rows, columns]], parts) for parts in (2, 3, 4, 6)}
+        assert wrong == {parts: None if parts in taken else columns if kind is Kind.ROW else rows for parts in wrong}
+
+
 @pytest.mark.parametrize(
     ("size", "parts", "rows"),
     [(100, 1, 128), (100, 2, 64), (129, 2, 96), (129, 4, 48), (64, 8, 8), (65, 3, 64), (151936, 8, 18992)],

@@ -58,6 +58,7 @@ def test_the_huggingface_layout_is_the_tensors_themselves():
         ("a", "a", True),
         ("b", "b", True),
     ]
+    assert layout.placements_of({"b"})(0) == layout.placements(0)[1:]
 
 
 def test_a_rank_outside_the_layout_is_an_error():
