@@ -130,3 +130,6 @@ def test_too_many_refills_end_the_run_and_say_why() -> None:
     check_refills(kept, dropped, config)
     with pytest.raises(UserError, match=r"of 8 prompts only 1 of the 3 .*the mean reward is 0\.938"):
         check_refills(kept, [*dropped, dropped[0]], config)
+    failed = [each.with_members([without_score(each)]) for each in (*sampled, *sampled)]
+    with pytest.raises(UserError, match=r"of 14 prompts only 0 .*\(algorithm\.filter_on=outcome\): "):
+        check_refills([], failed, config)
