@@ -35,8 +35,10 @@ def one_by_one(name: str, lengths: list[int], constant: int, groups: list[int]) 
 @given(some_lengths, st.integers(1, 50), st.integers(1, 5))
 def test_the_weight_of_every_token(name: str, lengths: list[int], constant: int, prompts: int) -> None:
     groups = [7 * (place % prompts) for place in range(len(lengths))]
-    weights = AGGREGATIONS[name](torch.tensor(lengths), torch.tensor(groups), verl.options_of(name, constant))
+    inputs = torch.tensor(lengths), torch.tensor(groups), verl.options_of(name, constant)
+    weights = AGGREGATIONS[name](*inputs)
     assert weights.dtype == torch.float32
+    assert not AGGREGATIONS[name].of_responses(*inputs)[inputs[0] == 0].any()
     assert weights.tolist() == pytest.approx(one_by_one(name, lengths, constant, groups), rel=1e-6)
 
 
