@@ -180,12 +180,15 @@ def _say_engine(job: "RehearsedJob") -> str:
 
 
 def _say_refit(job: "RehearsedJob", replicas: int) -> str:
+    from megarl.refit.direct import staging_note
+
     refit = job.refit
     if refit.why_not_direct:
         return f"the refit was not planned: {refit.why_not_direct}"
     return (
         f"a refit moves {say_bytes(refit.sent)} from the trainer to {say_count(replicas, 'engine')} and"
         f" {say_bytes(refit.relayed)} from worker to worker; the busiest rank sends {say_bytes(refit.busiest)}"
+        f"{staging_note(refit.staged)}"
     )
 
 

@@ -31,6 +31,7 @@ _KNOBS = {
         " megatron.pipeline_model_parallel_size or megatron.expert_model_parallel_size"
     ),
     "engine": f"lower {_SHARE}",
+    "staged values": "lower megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size",
     "weights": (
         "raise megatron.pipeline_model_parallel_size, megatron.tensor_model_parallel_size or"
         " megatron.expert_model_parallel_size"

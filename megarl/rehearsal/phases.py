@@ -22,6 +22,7 @@ RankPairs: TypeAlias = "Sequence[tuple[DistinctRank, RehearsedRank]]"
 
 _ENGINE = "engine"
 _BUCKETS = "buckets"
+_STAGED = "staged values"
 _CACHE = "keys and values"
 
 
@@ -54,7 +55,7 @@ def engine_needs(engine: RehearsedEngine, refit: RehearsedRefit, gpu: Gpu, *, bu
     own = {"weights": engine.weights, "activations": engine.activations}
     yield Need(_ENGINE, "longest response", who, {**own, _CACHE: engine.longest}, engine.taken(gpu))
     cache = max(cache_bytes(engine, gpu), engine.longest)
-    buckets = {_BUCKETS: refit.of_worker + buckets_of_ranks}
+    buckets = {_BUCKETS: refit.of_worker + buckets_of_ranks, **_staged(refit)}
     yield Need(_ENGINE, "rollout", who, {**own, _CACHE: cache, **buckets}, gpu.room)
 
 
@@ -76,7 +77,7 @@ def refit_needs(
         own = refit.of_ranks[distinct.rank]
         if takes_turns:
             weights = {"weights": found.state.weights, **beside.get(distinct.rank, {})}
-            weights |= {"engine": engine.weights, _BUCKETS: own + refit.of_worker}
+            weights |= {"engine": engine.weights, _BUCKETS: own + refit.of_worker, **_staged(refit)}
             yield Need(f"{rank_model.name} + {_ENGINE}", "refit", say_who(distinct), weights, gpu.room)
         else:
             state = {name: size for name, size in asdict(found.state).items() if size}
@@ -86,10 +87,16 @@ def refit_needs(
 def beside_ranks(refit: RehearsedRefit, *, takes_turns: bool, whole_engine: int) -> dict[int, dict[str, int]]:
     """Other memory on a trainer rank's GPU: buckets of both sides, or a whole engine that never sleeps."""
     asleep = refit.of_worker if takes_turns else 0
+    others = {**({"engine": whole_engine} if whole_engine else {}), **(_staged(refit) if takes_turns else {})}
     return {
-        rank: {**({"engine": whole_engine} if whole_engine else {}), **({_BUCKETS: size + asleep} if size else {})}
+        rank: {**others, **({_BUCKETS: size + asleep} if size + asleep else {})}
         for rank, size in refit.of_ranks.items()
     }
+
+
+def _staged(refit: RehearsedRefit) -> dict[str, int]:
+    """What a worker stages, if anything; it keeps that while it sleeps, like its buckets."""
+    return {_STAGED: refit.staged} if refit.staged else {}
 
 
 def most_beside(ranks: RankPairs, others: Mapping[str, Mapping[int, int]]) -> dict[int, dict[str, int]]:

@@ -11,9 +11,11 @@ from megarl.refit.direct import topology_of
 from megarl.rehearsal.engine import RehearsedEngine, quantisation
 from megarl.resharding.direct.messages_by_peer import largest_bytes
 from megarl.resharding.direct.quantised_shard import CutBlocksError
+from megarl.resharding.direct.staging import staged_bytes
 from megarl.resharding.direct.transfer_spec import TransferSpec
+from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
 from megarl.resharding.direct.transports.endpoint import BUCKETS
-from megarl.schema import MegarlConfig
+from megarl.schema import MegarlConfig, RefitConfig
 
 if TYPE_CHECKING:
     from megarl.cluster.placement.placement import NodesByRole
@@ -28,6 +30,8 @@ class RehearsedRefit:
     """Rank of the trainer -> bytes of its buckets, for some ranks."""
     of_worker: int
     """Buckets of an engine's worker, including those for relaying to its neighbours."""
+    staged: int = 0
+    """Values that a worker stages, as cuts of the trainer go through blocks of the engine's number format."""
     sent: int = 0
     """Bytes from the trainer to all engines."""
     relayed: int = 0
@@ -58,7 +62,8 @@ def rehearse_refit(
     if not engine.traces:
         # An engine that cannot be examined here may still be written to directly in a run.
         most = BUCKETS * config.refit.bucket_bytes
-        return RehearsedRefit(dict.fromkeys(ranks, most), most, why_not_direct=engine.why_not_direct)
+        of_worker = worker_bytes(config.refit.bucket_bytes, 0, topology, config.refit)
+        return RehearsedRefit(dict.fromkeys(ranks, most), of_worker, why_not_direct=engine.why_not_direct)
     chosen = quantisation(config.rollout, rank_model.options.params_dtype)
     spec = TransferSpec(
         architecture,
@@ -78,14 +83,26 @@ def rehearse_refit(
     number_format = chosen.number_format if chosen else None
     dtype = rank_model.options.params_dtype
     moved = traffic(spec.plan, formats(architecture, number_format=number_format, dtype=dtype))
-    parts = (arriving.direct, arriving.relays_in, arriving.relays_out)
     return RehearsedRefit(
         {rank: BUCKETS * largest_bytes(spec.outgoing(rank)) for rank in ranks},
-        BUCKETS * sum(map(largest_bytes, parts)),
+        worker_bytes(*map(largest_bytes, (arriving.direct, arriving.relays_out)), topology, config.refit),
+        staged_bytes(spec.quantised[0], arriving) if spec.quantised else 0,
         int(moved.direct.sum()),
         int(moved.relayed.sum()),
         int(moved.direct.sum(axis=1).max()),
     )
+
+
+def worker_bytes(received: int, relayed: int, topology: Topology, refit: RefitConfig) -> int:
+    """Buckets of a worker whose largest messages from ranks and to its neighbours have `received` and `relayed` bytes.
+
+    It has none for what it reads from memory that both sides map.
+    """
+    is_mapped = refit.transport in ("auto", *MAPPED_MEMORY_TRANSPORT.values())
+    on_one_machine = len({*topology.source_node, *topology.destination_node}) == 1
+    own = 0 if is_mapped and on_one_machine else BUCKETS
+    # Changes are applied in one more.
+    return (own + refit.delta) * received + BUCKETS * relayed
 
 
 def topology_in(

@@ -66,6 +66,17 @@ def test_colocated_those_whose_turn_it_is_not_have_buckets_alone() -> None:
     assert refit.parts == {"weights": 10, "engine": 25, "buckets": 13}
 
 
+@pytest.mark.parametrize("takes_turns", [True, False])
+def test_what_a_worker_stages_is_there_in_every_phase(takes_turns: bool) -> None:
+    staging = replace(REFIT, staged=9)
+    beside = beside_ranks(staging, takes_turns=takes_turns, whole_engine=0)
+    update = by_phase(model_needs(TRAINED, RANKS, GPU, beside))["update"]
+    assert update.parts.get("staged values", 0) == 9 * takes_turns
+    assert by_phase(engine_needs(ENGINE, staging, GPU, buckets_of_ranks=0))["rollout"].total == 77 + 9
+    (refit,) = refit_needs(TRAINED, RANKS, ENGINE, staging, GPU, {}, takes_turns=takes_turns)
+    assert refit.total == (10 + 25 + 13 + 9 if takes_turns else 66)
+
+
 def test_an_engine_that_never_sleeps_is_beside_its_rank() -> None:
     beside = beside_ranks(REFIT, takes_turns=False, whole_engine=30)
     update = by_phase(model_needs(TRAINED, RANKS, GPU, beside))["update"]
