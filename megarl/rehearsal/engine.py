@@ -16,7 +16,7 @@ from converters.layouts.traced_layout import LoadTrace, untraced
 from converters.number_formats import NumberFormat, number_format
 from megarl.config.lora import adapter_options
 from megarl.models.policy import check_cut, check_draft
-from megarl.planning.memory.engine import engine_activation_bytes, engine_weight_bytes, engine_weights, kv_token_bytes
+from megarl.planning.memory.engine import engine_activation_bytes, engine_weight_bytes, kv_token_bytes
 from megarl.planning.refit import engine_sizes
 from megarl.rehearsal.need import Gpu
 from megarl.rehearsal.own_process import call_apart
@@ -156,7 +156,7 @@ def _in_closed_form(
     tokens = kind.context(rollout.engine_args) or config.data.max_prompt_tokens + rollout.max_response_tokens
     return RehearsedEngine(
         workers=parallel.world_size,
-        weights=round(engine_weight_bytes(engine_weights(architecture, parallel), chosen)),
+        weights=round(engine_weight_bytes(architecture, parallel, chosen)),
         activations=_activation_bytes(architecture, rollout, data_parallel),
         longest=round(kv_token_bytes(architecture, parallel, sizes.kv_bytes, sizes.kv_ranks) * tokens),
         longest_tokens=tokens,

@@ -53,7 +53,7 @@ def engine_memory(
     may cause, see `kv_token_bytes`. With `computes_beside`, `utilization` applies to the memory that CUDA leaves free,
     and covers only weights, keys and values.
     """
-    weights = engine_weight_bytes(engine_weights(architecture, parallel), number_format)
+    weights = engine_weight_bytes(architecture, parallel, number_format)
     groups = parallel.world_size // parallel.tensor_model_parallel_size
     widths = engine_activation_bytes(architecture, prefill_tokens, groups, parallel.expert_tensor_size)
     if computes_beside:
@@ -97,13 +97,31 @@ def engine_weights(architecture: Architecture, parallel: ParallelSizes) -> RankW
     return rank_weights(architecture, parallel, 0, ENGINES)
 
 
-def engine_weight_bytes(weights: RankWeights, number_format: NumberFormat | None) -> float:
+def engine_weight_bytes(
+    architecture: Architecture, parallel: ParallelSizes, number_format: NumberFormat | None
+) -> float:
     """Bytes of a rank's weights: embedding and output layer in bf16, all others in the engine's format, with scales.
 
     Norms and routers also stay in bf16, but are too small to count separately.
     """
+    weights = engine_weights(architecture, parallel)
     in_bf16 = weights.embedding + weights.output
+    if number_format is not None:
+        in_bf16 += _absorbed_elements(architecture, parallel)
     return in_bf16 * _BF16 + (weights.dense + weights.experts) * element_bytes(number_format)
+
+
+def _absorbed_elements(architecture: Architecture, parallel: ParallelSizes) -> int:
+    """Elements of the matrices by which latent attention decodes, which engines make of the codes of `kv_b_proj`.
+
+    In bf16 they are views of the weight.
+    """
+    config = architecture.transformer_config
+    if not architecture.multi_latent_attention:
+        return 0
+    heads = config["num_attention_heads"] // parallel.tensor_model_parallel_size
+    width = config["qk_head_dim"] + config["v_head_dim"]
+    return int(architecture.num_layers * heads * width * config["kv_lora_rank"])
 
 
 def element_bytes(number_format: NumberFormat | None) -> float:

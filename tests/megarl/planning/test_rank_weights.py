@@ -70,7 +70,9 @@ def test_an_engine_in_fp8_has_the_bytes_of_its_formats(sizes: ParallelSizes) -> 
     held = formats(architecture, number_format=FP8_BLOCK)
     shard = engine_layout(architecture, sizes).shard(0)
     expected = sum(held[each.hf_name].held(each.hf_box) for each in shard.placements)
-    assert found.weights == pytest.approx(expected, rel=0.03)
+    # vLLM decodes with a copy of kv_b_proj in bf16, in two parts.
+    expected += 2 * sum(each.hf_box.size for each in shard.placements if each.hf_name.endswith("kv_b_proj.weight"))
+    assert found.weights == pytest.approx(expected, rel=0.01)
     assert found.weights + found.working + found.kv_cache == pytest.approx(0.9 * 141e9)
     beside = engine_memory(
         architecture, sizes, FP8_BLOCK, memory_bytes=141e9, utilization=0.9, prefill_tokens=8192, computes_beside=True
@@ -85,7 +87,7 @@ def test_an_engines_embedding_and_output_layer_stay_in_bf16(name: str, tensor: i
     architecture = read_architecture({**known_model(name), "tie_word_embeddings": tied})
     shapes, dtypes = FP8_BLOCK.checkpoint(architecture)
     sizes = engine_sizes(tensor, None)
-    found = engine_weight_bytes(engine_weights(architecture, sizes), FP8_BLOCK)
+    found = engine_weight_bytes(architecture, sizes, FP8_BLOCK)
     held = sum(prod(shape) * dtypes[each].itemsize for each, shape in shapes.items())
     # Norms and routers stay in bf16, too, and are on every rank.
     assert found == pytest.approx(held / tensor, rel=0.003)
