@@ -7,7 +7,7 @@ from traced_layouts import different
 from converters.architectures import read_architecture
 from converters.layouts.megatron import ParallelSizes
 from converters.layouts.traced_layout import untraced
-from converters.number_formats import FP8_BLOCK, NVFP4
+from converters.number_formats import FP8_BLOCK, MXFP8, NVFP4
 from megarl.quickstart.tiny_models import IN_BLOCKS
 from megarl.rollout.vllm.kind import VLLM
 
@@ -42,6 +42,7 @@ MANY = {
         pytest.param("llama", 2, False, None, marks=pytest.mark.long),
         # Attention multiplies by weights that are derived from codes.
         ("deepseek_v3", 1, False, FP8_BLOCK),
+        ("deepseek_v3", 1, False, MXFP8),
         pytest.param("qwen3_moe", 2, True, NVFP4, marks=pytest.mark.long),
         pytest.param("deepseek_v3", 1, False, NVFP4, marks=pytest.mark.long),
     ],
