@@ -4,19 +4,24 @@ If that is not possible, an engine's memory is computed in closed form.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from converters.architectures import Architecture, read_architecture
+from converters.architectures import Architecture, Lora, read_architecture
 from converters.dtypes import dtype_name
 from converters.layouts.traced_layout import LoadTrace, untraced
 from converters.number_formats import NumberFormat, number_format
 from megarl.config.lora import adapter_options
 from megarl.models.policy import check_cut, check_draft
-from megarl.planning.memory.engine import engine_activation_bytes, engine_weight_bytes, kv_token_bytes
+from megarl.planning.memory.engine import (
+    adapter_slot_bytes,
+    engine_activation_bytes,
+    engine_weight_bytes,
+    kv_token_bytes,
+)
 from megarl.planning.refit import engine_sizes
 from megarl.rehearsal.need import Gpu
 from megarl.rehearsal.own_process import call_apart
@@ -92,11 +97,15 @@ def rehearse_engine(
 
     Raises UserError if the engine itself refuses its arguments, or its sharding of the model.
     """
-    rollout = engine_configuration(config)
-    kind = engine_kind(rollout.engine)
     architecture = read_architecture(hf_config).without_mtp
+    rollout, adapter = engine_configuration(config), adapter_options(config.lora, config.loop.seed)
+    # The adapter that goes alone, into a slot.
+    lora = adapter.lora if adapter is not None and not adapter.merge else None
+    if lora is not None:
+        rollout = replace(rollout, engine_args=with_adapter_slot(rollout, architecture, lora))
+    kind = engine_kind(rollout.engine)
     if reason := _why_not_built(kind, rollout):
-        return _in_closed_form(config, rollout, architecture, gpu_bytes, reason)
+        return _in_closed_form(config, rollout, architecture, lora, gpu_bytes, reason)
     chosen = quantisation(rollout, dtype)
     policy_dtypes = architecture.hf_dtypes(dtype)
     shapes = chosen.number_format.checkpoint(architecture)[0] if chosen else architecture.hf_shapes
@@ -146,17 +155,23 @@ def _why_not_built(kind: EngineKind, rollout: RolloutConfig) -> str:
 
 
 def _in_closed_form(
-    config: MegarlConfig, rollout: RolloutConfig, architecture: Architecture, gpu_bytes: int, reason: str
+    config: MegarlConfig,
+    rollout: RolloutConfig,
+    architecture: Architecture,
+    lora: Lora | None,
+    gpu_bytes: int,
+    reason: str,
 ) -> RehearsedEngine:
     kind = engine_kind(rollout.engine)
     sizes = kind.sizes(rollout.engine_args)
     parallel = engine_sizes(sizes.tensor, sizes.expert)
     chosen: NumberFormat | None = number_format(rollout.weights)
     data_parallel = parallel.world_size // parallel.tensor_model_parallel_size
+    slot = adapter_slot_bytes(architecture, parallel, lora) if lora else 0
     tokens = kind.context(rollout.engine_args) or config.data.max_prompt_tokens + rollout.max_response_tokens
     return RehearsedEngine(
         workers=parallel.world_size,
-        weights=round(engine_weight_bytes(architecture, parallel, chosen)),
+        weights=round(engine_weight_bytes(architecture, parallel, chosen)) + slot,
         activations=_activation_bytes(architecture, rollout, data_parallel),
         longest=round(kv_token_bytes(architecture, parallel, sizes.kv_bytes, sizes.kv_ranks) * tokens),
         longest_tokens=tokens,

@@ -13,7 +13,7 @@ class RehearsedWorker:
     """
 
     weights: int
-    """Parameters and buffers, and what the engine derives from weights after loading."""
+    """Parameters and buffers, what the engine derives from weights after loading, and the slot of an adapter."""
     longest: int
     """KV cache of the longest sequence that the engine accepts."""
     longest_tokens: int

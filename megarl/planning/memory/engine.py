@@ -1,8 +1,9 @@
 """Memory of an engine rank: weights, room for keys and values, and workspace."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from converters.architectures import Architecture
+from converters.architectures import Architecture, Lora, adapter_architecture
+from converters.architectures.lora import target_names
 from converters.errors import UserError
 from converters.layouts.cuts import ENGINES
 from converters.layouts.parallel_sizes import ParallelSizes
@@ -12,6 +13,9 @@ from megarl.planning.memory.rank_weights import RankWeights, rank_weights
 _BF16 = 2
 _HIDDEN_COPIES = 8
 """Number of tensors as wide as the hidden state that exist at once in a prefill."""
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
+"""Matrices that engines fuse."""
+_OF_EXPERT = ("gate_proj", "up_proj", "down_proj")
 _CONTEXT_BYTES = 3e9
 """The CUDA context, NCCL's buffers and CUDA graphs: as vLLM logs for an H100, beside weights and KV cache."""
 
@@ -122,6 +126,18 @@ def _absorbed_elements(architecture: Architecture, parallel: ParallelSizes) -> i
     heads = config["num_attention_heads"] // parallel.tensor_model_parallel_size
     width = config["qk_head_dim"] + config["v_head_dim"]
     return int(architecture.num_layers * heads * width * config["kv_lora_rank"])
+
+
+def adapter_slot_bytes(architecture: Architecture, parallel: ParallelSizes, lora: Lora) -> int:
+    """Bytes of a rank's slot for an adapter in bf16, which has room for all matrices that engines fuse with its own."""
+    adapter = adapter_architecture(architecture, lora)
+    names, every = set(target_names(adapter)), Lora(lora.rank, lora.alpha)
+    fused = [each for each in _FUSED if not names.isdisjoint(each)]
+    if any(parameter.is_expert for parameter in adapter.weight_map):
+        fused.append(_OF_EXPERT)
+    known = set(target_names(adapter_architecture(architecture, every)))
+    whole = replace(lora, target_modules=tuple(sorted(names.union(*fused) & known)))
+    return _BF16 * rank_weights(adapter_architecture(architecture, whole), parallel, 0, ENGINES).total
 
 
 def element_bytes(number_format: NumberFormat | None) -> float:

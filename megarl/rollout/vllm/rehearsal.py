@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from converters.layout import Shape
 from megarl.rollout.kind import Arguments
@@ -64,7 +64,8 @@ def _rehearse(
         longest = sum(spec.max_memory_usage_bytes(config) for spec in _caches(config))
         trace = trace_distinct_layers(model, model_config, hf_shapes, hf_dtypes)
         group = config.parallel_config.data_parallel_index
-        return RehearsedWorker(held_bytes(model), longest, model_config.max_model_len, group, trace)
+        weights = held_bytes(model) + (slot_bytes(model, config) if config.lora_config else 0)
+        return RehearsedWorker(weights, longest, model_config.max_model_len, group, trace)
 
 
 def _fill_scales_of_tensors(model: nn.Module) -> None:
@@ -81,6 +82,20 @@ def held_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, counting shared memory once."""
     storages = (each.untyped_storage() for each in (*model.parameters(), *model.buffers()))
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def slot_bytes(model: nn.Module, config: Any) -> int:
+    """Give a model the slot of an adapter, as `load_lora_model` does; return its bytes."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    manager = LRUCacheWorkerLoRAManager(config, torch.device("cpu"), model.embedding_modules)
+    model = manager.create_lora_manager(model, config)
+    adapted = (module for module in model.modules() if isinstance(module, BaseLayerWithLoRA))
+    # The slot of experts is seen through one more attribute, as the matrices of each expert.
+    tensors = (value for module in adapted for name, value in vars(module).items() if name.endswith("_stacked"))
+    slot = [each for value in tensors for each in value if isinstance(each, Tensor)]
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in slot}.values())
 
 
 def _caches(config: Any) -> list[Any]:
