@@ -8,8 +8,9 @@ import math
 
 def exponential_rate(mean: float) -> float:
     """Rate of the distribution with a mean in (0, 1); negative for means above one half."""
-    low, high = -500.0, 500.0
-    mean = min(max(mean, 0.003), 0.997)
+    mean = min(mean, 0.997)
+    # A short mean is almost the inverse of the rate.
+    low, high = -500.0, max(500.0, 2 / mean)
     for _ in range(60):
         middle = (low + high) / 2
         if _mean(middle) > mean:
@@ -28,7 +29,7 @@ def longer_than(length: float, rate: float) -> float:
 
 def mean_square(rate: float) -> float:
     """Mean of the squared lengths."""
-    return 1 / 3 - rate / 12 if abs(rate) < 1e-3 else 2 * _mean(rate) / rate - 1 / math.expm1(rate)
+    return 1 / 3 - rate / 12 if abs(rate) < 1e-3 else 2 * _mean(rate) / rate - _beyond(rate)
 
 
 def mean_so_far(rate: float) -> float:
@@ -37,4 +38,9 @@ def mean_so_far(rate: float) -> float:
 
 
 def _mean(rate: float) -> float:
-    return 0.5 - rate / 12 if abs(rate) < 1e-4 else 1 / rate - 1 / math.expm1(rate)
+    return 0.5 - rate / 12 if abs(rate) < 1e-4 else 1 / rate - _beyond(rate)
+
+
+def _beyond(rate: float) -> float:
+    """What truncation at the longest length takes off the mean of the exponential distribution."""
+    return 1 / math.expm1(rate) if rate < 700 else 0.0

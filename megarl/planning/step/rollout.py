@@ -17,7 +17,9 @@ from megarl.planning.workload import Workload
 
 _BF16 = 2
 _STEPS = 32
-"""Number of points along the longest response at which the time of a decoding step is computed."""
+"""Number of points along the responses at which the time of a decoding step is computed."""
+_MEANS = 20
+"""Among a billion responses, two are longer than as many means."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,12 @@ def _ending(engine: Decoding, workload: Workload, sequences: float) -> float:
 
 
 def _alive(workload: Workload, sequences: float) -> Iterator[tuple[float, float, float]]:
-    """Intervals of the longest response: first and last token, and the share of responses that are still running."""
+    """Intervals of the responses: first and last token, and the share of responses that are still running."""
     longest, rate = float(workload.max_response_tokens), workload.length_rate
+    # If the mean is far below the longest, hardly any response comes near that.
+    step = min(1.0, _MEANS / rate if rate > 0 else 1.0) / _STEPS
     for number in range(_STEPS):
-        alive = longer_than((number + 0.5) / _STEPS, rate)
+        alive = longer_than((number + 0.5) * step, rate)
         # Less than half a response counts as none.
         if alive * sequences >= 0.5:
-            yield longest * number / _STEPS, longest * (number + 1) / _STEPS, alive
+            yield longest * number * step, longest * (number + 1) * step, alive

@@ -253,10 +253,23 @@ def test_collectives_are_as_fast_as_the_slowest_way() -> None:
     assert speeds.all_to_all(1e9, 16) == pytest.approx(100e-6 + 1e9 * 8 / 16 / (50e9 * 0.8))
 
 
-@pytest.mark.parametrize("mean", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("ratio", [100, 1000, 20_000])
+def test_a_limit_that_no_response_comes_near_hardly_matters(ratio: int) -> None:
+    step = small_step()
+    near, far = (
+        StepPrediction(
+            replace(step, workload=replace(step.workload, response_tokens=50, max_response_tokens=50 * each))
+        )
+        for each in (25, ratio)
+    )
+    assert far.seconds["rollout"] == pytest.approx(near.seconds["rollout"], rel=0.02)
+    assert far.seconds["update"] == pytest.approx(near.seconds["update"], rel=0.02)
+
+
+@pytest.mark.parametrize("mean", [0.0005, 0.1, 0.5, 0.9])
 def test_responses_have_the_mean_that_was_given(mean: float) -> None:
     rate = exponential_rate(mean)
-    points = [(number + 0.5) / 10_000 for number in range(10_000)]
+    points = [(number + 0.5) / 100_000 for number in range(100_000)]
     weights = [exp(-rate * point) for point in points]
     assert sum(p * w for p, w in zip(points, weights, strict=True)) / sum(weights) == pytest.approx(mean, rel=1e-3)
 
