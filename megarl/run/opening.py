@@ -131,7 +131,7 @@ class RunSetup:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a checkpoint's state says of the run itself."""
+        """The part of a checkpoint's state that identifies the run."""
         digests = {role: each.digest for role, each in self.initial_weights.items()}
         return {INITIAL_WEIGHTS_STATE: digests, CONFIG_STATE: asdict(self.config)}
 
