@@ -150,6 +150,8 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing; give the folder of a model in HuggingFace form") from error
+    except NotADirectoryError as error:
+        raise UserError(f"{path.parent} is a file; give the folder that has {path.name}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); change that or copy it again") from error
     except (ValueError, RecursionError) as error:

@@ -117,6 +117,10 @@ def test_verify_ends_with_0_1_or_2(model: Path, converted: Path, capsys: Capture
         (["diff", "model", "model", "--limit", "-1"], "--limit -1"),
         (["diff", "model", "model", "--workers", "0"], "--workers 0"),
         (["inspect", "model", "--hf-config", "nowhere"], "nowhere/config.json is missing"),
+        (
+            ["inspect", "model", "--hf-config", "model/config.json"],
+            "model/config.json is a file; give the folder that has",
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(
