@@ -183,6 +183,14 @@ def test_a_loss_that_names_what_there_is_not_is_refused_when_it_is_made() -> Non
     ):
         PolicyLoss(of_token, surrogate)
 
+    def chosen(log_prob: torch.Tensor) -> torch.Tensor:
+        return log_prob
+
+    known = POLICY_LOSSES["clip"].surrogate
+    for ratio, selection in ((chosen, None), (of_token, chosen)):
+        with pytest.raises(TypeError, match=r"chosen has a parameter log_prob, .* did you mean log_probs\?"):
+            PolicyLoss(ratio, known, selection=selection)
+
 
 @pytest.mark.parametrize("name", [name for name, loss in POLICY_LOSSES.items() if not loss.needs_reference])
 @pytest.mark.parametrize("several", [False, True])

@@ -1,4 +1,5 @@
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.policy_losses import POLICY_LOSSES
+from megarl.algorithms.policy_losses.surrogates import binary_kl
 from megarl.algorithms.ragged import Ragged
 
 OF_VERL = [name for name in POLICY_LOSSES if name != "sppo"]
@@ -227,3 +229,10 @@ def test_sppo_rests_where_the_response_has_moved_by_its_advantage(advantage: flo
     }
     POLICY_LOSSES["sppo"](inputs, {"eta": 2.0}).loss.sum().backward()
     torch.testing.assert_close(leaf.grad, torch.zeros_like(leaf), rtol=0, atol=1e-9)
+
+
+def test_the_divergence_of_a_certain_token_is_a_number() -> None:
+    old = torch.tensor([0.0, -0.1])
+    likely = math.exp(-0.1)
+    known = -0.1 * likely + (1 - likely) * math.log((1 - likely) / 1e-8)
+    assert binary_kl(torch.zeros(2), old).tolist() == pytest.approx([0.0, known], rel=1e-5)

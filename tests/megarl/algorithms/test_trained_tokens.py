@@ -5,6 +5,8 @@ import torch
 
 from converters.errors import UserError
 from megarl.algorithms import PolicyObjective, ValueObjective
+from megarl.algorithms.ragged import Ragged
+from megarl.algorithms.trained_tokens import check_tokens_finite
 from megatron_ext.log_probs import LogProbs
 from megatron_ext.packing.packing import MicroBatch, RaggedBatch, pack
 
@@ -43,3 +45,12 @@ def test_on_a_prompt_it_does_not_count(model: str) -> None:
     values[[0, 3, 4, 7]] = float("nan")
     loss, _ = objective(predictions(values), micro_batch())
     assert loss.isfinite()
+
+
+def test_any_response_of_many_is_named() -> None:
+    names = {"response": torch.tensor([4, 5, 6, 7])}
+    for place, response in enumerate([4, 4, 6, 7]):
+        values = torch.zeros(4)
+        values[place] = torch.inf
+        with pytest.raises(UserError, match=f"of a token of response {response} of this step is inf"):
+            check_tokens_finite("log-prob", values, Ragged(torch.tensor([2, 0, 1, 1])), names)

@@ -110,3 +110,13 @@ def test_what_float64_rounds_of_equal_returns_is_nothing_to_explain(equal: float
         Mean.of(*each, formula=explained_variance) for each in zip(*(q.chunk(7) for q in quantities), strict=True)
     ]
     assert sum(pieces[1:], start=pieces[0]).value == 0
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
+def test_what_is_explained_does_not_depend_on_the_scale_of_rewards(scale: float) -> None:
+    returns, error = scale * torch.tensor([1.0, 1.001], dtype=torch.float64), scale * torch.tensor([0.0, 0.0005])
+    means = [values.double().mean() for values in (error, error.square(), returns, returns.square())]
+    assert float(explained_variance(*means)) == pytest.approx(0.75, rel=1e-6)
+    equal = torch.tensor([1.0, 1.0 + 1e-7], dtype=torch.float64)
+    means[2:] = [(scale * equal).mean(), (scale * equal).square().mean()]
+    assert float(explained_variance(*means)) == 0
