@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from converters.errors import UserError
 from megarl.algorithms.finite import check_finite
 from megarl.cluster.trainer.trainer_group import TrainerGroup
-from megarl.data import Prompt, PromptGroup, Trajectory, trajectories_of
+from megarl.data import Prompt, PromptGroup, Trajectory
 from megarl.rewards import (
     OVERLONG,
     REWARD_MODEL,
@@ -52,14 +52,20 @@ def with_outcomes(
 def with_model_scores(groups: Sequence[PromptGroup], model: TrainerGroup, weight: float) -> list[PromptGroup]:
     """Add `weight` times the reward model's score to the reward of every response that has one.
 
-    Raises UserError naming the response if its score is not finite.
+    Raises UserError naming the prompt of a response whose score is not finite.
     """
-    sampled = [each for each in trajectories_of(groups) if each.score is not None]
-    greedy = [group.baseline for group in groups if group.baseline is not None and group.baseline.score is not None]
-    if not sampled and not greedy:
+    sampled = [(group, each) for group in groups for each in group.trajectories if each.score]
+    greedy = [(group, group.baseline) for group in groups if group.baseline and group.baseline.score]
+    scored = [*sampled, *greedy]
+    if not scored:
         return list(groups)
-    scores = model.scores(whole([*sampled, *greedy]))
-    check_finite("reward model's score", scores, lambda index: f"response {index} of the step")
+    scores = model.scores(whole([each for _, each in scored]))
+    prompts = [group.prompt for group, _ in scored]
+    check_finite(
+        "reward model's score",
+        scores,
+        lambda index: f"a response to prompt {prompts[index].index} ({prompts[index].data_source})",
+    )
     added = [weight * value for value in scores.tolist()]
     of_sampled, of_greedy = iter(added[: len(sampled)]), iter(added[len(sampled) :])
     return [

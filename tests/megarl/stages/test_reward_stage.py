@@ -14,12 +14,13 @@ from megarl.algorithms.advantages.groups import Groups
 from megarl.config.compose import compose
 from megarl.config.folder import recipes_folder
 from megarl.data import Prompt, PromptGroup, Trajectory, Turn
+from megarl.data.stretches import fetch_concatenated
 from megarl.diagnostics import reward_metrics
 from megarl.quickstart.tiny_models import make_tokenizer
 from megarl.rewards import REWARDS, RewardFailed, Score, Scorer
 from megarl.schema import RewardConfig
 from megarl.stages import evaluate
-from megarl.stages.reward import begin_scoring, overlong_penalty, with_outcomes
+from megarl.stages.reward import begin_scoring, overlong_penalty, with_model_scores, with_outcomes
 
 TOKENIZER = make_tokenizer()
 # An async one: no process has to start.
@@ -201,3 +202,44 @@ def test_metrics_of_rewards():
             "reward/part/code/unchecked": 1 / 3,
         }
     )
+
+
+class RewardModel:
+    """Scores a sequence by the last token that is no end."""
+
+    def scores(self, batch):
+        return torch.tensor([TEN_TIMES[int(ids[-2])] for ids in (fetch_concatenated([each]) for each in batch.tokens)])
+
+
+TEN_TIMES = {TOKENIZER(str(digit)).input_ids[-1]: 10.0 * digit for digit in range(1, 6)}
+
+
+def test_the_reward_model_adds_to_what_has_a_score_and_to_its_own_response():
+    def scored(each):
+        return replace(each, score=Score(0.5, {}, {"score": 0.5}))
+
+    first, second, third = (group(*texts, ordinal=n) for n, texts in enumerate(("123", "4", "5")))
+    one, failed, three = first.trajectories
+    groups = [
+        first.with_members([scored(one), failed, scored(three)]),
+        second.with_members([scored(second.trajectories[0])], scored(response("2"))),
+        third.with_members([scored(third.trajectories[0])], response("1")),
+    ]
+    found = with_model_scores(groups, RewardModel(), 0.1)
+    rewards = [[each.score and each.score.value for each in found_group.members] for found_group in found]
+    assert rewards == [[1.5, None, 3.5], [4.5, 2.5], [5.5, None]]
+    assert found[1].baseline.score.terms == {"score": 0.5, "reward_model": 2.0}
+    without = [groups[0].with_members([failed])]
+    assert with_model_scores(without, None, 0.1) == without
+
+
+def test_a_score_of_the_reward_model_that_is_no_number_is_named_by_its_prompt():
+    class Broken(RewardModel):
+        def scores(self, batch):
+            return super().scores(batch).masked_fill(super().scores(batch) == 40, torch.nan)
+
+    groups = [group("12"[n], ordinal=n) for n in range(2)] + [group("3", "4", ordinal=7)]
+    groups = [each.with_members([replace(one, score=Score(0.0)) for one in each.trajectories]) for each in groups]
+    groups[0] = groups[0].with_members([replace(groups[0].trajectories[0], score=None)])
+    with pytest.raises(UserError, match=r"the reward model's score of a response to prompt 7 \(any\)"):
+        with_model_scores(groups, Broken(), 1.0)
