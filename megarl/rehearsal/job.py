@@ -111,7 +111,8 @@ def job_needs(
     policy, ranks = models[0], found[POLICY]
     # A rank and engines that share a GPU permanently.
     engines = round(1 / config.cluster.gpu_share) - 1
-    whole = engines * (engine.taken(gpu) + refit.of_worker + refit.staged)
+    # A share is of the whole GPU, and what an engine keeps free is part of it.
+    whole = engines * (engine.taken(gpu) + gpu.kept_free + refit.of_worker + refit.staged)
     of_policy = _by_part(ranks, beside_ranks(refit, takes_turns=takes_turns, whole_engine=whole))
     together = {name: pairs for name, pairs in found.items() if name in sharing}
     needs: list[Need] = []

@@ -83,6 +83,14 @@ def test_an_engine_that_never_sleeps_is_beside_its_rank() -> None:
     assert (update.parts["engine"], update.free) == (30, -14)
 
 
+def test_engines_that_share_a_gpu_leave_a_rank_what_their_shares_do_not_cover() -> None:
+    config = MegarlConfig(cluster=ClusterConfig(gpu_share=0.34))
+    engine = replace(ENGINE, share=0.3)
+    needs = job_needs(config, [TRAINED], {"trainer": RANKS}, engine, REFIT, GPU)
+    update = by_phase(each for each in needs if each.role == "trainer")["update"]
+    assert update.room - update.parts["engine"] == 100 - 10 - 2 * (30 + REFIT.of_worker)
+
+
 IN_STAGES = ParallelSizes(2, pipeline_model_parallel_size=2)
 CRITIC = RankModel("critic", {}, MegatronOptions(IN_STAGES, torch.bfloat16))
 CRITIC_RANKS = [
