@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +16,7 @@ from converters.layout import Shape
 from megarl.rollout.kind import Arguments
 from megarl.rollout.rehearsed_worker import RehearsedWorker
 from megarl.rollout.vllm.arguments import make_engine_config, prepare_environment
-from megarl.rollout.vllm.kind import VLLM
+from megarl.rollout.vllm.kind import FP8_KEYS_AND_VALUES, VLLM
 
 # A worker's machine does not affect what it holds.
 _OF_MACHINES = ("nnodes",)
@@ -30,6 +31,10 @@ def rehearse_workers(
     """See `EngineKind.rehearsal`."""
     given = {name: value for name, value in arguments.items() if name not in _OF_MACHINES}
     given |= VLLM.without_weights
+    # On a CPU vLLM has no such cache for latent attention; it is counted all the same.
+    in_fp8 = "kv_lora_rank" in hf_config and given.get("kv_cache_dtype") in FP8_KEYS_AND_VALUES
+    if in_fp8:
+        del given["kv_cache_dtype"]
     # Silence warnings, which would be about the CPU that the rehearsal runs on.
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # vLLM's first import warns before it reads that variable.
@@ -41,13 +46,18 @@ def rehearse_workers(
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(dict(hf_config)))
         return [
-            _rehearse(make_engine_config(Path(folder), given), worker, hf_shapes, hf_dtypes)
+            _rehearse(make_engine_config(Path(folder), given), worker, hf_shapes, hf_dtypes, latent_in_fp8=in_fp8)
             for worker in range(VLLM.workers(given))
         ]
 
 
 def _rehearse(
-    config: Any, worker: int, hf_shapes: Mapping[str, Shape], hf_dtypes: Mapping[str, torch.dtype]
+    config: Any,
+    worker: int,
+    hf_shapes: Mapping[str, Shape],
+    hf_dtypes: Mapping[str, torch.dtype],
+    *,
+    latent_in_fp8: bool,
 ) -> RehearsedWorker:
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -61,7 +71,10 @@ def _rehearse(
             model = initialize_model(config, model_config=model_config)
             _fill_scales_of_tensors(model)
             process_weights_after_loading(model, model_config, torch.device("cpu"))
-        longest = sum(spec.max_memory_usage_bytes(config) for spec in _caches(config))
+        caches = _caches(config)
+        if latent_in_fp8:
+            caches = [replace(spec, dtype=torch.uint8) for spec in caches]
+        longest = sum(spec.max_memory_usage_bytes(config) for spec in caches)
         trace = trace_distinct_layers(model, model_config, hf_shapes, hf_dtypes)
         group = config.parallel_config.data_parallel_index
         weights = held_bytes(model) + (slot_bytes(model, config) if config.lora_config else 0)

@@ -103,3 +103,11 @@ def test_rehearsed_workers_of_a_data_parallel_engine_share_out_experts_alone(ran
     assert [each.data_parallel for each in workers] == [0, 1]
     sizes = ParallelSizes(world_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=1)
     assert different(architecture, [each.trace for each in workers], sizes) == set()
+
+
+def test_latents_in_fp8_are_counted_though_vllm_has_none_on_a_cpu(ranks, tiny_config):
+    _, config = tiny_config("deepseek_v3")
+    architecture = read_architecture(config)
+    given = {"kv_cache_dtype": "fp8"}, architecture.hf_shapes, architecture.hf_dtypes(torch.float32)
+    (worker,) = ranks.alone(_rehearsed, config, *given)
+    assert worker.token == architecture.num_layers * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
