@@ -42,5 +42,5 @@ def _mean(rate: float) -> float:
 
 
 def _beyond(rate: float) -> float:
-    """What truncation at the longest length takes off the mean of the exponential distribution."""
+    """Part of the mean of the exponential distribution that truncation at the longest length takes off."""
     return 1 / math.expm1(rate) if rate < 700 else 0.0

@@ -102,7 +102,7 @@ def rehearse_engine(
     # The adapter that goes alone, into a slot.
     lora = adapter.lora if adapter is not None and not adapter.merge else None
     if lora is not None:
-        rollout = replace(rollout, engine_args=with_adapter_slot(rollout, architecture, lora))
+        rollout = replace(rollout, engine_args=dict(with_adapter_slot(rollout, architecture, lora)))
     kind = engine_kind(rollout.engine)
     if reason := _why_not_built(kind, rollout):
         return _in_closed_form(config, rollout, architecture, lora, gpu_bytes, reason)

@@ -95,7 +95,7 @@ def beside_ranks(refit: RehearsedRefit, *, takes_turns: bool, whole_engine: int)
 
 
 def _staged(refit: RehearsedRefit) -> dict[str, int]:
-    """What a worker stages, if anything; it keeps that while it sleeps, like its buckets."""
+    """Values that a worker stages, if any; they stay while it sleeps, like its buckets."""
     return {_STAGED: refit.staged} if refit.staged else {}
 
 

@@ -85,7 +85,7 @@ def rehearse_refit(
     moved = traffic(spec.plan, formats(architecture, number_format=number_format, dtype=dtype))
     return RehearsedRefit(
         {rank: BUCKETS * largest_bytes(spec.outgoing(rank)) for rank in ranks},
-        worker_bytes(*map(largest_bytes, (arriving.direct, arriving.relays_out)), topology, config.refit),
+        worker_bytes(largest_bytes(arriving.direct), largest_bytes(arriving.relays_out), topology, config.refit),
         staged_bytes(spec.quantised[0], arriving) if spec.quantised else 0,
         int(moved.direct.sum()),
         int(moved.relayed.sum()),

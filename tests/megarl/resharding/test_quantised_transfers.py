@@ -23,6 +23,7 @@ from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.staging import Staging
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 
+
 def values_of(spec, rank, version=3):
     tensors = shard_of(spec.plan.source, rank, version)
     return {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
