@@ -20,7 +20,7 @@ help:
 	@echo "make test-long [ARGS=...]   the tests that take longest: runs that are killed and go on, further algorithms, two machines; --sample=3 --offset=2 for a third"
 	@echo "make test-cuda [ARGS=...]   the tests that need one GPU or two; without, they say so"
 	@echo "make test-parallel [ARGS=...]   every parallel layout beside one process; --sample=124 for one of 124, --page for their page of results"
-	@echo "make test-sglang [TEST_WORKERS=2] [ARGS=...]   the tests that run SGLang's own server"
+	@echo "make test-sglang [TEST_WORKERS=2] [ARGS=...]   the tests that run SGLang's own server; --sample=3 for a third of those that take longest"
 	@echo "make test-slurm [ARGS=...]   jobs of slurm/ on a real Slurm of two nodes, which they start; needs root, slurm-wlm and munge"
 	@echo "make test-megatron-next [ARGS=...]   the tests of megatron_ext with the newest megatron-core that works"
 	@echo "make lint              ruff and mypy; 'make format' rewrites"
@@ -70,7 +70,7 @@ test: setup
 test-long: TEST_WORKERS = 2
 test-long: export OMP_NUM_THREADS ?= 1
 test-long: setup
-	$(PYTHON) -m pytest -m long --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTHON) -m pytest -m "long and not sglang" --numprocesses $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-cuda: setup
 	$(PYTHON) -m pytest -rs -m cuda $(ARGS) tests/cuda
@@ -84,7 +84,7 @@ test-parallel: setup
 test-sglang: TEST_WORKERS = 2
 test-sglang: export OMP_NUM_THREADS ?= 1
 test-sglang: setup .venv-sglang
-	$(PYTHON) -m pytest -m sglang --numprocesses $(TEST_WORKERS) --dist loadscope $(ARGS) tests/megarl/rollout tests/megarl/refit
+	$(PYTHON) -m pytest -m sglang --timeout 600 --numprocesses $(TEST_WORKERS) --dist loadscope $(ARGS) tests/megarl/rollout tests/megarl/refit
 
 test-slurm: export OMP_NUM_THREADS ?= 1
 test-slurm: setup

@@ -140,6 +140,7 @@ def test_experts_have_their_adapters(sglang_engines: Any, model_folder: Callable
 
 
 @pytest.mark.sglang
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "fields", "parts", "workers"),
     [
@@ -166,6 +167,7 @@ def test_latent_attention_and_shared_experts_have_their_adapters(
 
 
 @pytest.mark.sglang
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3_moe"])
 def test_tensor_parallel_ranks_have_their_parts(sglang_engines: Any, tmp_path: Path, model: str) -> None:
     folder = write_tiny_model(model, tmp_path / "model", seed=0, fields={"num_key_value_heads": 2})

@@ -10,7 +10,7 @@ from megarl.rollout.sglang.arguments import server_arguments
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("kind", ["sglang"])
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(each, marks=pytest.mark.long) for each in (1, 2)])
 def test_greedy_equals_huggingface_with_rounded_keys_and_values(host, folders, tp_size):
     served = Served(host.start(folders[0], kv_cache_dtype="fp8_e4m3", tp_size=tp_size), folders)
     check_that_keys_and_values_are_rounded(served)

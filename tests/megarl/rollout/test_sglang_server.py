@@ -1,5 +1,6 @@
 """SGLang's own server: what every test of the protocol asks, and what there is of it alone (`make test-sglang`)."""
 
+import functools
 import os
 import signal
 from pathlib import Path
@@ -25,19 +26,20 @@ from megatron_ext.memory.device_memory import CountedMemory
 
 pytestmark = [pytest.mark.sglang, pytest.mark.parametrize("kind", ["sglang"])]
 JOINED = "model.layers.1.self_attn.qkv_proj.weight"
+long = functools.partial(pytest.param, marks=pytest.mark.long)
 
 
 @pytest.mark.parametrize(
     ("name", "tied", "arguments"),
     [
-        ("qwen3", True, {"load_format": "dummy"}),
         ("qwen3_moe", False, {"load_format": "dummy", "enable_return_routed_experts": True}),
-        ("qwen3_moe", False, {"tp_size": 2, "ep_size": 2}),
+        long("qwen3", True, {"load_format": "dummy"}),
+        long("qwen3_moe", False, {"tp_size": 2, "ep_size": 2}),
         # One worker has a key-value head, the other zeros in place of one.
-        ("qwen2", True, {"tp_size": 2}),
-        ("gemma2", True, {}),
-        ("deepseek_v3", False, {"load_format": "dummy", "enable_return_routed_experts": True}),
-        ("deepseek_v3", False, {"tp_size": 2}),
+        long("qwen2", True, {"tp_size": 2}),
+        long("gemma2", True, {}),
+        long("deepseek_v3", False, {"load_format": "dummy", "enable_return_routed_experts": True}),
+        long("deepseek_v3", False, {"tp_size": 2}),
     ],
 )
 def test_greedy_equals_huggingface_before_and_after_updates_and_sleep(
@@ -140,7 +142,7 @@ def test_it_sleeps_and_is_the_same_when_it_wakes(served, tmp_path):
 
 @pytest.mark.parametrize(
     ("victim", "tp_size", "left"),
-    [("the server", 1, {"sglang_loads"}), ("a worker", 2, {"sglang_loads", "sgl_shm_mq"})],
+    [("the server", 1, {"sglang_loads"}), long("a worker", 2, {"sglang_loads", "sgl_shm_mq"})],
 )
 def test_a_killed_server_is_noticed_and_leaves_nothing(
     host, folders, half_generated, monkeypatch, victim, tp_size, left

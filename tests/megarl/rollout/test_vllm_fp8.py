@@ -15,6 +15,7 @@ from megarl.rollout.protocol import Request
 
 CUT_IN_TWO = {**IN_BLOCKS["qwen3_moe"], "num_key_value_heads": 8, "moe_intermediate_size": 256}
 """With which each half of a matrix is in whole blocks, too."""
+LONG_IN_SGLANG = (pytest.mark.sglang, pytest.mark.long)
 SHARED_OUT = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
 ENGINES = [
     # But for its experts as Qwen3, of which `tests/megarl/refit/test_refit.py` has a whole run.
@@ -27,13 +28,13 @@ ENGINES = [
     pytest.param("vllm", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"], NVFP4, marks=pytest.mark.long),
     pytest.param("vllm", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"], FP8_BLOCK, marks=pytest.mark.long),
     pytest.param("sglang", {"load_format": "dummy"}, "qwen3", IN_BLOCKS["qwen3"], FP8_BLOCK, marks=pytest.mark.sglang),
-    pytest.param("sglang", {"tp_size": 2}, "qwen3_moe", CUT_IN_TWO, FP8_BLOCK, marks=pytest.mark.sglang),
-    pytest.param("sglang", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], FP8_BLOCK_UE8M0, marks=pytest.mark.sglang),
-    pytest.param("sglang", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"], FP8_BLOCK, marks=pytest.mark.sglang),
-    pytest.param("sglang", {"load_format": "dummy"}, "qwen3", {}, INT8_CHANNEL, marks=pytest.mark.sglang),
-    pytest.param("sglang", {}, "qwen3_moe", {}, INT8_CHANNEL, marks=pytest.mark.sglang),
-    pytest.param("sglang", {"tp_size": 2}, "qwen3_moe", {}, INT8_CHANNEL, marks=pytest.mark.sglang),
-    pytest.param("sglang", {}, "deepseek_v3", {}, INT8_CHANNEL, marks=pytest.mark.sglang),
+    pytest.param("sglang", {"tp_size": 2}, "qwen3_moe", CUT_IN_TWO, FP8_BLOCK, marks=LONG_IN_SGLANG),
+    pytest.param("sglang", {}, "qwen3_moe", IN_BLOCKS["qwen3_moe"], FP8_BLOCK_UE8M0, marks=LONG_IN_SGLANG),
+    pytest.param("sglang", {}, "deepseek_v3", IN_BLOCKS["deepseek_v3"], FP8_BLOCK, marks=LONG_IN_SGLANG),
+    pytest.param("sglang", {"load_format": "dummy"}, "qwen3", {}, INT8_CHANNEL, marks=LONG_IN_SGLANG),
+    pytest.param("sglang", {}, "qwen3_moe", {}, INT8_CHANNEL, marks=LONG_IN_SGLANG),
+    pytest.param("sglang", {"tp_size": 2}, "qwen3_moe", {}, INT8_CHANNEL, marks=LONG_IN_SGLANG),
+    pytest.param("sglang", {}, "deepseek_v3", {}, INT8_CHANNEL, marks=LONG_IN_SGLANG),
 ]
 
 
