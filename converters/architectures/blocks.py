@@ -8,7 +8,8 @@ _HF = "model.layers.{layer}."
 _MEGATRON = "decoder.layers.{layer}."
 _EXPERT_LOCAL = _MEGATRON + "mlp.experts.local_experts.{expert}."
 _EXPERTS_TE = _MEGATRON + "mlp.experts."
-_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+"""HuggingFace's usual names of the matrices of an MLP, or of an expert."""
 
 
 def embedding_and_output(*, tied: bool) -> tuple[Parameter, ...]:
@@ -111,7 +112,7 @@ def mixture_of_experts(
     expert_bias: bool = False,
     shared_experts: bool = False,
     hf_module: str = "mlp",
-    hf_projections: tuple[str, str, str] = _GATE_UP_DOWN,
+    hf_projections: tuple[str, str, str] = GATE_UP_DOWN,
 ) -> tuple[Parameter, ...]:
     """A router and gated experts after a norm; empty without such layers.
 
@@ -161,7 +162,7 @@ def _gated_mlp(
     megatron: str,
     ffn: str,
     layers: frozenset[int],
-    hf_projections: tuple[str, str, str] = _GATE_UP_DOWN,
+    hf_projections: tuple[str, str, str] = GATE_UP_DOWN,
     grouped: str | None = None,
 ) -> tuple[Parameter, Parameter]:
     gate, up, down = (f"{hf}{name}.weight" for name in hf_projections)

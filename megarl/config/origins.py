@@ -41,7 +41,7 @@ def explain(config_name: str, assignments: Sequence[Assignment], config_dir: str
             settings[key] = Setting(OPEN, "open")
             continue
         origin = _origin(key, given)
-        if origin == DEFAULT and value != _defaults().get(key, value):
+        if origin == DEFAULT and value != defaults().get(key, value):
             origin = _DEDUCED
         settings[key] = Setting(value, origin)
     return settings
@@ -50,7 +50,7 @@ def explain(config_name: str, assignments: Sequence[Assignment], config_dir: str
 def compose_open(config_name: str, overrides: Sequence[str], config_dir: str | None) -> tuple[MegarlConfig, list[str]]:
     """Compose with placeholders for open keys; also returns these keys. Raises UserError as `compose` does."""
     open_ = open_keys(config_name, overrides, config_dir)
-    stand_ins = [f"{key}={_stand_in(_defaults().get(key, OPEN))}" for key in open_]
+    stand_ins = [f"{key}={_stand_in(defaults().get(key, OPEN))}" for key in open_]
     return compose(config_name, [*overrides, *stand_ins], config_dir), open_
 
 
@@ -69,7 +69,8 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 @cache
-def _defaults() -> Mapping[str, Any]:
+def defaults() -> Mapping[str, Any]:
+    """Dotted key -> the value that it has where nothing sets it."""
     return dict(leaves(asdict(MegarlConfig())))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megarl.config.origins import leaves
+from megarl.config.origins import defaults, leaves
 from megarl.run.checkpoints import Checkpoint
 from megarl.schema import MegarlConfig
 
@@ -32,5 +32,5 @@ def changed_settings(checkpoint: Checkpoint, config: MegarlConfig) -> list[str]:
 
 def _values(config: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted key -> value as JSON has it; a key that a version has added had its default before."""
-    values = {**dict(leaves(asdict(MegarlConfig()))), **dict(leaves(config))}
+    values = {**defaults(), **dict(leaves(config))}
     return json.loads(json.dumps(values))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from converters.architectures import Architecture, Lora, adapter_architecture
+from converters.architectures.blocks import GATE_UP_DOWN
 from converters.architectures.lora import target_names
 from converters.errors import UserError
 from converters.layouts.cuts import ENGINES
@@ -15,7 +16,6 @@ _HIDDEN_COPIES = 8
 """Number of tensors as wide as the hidden state that exist at once in a prefill."""
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Matrices that engines fuse."""
-_OF_EXPERT = ("gate_proj", "up_proj", "down_proj")
 _CONTEXT_BYTES = 3e9
 """The CUDA context, NCCL's buffers and CUDA graphs: as vLLM logs for an H100, beside weights and KV cache."""
 
@@ -134,7 +134,7 @@ def adapter_slot_bytes(architecture: Architecture, parallel: ParallelSizes, lora
     names, every = set(target_names(adapter)), Lora(lora.rank, lora.alpha)
     fused = [each for each in _FUSED if not names.isdisjoint(each)]
     if any(parameter.is_expert for parameter in adapter.weight_map):
-        fused.append(_OF_EXPERT)
+        fused.append(GATE_UP_DOWN)
     known = set(target_names(adapter_architecture(architecture, every)))
     whole = replace(lora, target_modules=tuple(sorted(names.union(*fused) & known)))
     return _BF16 * rank_weights(adapter_architecture(architecture, whole), parallel, 0, ENGINES).total

@@ -28,13 +28,14 @@ _SLOT = SlotLimits(
     },
 )
 """Models and arguments with which engines were verified against transformers with an adapter in the slot."""
-_OF_EXPERT = ("gate_proj", "up_proj", "down_proj")
 
 
 def _with_whole_experts(adapter: "Architecture", modules: Sequence[str]) -> list[str]:
     """Add all three matrices of an expert if any is adapted: SGLang has slots for all three or none."""
+    from converters.architectures.blocks import GATE_UP_DOWN  # imports torch
+
     is_of_expert = any(".experts." in name for parameter in adapter.weight_map for name, _ in parameter.huggingface)
-    return sorted({*modules, *(_OF_EXPERT if is_of_expert else ())})
+    return sorted({*modules, *(GATE_UP_DOWN if is_of_expert else ())})
 
 
 def _check_latent(adapter: "Architecture", modules: Sequence[str]) -> None:

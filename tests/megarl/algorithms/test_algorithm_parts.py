@@ -161,17 +161,20 @@ def test_every_kl_goes_into_the_reward(estimator: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "sense"),
     [
-        {"updates_per_step": 2, "policy_loss": "policy_gradient", "ratio_to": "rollout", "corrections": [TIS]},
-        {"ratio_to": "rollout", "corrections": [BAND]},
-        {"ratio_to": "interpolated", "updates_per_step": 2, "corrections": [TIS]},
-        {"kl_unbiased": True, "kl_coefficient": 0.1, "kl_estimator": "k1"},
-        {"dynamic_sampling": True, "filter_low": 0.2},
+        ({"updates_per_step": 2, "policy_loss": "policy_gradient", "corrections": [TIS]}, {"ratio_to": "rollout"}),
+        ({"ratio_to": "rollout", "corrections": [TIS]}, {"corrections": [BAND]}),
+        ({"ratio_to": "interpolated", "corrections": [TIS]}, {"updates_per_step": 2}),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, {"kl_unbiased": True}),
+        ({"filter_low": 0.2}, {"dynamic_sampling": True}),
     ],
 )
-def test_a_configuration_that_makes_sense_is_taken(fields: dict) -> None:
-    PolicyObjective(AlgorithmConfig(**fields))
+def test_a_setting_that_gives_others_sense_is_taken_with_them(fields: dict, sense: dict) -> None:
+    with pytest.raises(UserError):
+        PolicyObjective(AlgorithmConfig(**fields))
+    config = AlgorithmConfig(**{**fields, **sense})
+    assert PolicyObjective(config).algorithm == config
 
 
 def test_a_loss_that_names_what_there_is_not_is_refused_when_it_is_made() -> None:
