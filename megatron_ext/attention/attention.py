@@ -111,7 +111,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *, softmax_scale: float, 
     query, key, value = by_head(query, key, value)
     width = value.shape[-1]
     if query.shape[2] >= _TILED_FROM:
-        value = F.pad(value, (0, key.shape[-1] - width))
+        value = as_wide_as(key, value)
     output = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, scale=softmax_scale)
     return output[..., :width].transpose(1, 2)
 
@@ -145,6 +145,13 @@ def attend_step_by_step(
         scores = softcap * torch.tanh(scores / softcap)
     weights = F.dropout(scores.masked_fill(hidden, -math.inf).softmax(-1), dropout)
     return (weights @ value).transpose(1, 2).to(dtype)
+
+
+def as_wide_as(key: Tensor, value: Tensor) -> Tensor:
+    """Values [..., width] padded with zeros to the width of the keys, as kernels require."""
+    missing = key.shape[-1] - value.shape[-1]
+    # A pad of 0 would copy them, too.
+    return F.pad(value, (0, missing)) if missing else value
 
 
 def by_head(query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:

@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_ext.attention.attention import attend_step_by_step, batches_of_similar_length, by_head, padded_index
+from megatron_ext.attention.attention import (
+    as_wide_as,
+    attend_step_by_step,
+    batches_of_similar_length,
+    by_head,
+    padded_index,
+)
 from megatron_ext.attention.context_parallel import rank_order
 from megatron_ext.attention.varlen_kernels import cpu_flash_backward, cpu_flash_forward, merge
 
@@ -115,19 +121,14 @@ def _attend(
     softmax_scale: float,
 ) -> Tensor:
     width = value.shape[-1]
-    query, key, value = by_head(query, key, _padded(value, key))
+    query, key, value = by_head(query, key, as_wide_as(key, value))
     if not key_before.shape[1]:
         output = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=softmax_scale)
     else:
-        _, key_before, value_before = by_head(query.transpose(1, 2), key_before, _padded(value_before, key_before))
+        _, key_before, value_before = by_head(query.transpose(1, 2), key_before, as_wide_as(key_before, value_before))
         mask = torch.zeros_like(is_before, dtype=query.dtype).masked_fill_(~is_before, float("-inf"))
         output = _OwnAndEarlier.apply(query, key, value, key_before, value_before, mask, softmax_scale)
     return output[..., :width].transpose(1, 2)
-
-
-def _padded(value: Tensor, key: Tensor) -> Tensor:
-    # torch's CPU kernel requires values as wide as the keys.
-    return F.pad(value, (0, key.shape[-1] - value.shape[-1]))
 
 
 class _OwnAndEarlier(torch.autograd.Function):

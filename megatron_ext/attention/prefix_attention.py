@@ -12,10 +12,9 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_ext.attention.attention import attend_step_by_step
+from megatron_ext.attention.attention import as_wide_as, attend_step_by_step
 from megatron_ext.attention.rotary import PackedSequences
 from megatron_ext.attention.varlen_kernels import Merged, VarlenSequences, kernel_for, merge
 from megatron_ext.packing.shared_prefixes import Level
@@ -92,9 +91,7 @@ def prefix_attention(
         outputs = [_attend_to_visible(query, key, value, tree, window, options) for tree in trees]
         return torch.cat(outputs)
     width = value.shape[-1]
-    # Kernels need values as wide as the keys.
-    value = F.pad(value, (0, key.shape[-1] - width))
-    return _OwnAndPrefixes.apply(query, key, value, shared.parts, kernel, softmax_scale)[..., :width]
+    return _OwnAndPrefixes.apply(query, key, as_wide_as(key, value), shared.parts, kernel, softmax_scale)[..., :width]
 
 
 def _own(bounds: Sequence[int]) -> list[Place]:
