@@ -160,6 +160,7 @@ export(target / "megatron", target / "hf", workers=workers, shard_size_bytes=400
 """
 
 
+@pytest.mark.long
 def test_other_processes_with_other_hash_seeds_and_workers_write_the_same_bytes(tmp_path):
     source = make(tmp_path / "source", "deepseek_v3", draw=lambda shape, dtype, _: torch.ones(shape, dtype=dtype))
     written = []

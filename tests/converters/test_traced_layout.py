@@ -85,6 +85,7 @@ def packed_trace():
     return PackedTrace.of(run(partial(load_sharded, 1), parameters, hf | {"surplus": torch.ones(3)}))
 
 
+@pytest.mark.long
 def test_processes_that_trace_the_same_pack_the_same_bytes():
     program = "from test_traced_layout import packed_trace; print(packed_trace().pickled.hex())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "1"}

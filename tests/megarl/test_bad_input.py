@@ -190,6 +190,7 @@ def test_replayed_routing_of_a_model_without_experts(run, tmp_path):
 ONE_RANK = ("cluster.trainer_ranks=1", "megatron.expert_model_parallel_size=1")
 
 
+@pytest.mark.long
 def test_port_in_use(run, cluster):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -43,6 +43,7 @@ def greedy(folder):
     return answer
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared_cluster")
 def test_a_conversation(folder, greedy, tmp_path, monkeypatch, capsys):
     words = [f"model.path='{folder}'", f"output_dir='{tmp_path}'", f"rollout.max_response_tokens={LONGEST}"]

@@ -205,6 +205,7 @@ def test_engines_that_cannot_begin_with_the_weights_of_the_ranks_are_refused(con
         check_loadable(RunSetup.read(config, "train").model, machines=2)
 
 
+@pytest.mark.long
 def test_what_the_machines_do_not_hold_is_refused_before_anything_starts(config, tmp_path):
     config.cluster.pools["rollout"] = PoolConfig(["engine"], nodes=2)
     with pytest.raises(UserError, match=r"^cluster\.pools\.rollout asks for 2 machines, and 1 that no other pool has"):

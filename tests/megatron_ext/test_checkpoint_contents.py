@@ -76,6 +76,7 @@ def others(folder, tmp_path_factory):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["TP2 EP2", "VPP2"])
 def test_a_refreshed_reference_is_the_same_after_resuming(name, others):
     for before, after in zip(*others.references[name], strict=True):
@@ -87,6 +88,7 @@ def test_a_refreshed_reference_is_the_same_after_resuming(name, others):
                 assert torch.equal(tensor, after[kind][name]), (kind, name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["TP2", "DP2"])
 def test_a_critic_continues_as_if_it_had_not_been_interrupted(name, others):
     for before, after in zip(*others.critics[name], strict=True):
@@ -96,6 +98,7 @@ def test_a_critic_continues_as_if_it_had_not_been_interrupted(name, others):
             assert torch.equal(tensor, after["weights"][name]), name
 
 
+@pytest.mark.long
 def test_no_rank_sends_its_state_to_another_to_save_it(others):
     """Beside what megatron-core's own format sends, which is as much as the ranks have."""
     for moved in others.moved:
@@ -103,11 +106,13 @@ def test_no_rank_sends_its_state_to_another_to_save_it(others):
         assert moved["megatron-core"] > moved["state"] // 2
 
 
+@pytest.mark.long
 def test_a_save_goes_by_the_plan_of_the_one_before_as_long_as_the_parts_are_the_same(others):
     # The third has the reference, too, which was refreshed.
     assert others.again == 2 * [[1, 0, 1]]
 
 
+@pytest.mark.long
 def test_megatron_core_reads_the_optimizer_s_state_as_its_own(others):
     assert [moved["different"] for moved in others.moved] == [0, 0]
 
@@ -140,6 +145,7 @@ def alone(folder, tmp_path_factory):
     return root, {name: result for name, (result,) in zip(cases, results, strict=True)}
 
 
+@pytest.mark.long
 def test_an_export_takes_the_policy_and_not_its_reference(others, folder):
     stored = TorchDistCheckpoint(others.root / "VPP2")
     check_distributed(stored, read_architecture(HuggingFaceCheckpoint(folder).config))

@@ -105,6 +105,7 @@ def test_installing_again_changes_nothing() -> None:
     assert before == (torch.zeros, dist.all_reduce, torch.Tensor.type)
 
 
+@pytest.mark.long
 def test_nothing_is_compiled() -> None:
     def double(x: Tensor) -> Tensor:
         return 2 * x

@@ -111,7 +111,7 @@ def test_every_token_is_counted_once_and_the_bias_follows_the_load(folder: Path,
     assert not torch.equal(then, one)
 
 
-@pytest.mark.parametrize("cut", but_long(CUTS, "shared prefixes", "PP2", "TP2 EP2"))
+@pytest.mark.parametrize("cut", but_long(CUTS, "shared prefixes", "PP2", "TP2 EP2", "one"))
 def test_the_load_is_that_of_all_ranks_however_the_model_is_cut(cut: str, folder: Path, of_one_rank: Any) -> None:
     one, biases, then = of_one_rank
     sizes, transformer, shared_prefixes = CUTS[cut]

@@ -22,6 +22,8 @@ from converters.layouts.megatron import ParallelSizes
 from converters.megatron_to_hf import export_checkpoint
 from megatron_ext.model.model import local_tensors
 
+pytestmark = pytest.mark.long
+
 TP2 = ParallelSizes(world_size=2, tensor_model_parallel_size=2)
 UNEVEN = ParallelSizes(world_size=2, pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1)
 OPTIONS = ("as it is", "bf16", "without checksums", "in parallel")

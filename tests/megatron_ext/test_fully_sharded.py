@@ -66,7 +66,7 @@ def of_one_rank(folders: Mapping[str, Path], tmp_path_factory: pytest.TempPathFa
     return run_ranks(train_each, ParallelSizes(), folders, tmp_path_factory.mktemp("one"))[0]
 
 
-@pytest.mark.parametrize("layout", but_long(CASES, "DP2"))
+@pytest.mark.parametrize("layout", but_long(CASES, "DP2", "DP3"))
 def test_an_update_is_that_of_one_rank(
     layout: str,
     folders: Mapping[str, Path],

@@ -223,6 +223,7 @@ def tensors_of(owners: Sequence[Any]) -> set[tuple[int, str]]:
     }
 
 
+@pytest.mark.long
 def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     counts = tmp_path / "device"
     memory, context = CountedMemory(counts, limit_bytes=10), multiprocessing.get_context("spawn")

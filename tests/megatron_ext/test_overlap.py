@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from launch import run_ranks
-from long_cases import but_long
 from megatron.core.distributed import DistributedDataParallel
 from parallel_rank import parallel_rank
 from safetensors.torch import load_file
@@ -57,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model("qwen3_moe", tmp_path_factory.mktemp("model"), fields={"num_hidden_layers": 4})
 
 
-@pytest.mark.parametrize("layout", but_long(LAYOUTS, "PP2 VPP2 DP2 EP2"))
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_reader_finds_the_weights_of_a_run_without_overlap(layout: str, folder: Path, tmp_path: Path) -> None:
     sizes, counts, settings = LAYOUTS[layout]
     for rank, readings in enumerate(run_ranks(of_each, sizes, folder, tmp_path, counts, (OFF, *settings))):

@@ -74,6 +74,7 @@ def test_it_is_the_instruction_model_that_answers_in_its_template(folder: Path) 
     assert tokenizer.decode(answer) == "The capital of France is Paris.<|im_end|>"
 
 
+@pytest.mark.long
 def test_its_file_is_read_once(folder: Path, reads: Counter[str]) -> None:
     assert reads == {"GGUFReader": 1, "get_tensor_name_map": 1}
 

@@ -83,6 +83,7 @@ def test_an_engine_that_cannot_be_counted_is_refused_with_the_name_of_this_comma
     assert "which megarl rehearse does not know: set it to 1 or to tp_size for megarl" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_job_that_does_not_fit_is_refused_with_the_knobs_that_help(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

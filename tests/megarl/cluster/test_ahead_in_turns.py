@@ -30,8 +30,9 @@ NAPPING = replace(PATIENT, title="Napping", engine_class=("patient_engine", "Nap
 DEATHS = 4
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared_cluster")
-@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_engines_die_in_any_turn_and_no_token_is_lost_or_too_old(
     replicas, script, tmp_path, monkeypatch, capsys
 ) -> None:

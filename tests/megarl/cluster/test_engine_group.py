@@ -44,6 +44,7 @@ def open_group(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.long
 def test_an_engine_over_machines_that_do_not_meet_or_of_which_one_vanishes_is_told(open_group):
     with pytest.raises(WorkerGone, match=r"^the process of engine_1 died"):
         start_one_over_machines(open_group, started := [])

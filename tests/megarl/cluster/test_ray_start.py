@@ -54,7 +54,7 @@ def test_ray_starts_below_a_long_tmpdir_too(tmp_path):
     assert path.name == Path(LONGEST_SOCKET).name
 
 
-@pytest.mark.parametrize("address", ["192.0.2.1:6379", "http://192.0.2.1:8265"])
+@pytest.mark.parametrize("address", ["192.0.2.1:6379", pytest.param("http://192.0.2.1:8265", marks=pytest.mark.long)])
 def test_a_run_without_an_address_has_a_cluster_of_its_own_whatever_ray_address_says(address):
     environment = {**os.environ, "RAY_ADDRESS": address}
     started = subprocess.run([sys.executable, "-c", _START], env=environment, capture_output=True, text=True)
@@ -110,6 +110,7 @@ print(first == folder)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("installed", [False, True], ids=["in a checkout", "among packages"])
 def test_the_packages_of_python_come_before_nothing_that_they_are_behind(installed):
     command = [sys.executable, "-P", "-c", _INSTALLED, *["installed"] * installed]

@@ -136,6 +136,7 @@ def log_probs(ranks: TrainerGroup, *, recorded: bool, replay: bool, reference: b
     return fetch_tensor(ranks.log_probs(batch, temperature=TEMPERATURE, replay=replay, reference=reference))
 
 
+@pytest.mark.long
 def test_predictions_follow_the_records_where_it_is_asked_for(
     ranks: TrainerGroup, by_routers: Reference, by_records: Reference
 ) -> None:

@@ -80,6 +80,7 @@ def group(stack: ExitStack, name: str, logs: Path, sizes: ParallelSizes, **clust
     return started
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_several_groups_work_at_the_same_time(model: Path, classifier: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:

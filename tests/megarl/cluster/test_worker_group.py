@@ -439,6 +439,7 @@ def test_ray_leaves_the_signals_of_the_process_alone():
     assert not caught & 1 << signal.SIGTERM - 1
 
 
+@pytest.mark.long
 def test_processes_that_share_gpus_see_those_of_their_places(tmp_path):
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     cluster = ClusterConfig(pools={"all": PoolConfig(["trainer", "engine"], nodes=1, gpus=3, shared=True)})

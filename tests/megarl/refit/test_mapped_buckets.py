@@ -172,6 +172,7 @@ def test_an_engine_that_serves_has_let_go_when_another_one_catches_up(run, cuda)
     check(run, 1)
 
 
+@pytest.mark.long
 def test_after_a_failure_buckets_stay_until_all_have_let_go(run, cuda, tmp_path):
     run.refit(0)
     sending = run.rank.begin(TrainerWorker.send, 1)[0]

@@ -42,7 +42,7 @@ def slot(hf_config: dict[str, Any], *words: str) -> int:
     return weights[1] - weights[0]
 
 
-@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+@pytest.mark.parametrize("engine", ["sglang", pytest.param("vllm", marks=pytest.mark.long)])
 def test_the_slot_of_an_adapter_that_goes_alone_is_among_the_weights(engine: str) -> None:
     if engine == "vllm":
         pytest.importorskip("vllm")

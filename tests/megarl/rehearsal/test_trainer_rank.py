@@ -47,6 +47,7 @@ def rehearse_ranks(trained: RankModel, ranks: Sequence[int], size: MicroBatchSiz
     return call_apart("megarl.rehearsal.trainer_rank", "rehearse_ranks", trained, ranks, size)
 
 
+@pytest.mark.long
 def test_state_is_that_of_real_ranks_after_a_real_step(folder: Path) -> None:
     # As a recipe for GPUs may say; here the modules are local ones.
     kernels = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")

@@ -69,6 +69,7 @@ def test_an_endless_comparison_is_ended_by_the_timeout_of_the_sample(on_timeout)
     assert [type(each) for each in scored] == [RewardTimedOut, Score]
 
 
+@pytest.mark.long
 def test_an_endless_comparison_is_ended_by_the_limit_of_the_reward_and_scored_zero(monkeypatch):
     monkeypatch.setitem(REWARDS, "math", replace(REWARDS["math"], limit_s=5.0))
     with Scorer(RewardConfig(function="math", workers=1, on_timeout="stop")) as scorer:

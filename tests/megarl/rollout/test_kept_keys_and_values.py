@@ -80,6 +80,7 @@ def kept_by_a_queueing_engine(folders, prompt):
         return old, [each.result(60)[0][0] for each in generating]
 
 
+@pytest.mark.long
 def test_a_batch_that_is_on_its_way_is_of_the_weights_that_compute_it(with_queueing, folders, check_kept):
     old, turns = with_queueing(kept_by_a_queueing_engine)
     for turn in turns:

@@ -319,6 +319,7 @@ def _other_codes():
     return stock, state()
 
 
+@pytest.mark.long
 def test_codes_in_fp8_stay_and_are_multiplied_on_any_cpu():
     # A process of its own: where an engine's configuration was made, one of the corrections is in force.
     with vllm_pool() as process:

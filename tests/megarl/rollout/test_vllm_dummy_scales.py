@@ -1,5 +1,6 @@
 """Engines in MXFP8 that start without weights: their scales are numbers, whatever lay in memory."""
 
+import pytest
 import torch
 
 from converters.architectures import read_architecture
@@ -20,6 +21,7 @@ def _scales(rank):
     return {name: each.unique().tolist() for name, each in scales.items()}
 
 
+@pytest.mark.long
 def test_scales_that_nobody_has_written_are_one(ranks, tiny_config):
     folder, config = tiny_config("deepseek_v3", **IN_BLOCKS["deepseek_v3"])
     given = VLLM.quantised({}, MXFP8, read_architecture(config)) | VLLM.without_weights

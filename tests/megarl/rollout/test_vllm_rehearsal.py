@@ -37,7 +37,7 @@ MANY = {
     ("name", "tensor_parallel", "expert_parallel", "number_format"),
     [
         ("qwen3_moe", 2, True, FP8_BLOCK),
-        ("qwen3_moe", 2, False, None),
+        pytest.param("qwen3_moe", 2, False, None, marks=pytest.mark.long),
         ("deepseek_v3", 2, True, None),
         pytest.param("llama", 2, False, None, marks=pytest.mark.long),
         # Attention multiplies by weights that are derived from codes.
