@@ -35,7 +35,7 @@ from megarl.refit.choice import check_buckets
 from megarl.rollout import engine_configuration
 from megarl.rollout.adapter_slot import with_adapter_slot
 from megarl.run.batches import BatchStream, StepBatch, read_waiting
-from megarl.run.changed_settings import CONFIG_STATE, changed_settings
+from megarl.run.changed_settings import CONFIG_STATE, MODEL_STATE, changed_settings, model_settings
 from megarl.run.checkpoints import Checkpoint, check_models, check_trained_alike, latest_checkpoint
 from megarl.run.initial_weights import INITIAL_WEIGHTS_STATE, InitialWeights, check_began_alike, read_initial_weights
 from megarl.run.throughput import Throughput
@@ -83,7 +83,7 @@ class RunSetup:
                 check_began_alike(checkpoint, setup.initial_weights)
         if checkpoint is None:
             check_that_none_is_lost(setup.exports)
-        elif changed := changed_settings(checkpoint, config):
+        elif changed := changed_settings(checkpoint, config, model.architecture):
             told = f"settings that have changed since the checkpoint of step {setup.step}: {', '.join(changed)}"
             print(told, file=sys.stderr, flush=True)
         return setup
@@ -133,7 +133,11 @@ class RunSetup:
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint's state that identifies the run."""
         digests = {role: each.digest for role, each in self.initial_weights.items()}
-        return {INITIAL_WEIGHTS_STATE: digests, CONFIG_STATE: asdict(self.config)}
+        return {
+            INITIAL_WEIGHTS_STATE: digests,
+            CONFIG_STATE: asdict(self.config),
+            MODEL_STATE: model_settings(self.model.architecture),
+        }
 
     @property
     def has_converged(self) -> bool:
