@@ -67,6 +67,13 @@ class WrongGradient(PackedAttention):
         return super().forward(query, key.detach() + 0 * key, value, *arguments, **options)
 
 
+class NoGradient(PackedAttention):
+    """Right forward; the gradient of keys is NaN."""
+
+    def forward(self, query, key, value, *arguments, **options):
+        return super().forward(query, key + (0 * key).sqrt(), value, *arguments, **options)
+
+
 class EvaluationOnly(PackedAttention):
     """As where a kernel has no backward pass: there is none for training."""
 
@@ -151,6 +158,7 @@ def test_values_are_padded_where_widths_have_to_be_equal(caplog):
         (OneSequence, "qwen3", torch.float32),
         (OneSequence, "deepseek_v3", torch.bfloat16),
         (WrongGradient, "deepseek_v3", torch.float32),
+        (NoGradient, "qwen3", torch.float32),
         (EvaluationOnly, "deepseek_v3", torch.bfloat16),
     ],
 )
