@@ -51,14 +51,20 @@ class LogProbCheck:
         asked = [(prompt, given[0]) for of_engine in answered for prompt, given in zip(prompts, of_engine, strict=True)]
         # Repeat answers so that each rank has some, even if an engine has died.
         asked = list(islice(cycle(asked), max(len(asked), ranks)))
-        difference = max(each.mean().item() for each in log_prob_differences(trainer, asked, temperature=1.0))
-        if not difference <= self.tolerance:
-            raise LogProbMismatchError(
-                f"after a refit the log-probabilities of engine and trainer differ by {difference:.4f} nats in the "
-                f"mean of a response, and refit.log_prob_tolerance is {self.tolerance}: the engine does not have the "
-                "trainer's weights"
-            )
-        return {"refit/log_prob_difference": difference}
+        differences = log_prob_differences(trainer, asked, temperature=1.0)
+        return {"refit/log_prob_difference": largest_mean(differences, self.tolerance)}
+
+
+def largest_mean(differences: Sequence[Tensor], tolerance: float) -> float:
+    """The largest of the responses' means. Raises LogProbMismatchError if one exceeds `tolerance`, or is NaN."""
+    # Python's max would lose a NaN behind a number.
+    largest = torch.stack([each.mean() for each in differences]).max().item()
+    if not largest <= tolerance:
+        raise LogProbMismatchError(
+            f"after a refit the log-probabilities of engine and trainer differ by {largest:.4f} nats in the mean of a "
+            f"response, and refit.log_prob_tolerance is {tolerance}: the engine does not have the trainer's weights"
+        )
+    return largest
 
 
 def log_prob_differences(
