@@ -10,6 +10,9 @@ DIGITS = rf"{_PLAIN}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
 _MINUS = "\u2212"
 _TIMES = "\\\\times|\\\\cdot|\u00d7|\u22c5|\\*"
 _SPACE = r"(?:\s|\\[,;:!> ]|~){0,9}"
+_THIN_SPACE = re.compile(r"(?<=[0-9])\\,(?=[0-9]{3}(?![0-9]))")
+"""The space between groups of three digits."""
+_PERCENT = re.compile(rf"\$?{_SPACE}\\?%")
 _EXPONENT = r"10\s{0,9}\^\s{0,9}(?:\{\s{0,9}([-+]?[0-9]{1,3})\s{0,9}\}|([-+]?[0-9]{1,3})(?![0-9]))"
 _SCALED = re.compile(rf"(?<![0-9.,eE])({_PLAIN}){_SPACE}(?:{_TIMES}|[xX]){_SPACE}{_EXPONENT}")
 # Alone, or after a multiplication sign whose left factor is not a number.
@@ -39,8 +42,9 @@ def boxed_number(box: str) -> str:
 
 
 def decimal_numbers(text: str) -> str:
-    r"""Rewrite 3 \times 10^{4} as 3e4, \frac{1}{2} as 0.5, 2\frac{1}{2} as 2.5 and 1{,}000 as 1,000."""
-    text = ascii_minus(text).replace("{,}", ",")
+    r"""Rewrite 3 \times 10^{4} as 3e4, \frac{1}{2} as 0.5, 2\frac{1}{2} as 2.5, 1{,}000 as 1,000 and 12\,\% as 12%."""
+    text = ascii_minus(text).replace("{,}", ",").replace(r"\!", "")
+    text = _PERCENT.sub("%", _THIN_SPACE.sub("", text))
     for _ in range(_DEEPEST):
         # Inner ones first.
         text, fractions = _FRACTION.subn(_quotient, text)

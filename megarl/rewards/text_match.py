@@ -67,9 +67,9 @@ def numeric_match(
     The number is the last one in the last \\boxed{...}; without a box, in the last sentence with the word "answer";
     without either, in the last 300 characters.
 
-    Numbers may have an exponent (1.5e-3, 1.5 \\times 10^{-3}), a percent sign (12% is 0.12) and commas between digits.
-    \\frac{a}{b} is a number, and so is a/b if it fills the box. Exponents after ^ are ignored, as in m^2, except for
-    powers of 10. Raises `ValueError` if the ground truth is not a number.
+    Numbers may have an exponent (1.5e-3, 1.5 \\times 10^{-3}), a percent sign (12% and 12 % are 0.12), and commas or
+    \\, between groups of digits. \\frac{a}{b} is a number, and so is a/b if it fills the box. Exponents after ^ are
+    ignored, as in m^2, except for powers of 10. Raises `ValueError` if the ground truth is not a number.
     """
     expected = numeric_truth(ground_truth)
     found = _stated_number(solution_str)
@@ -94,7 +94,7 @@ def _stated_number(solution: str) -> Decimal | None:
 
 def _measures(text: str) -> list[Decimal]:
     """All numbers in the last `_SEARCHED_CHARACTERS` of a text."""
-    read = _POWER.sub(" ", decimal_numbers(text[-_SEARCHED_CHARACTERS:]).replace("\\%", "%"))
+    read = _POWER.sub(" ", decimal_numbers(text[-_SEARCHED_CHARACTERS:]))
     return [number for each in _MEASURE.findall(read) if (number := _as_measure(each)) is not None]
 
 
