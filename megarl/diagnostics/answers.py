@@ -9,7 +9,7 @@ _TAGS = ("<answer>", "</answer>")
 _ALIKE = (
     (re.compile(r"\\[dt]frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\frac\s*([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
-    (re.compile(r"(?<=[0-9])(?:,|\{,\}|\\,|\\!,?(?:\\!)?)(?=[0-9]{3}(?![0-9]))"), ""),
+    (re.compile(r"(?<=[0-9])(?:\\!)?(?:,|\{,\}|\\,|\\!)(?:\\!)?(?=[0-9]{3}(?![0-9]))"), ""),
     (re.compile(r"[\s$]+"), ""),
 )
 """Spellings and their normal form: fractions, thousands separators, and white space."""
