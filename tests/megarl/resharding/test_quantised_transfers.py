@@ -13,15 +13,16 @@ from converters.boxes import Box
 from converters.cost import formats, traffic
 from converters.errors import UserError
 from converters.layouts.huggingface import huggingface_layout
-from converters.number_formats import INT8_CHANNEL, MXFP8
+from converters.number_formats import FP8_BLOCK, INT8_CHANNEL, MXFP8
 from megarl.resharding.direct.destination import Destination
-from megarl.resharding.direct.messages import digest
+from megarl.resharding.direct.messages import cut_into_messages, digest
 from megarl.resharding.direct.packing import blocks, differing, pack, unpack
 from megarl.resharding.direct.quantised_shard import CutBlocksError
 from megarl.resharding.direct.relay_readiness import RelayReadiness
 from megarl.resharding.direct.sender import Sender
 from megarl.resharding.direct.staging import Staging
 from megarl.resharding.direct.transports.endpoint import Rendezvous
+from megarl.resharding.direct.typed_transfers import Scales, TypedTransfer
 
 
 def values_of(spec, rank, version=3):
@@ -114,6 +115,23 @@ def test_a_comparison_names_codes_and_scales_that_differ():
         assert found | staging.differing() == expected
         tensors[cut].view(torch.uint8)[5, 7] ^= 1
         tensors[f"{whole}_scale_inv"][0, 0] *= 2
+
+
+@pytest.mark.parametrize("number_format", [FP8_BLOCK, INT8_CHANNEL, MXFP8])
+def test_a_matrix_that_torch_quantises_in_parts_has_the_codes_of_the_whole(number_format):
+    # Of rows with gaps, which machine code leaves to torch, in parts that stay in the processor's cache.
+    values = torch.randn(1300, 2048, generator=torch.Generator().manual_seed(0)).bfloat16()[:, ::2]
+    expected = dict(zip(("codes", "scales"), number_format.quantise(values), strict=True))
+    whole, of_scales = Box.whole(values.shape), Box.whole(expected["scales"].shape)
+    scales = Scales("scales", of_scales, number_format.name)
+    (message,) = cut_into_messages([TypedTransfer("w", whole, "codes", whole, number_format.codes, scales)], 2**22)
+    bucket = torch.zeros(message.size_bytes, dtype=torch.uint8)
+    packed = blocks(message, bucket, {"w": values}, "source")
+    assert len(packed) > 2
+    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    checksum = pack(packed, with_checksum=True)
+    assert unpack(blocks(message, bucket, found, "destination"), with_checksum=True) == checksum
+    assert equal(found, expected)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -29,8 +29,9 @@ def typed_transfer(name, source, destination, dtype=BFLOAT16):
 # Each piece that is not cut has 2 x SMALLEST_BYTES or more.
 PARCELS = [
     typed_transfer("small", ((0, 0), (8, 8)), ((0, 0), (8, 8))),
-    # No multiple of what pieces are aligned to, as the next: behind both lie bytes that are of no tensor.
+    # No multiples of what pieces are aligned to, as the next: behind each lie bytes that are of no tensor.
     typed_transfer("odd", ((0, 0), (1, ODD)), ((0, 0), (1, ODD))),
+    typed_transfer("also odd", ((0, 0), (1, ODD)), ((0, 0), (1, ODD))),
     typed_transfer("odd and small", ((0, 0), (1, 5)), ((0, 0), (1, 5))),
     # Rows in the midst of the source's, first ones of the destination's.
     typed_transfer("rows", ((128, 0), (384, COLUMNS)), ((0, 0), (256, COLUMNS))),
@@ -40,7 +41,7 @@ PARCELS = [
     typed_transfer("transposed", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS))),
     typed_transfer("whole", ((0, 0), (ROWS, COLUMNS)), ((0, 0), (ROWS, COLUMNS))),
 ]
-ZERO_COPY = {"odd", "rows", "whole"}
+ZERO_COPY = {"odd", "also odd", "rows", "whole"}
 
 
 def source_tensors():
@@ -48,6 +49,7 @@ def source_tensors():
     return made | {
         "small": torch.randn(8, 8, dtype=BFLOAT16),
         "odd": torch.randn(1, ODD, dtype=BFLOAT16),
+        "also odd": torch.randn(1, ODD, dtype=BFLOAT16),
         "odd and small": torch.randn(1, 5, dtype=BFLOAT16),
         "into columns": torch.randn(ROWS, COLUMNS // 2).bfloat16(),
     }
@@ -58,6 +60,7 @@ def destination_tensors():
     return made | {
         "small": torch.zeros(8, 8, dtype=BFLOAT16),
         "odd": torch.zeros(1, ODD, dtype=BFLOAT16),
+        "also odd": torch.zeros(1, ODD, dtype=BFLOAT16),
         "odd and small": torch.zeros(1, 5, dtype=BFLOAT16),
         "transposed": torch.zeros(COLUMNS, ROWS, dtype=BFLOAT16).T,
     }
