@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from known_metrics import is_known
 
+from converters.errors import UserError
 from megarl.data import Prompt, Turn
 from megarl.diagnostics.pass_at_k import powers_of_two
 from megarl.quickstart.tiny_models import make_tokenizer
@@ -109,6 +110,8 @@ def test_several_responses_vote_and_compete(run):
 def test_responses_that_could_not_be_scored_are_counted_and_left_out(run):
     found, _ = run("18", "22", "88", samples=2)
     assert (found["eval/dropped"], found["eval/accuracy"], found["eval/pass_at_2"]) == (3, 1, 1)
+    with pytest.raises(UserError, match="failed for all 3 responses"):
+        run("8", "8", "8")
 
 
 def test_every_prompt_has_random_streams_of_its_own_and_the_same_every_time(run):
