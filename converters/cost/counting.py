@@ -37,6 +37,7 @@ class _Count:
         self._direct = [0] * (plan.source.ranks * self._ranks)
         self._relayed = [0] * (self._ranks * self._ranks)
         self._needed = [0] * plan.destination.ranks
+        self._staged = [0] * plan.destination.ranks
         self._entering = [0] * plan.place.nodes
         self._leaving: dict[tuple[int, ...], int] = defaultdict(int)
         self._pieces = self._relays = 0
@@ -50,6 +51,7 @@ class _Count:
             direct=np.array(self._direct, np.int64).reshape(plan.source.ranks, ranks),
             relayed=np.array(self._relayed, np.int64).reshape(ranks, ranks),
             needed=np.tile(np.array(self._needed, np.int64), plan.replicas),
+            staged=np.tile(np.array(self._staged, np.int64), plan.replicas),
             entering=np.array(self._entering, np.int64),
             leaving=dict(self._leaving),
             pieces=self._pieces,
@@ -60,6 +62,10 @@ class _Count:
         rotations = [self._plan.rotations[name] for name in tensors.names]
         for box, workers in tensors.wanted.items():
             pieces = regions(box, tensors.held.items())
+            # Peers and owners share a region at whole blocks, so the regions alone tell which blocks are split.
+            staged = tensors.format.staged(box, (region.box for region in pieces)) * len(rotations)
+            for worker, placements in workers.items():
+                self._staged[worker] += staged * placements
             for number in range(max(workers.values())):
                 wanting = tuple(worker for worker, placements in workers.items() if placements > number)
                 for worker in wanting:

@@ -1,6 +1,6 @@
 """Formats: how many bytes of a tensor are sent, and how many a destination holds."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +25,12 @@ class TensorFormat:
 
     def travelling(self, piece: Box) -> int:
         """Bytes sent for a piece."""
-        whole = self.number_format is not None and self.number_format.is_whole(piece, self.shape)
-        return self.held(piece) if whole else piece.size * self.element_bytes
+        return self.held(piece) if self._is_whole(piece) else piece.size * self.element_bytes
+
+    def staged(self, box: Box, pieces: Iterable[Box]) -> int:
+        """Bytes of the values that a destination stages for a box that comes in `pieces`: all, if a block is split."""
+        is_split = self.number_format is not None and not all(map(self._is_whole, pieces))
+        return box.size * self.element_bytes if is_split else 0
 
     def held(self, box: Box) -> int:
         """Bytes of a box at the destination, including a scale for every block that it touches, if quantised."""
@@ -35,6 +39,10 @@ class TensorFormat:
     def least(self, box: Box) -> int:
         """Lower bound of a box's bytes, however it is split."""
         return self.number_format.least_bytes(box) if self.number_format else box.size * self.element_bytes
+
+    def _is_whole(self, piece: Box) -> bool:
+        """Whether a piece is quantised at its source."""
+        return self.number_format is not None and self.number_format.is_whole(piece, self.shape)
 
 
 def formats(

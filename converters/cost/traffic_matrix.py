@@ -23,6 +23,8 @@ class Traffic:
     """[destination ranks, destination ranks]: what a destination relays to another of its node (NVLink)."""
     needed: np.ndarray
     """[destination ranks]: what a destination must hold."""
+    staged: np.ndarray
+    """[destination ranks]: values that a destination stages because cuts of the source go through blocks."""
     entering: np.ndarray
     """[nodes]: what any destination of a node needs and no source of it holds: it must come in through its NICs."""
     leaving: Mapping[tuple[int, ...], int]

@@ -11,7 +11,6 @@ from megarl.refit.direct import topology_of
 from megarl.rehearsal.engine import RehearsedEngine, quantisation
 from megarl.resharding.direct.messages_by_peer import largest_bytes
 from megarl.resharding.direct.quantised_shard import CutBlocksError
-from megarl.resharding.direct.staging import staged_bytes
 from megarl.resharding.direct.transfer_spec import TransferSpec
 from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT
 from megarl.resharding.direct.transports.endpoint import BUCKETS
@@ -31,7 +30,8 @@ class RehearsedRefit:
     of_worker: int
     """Buckets of an engine's worker, including those for relaying to its neighbours."""
     staged: int = 0
-    """Values that a worker stages, as cuts of the trainer go through blocks of the engine's number format."""
+    """Values that the worker with most stages, as cuts of the trainer go through blocks of the engine's number format.
+    """
     sent: int = 0
     """Bytes from the trainer to all engines."""
     relayed: int = 0
@@ -86,7 +86,7 @@ def rehearse_refit(
     return RehearsedRefit(
         {rank: BUCKETS * largest_bytes(spec.outgoing(rank)) for rank in ranks},
         worker_bytes(largest_bytes(arriving.direct), largest_bytes(arriving.relays_out), topology, config.refit),
-        staged_bytes(spec.quantised[0], arriving) if spec.quantised else 0,
+        int(moved.staged.max()),
         int(moved.direct.sum()),
         int(moved.relayed.sum()),
         int(moved.direct.sum(axis=1).max()),

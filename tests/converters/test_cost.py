@@ -99,6 +99,7 @@ def small_traffic() -> Traffic:
         direct=np.array([[10, 100, 200], [7, 1000, 0]]),
         relayed=np.array([[0, 0, 0], [0, 0, 50], [0, 3, 0]]),
         needed=np.array([17, 1103, 250]),
+        staged=np.zeros(3, np.int64),
         entering=np.array([0, 1300]),
         leaving={(0,): 40, (1,): 900, (0, 1): 360},
         pieces=6,

@@ -32,7 +32,7 @@ def check_that_it_is_traced(refit, traces, quantisation=None):
     spec.check(refit.architecture.hf_dtypes(torch.float32))
     traced = traffic(spec.plan, formats(refit.architecture, number_format=refit.number_format, dtype=torch.float32))
     planned = refit.traffic(torch.float32)
-    for name in ("direct", "relayed", "needed"):
+    for name in ("direct", "relayed", "needed", "staged"):
         assert np.array_equal(getattr(planned, name), getattr(traced, name)), name
     sent = [spec.outgoing(rank).values() for rank in range(refit.trainer.world_size)]
     check_moved(planned, sum(each.size_bytes for of_rank in sent for messages in of_rank for each in messages))

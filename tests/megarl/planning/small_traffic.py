@@ -20,6 +20,7 @@ def traffic_of(
         direct=sent,
         relayed=relayed_to,
         needed=needed,
+        staged=np.zeros_like(needed),
         entering=per_node,
         leaving={},
         pieces=np.count_nonzero(sent),

@@ -144,6 +144,7 @@ def test_the_plan_counts_the_bytes_that_travel(name):
     for rank in range(spec.plan.destination_ranks):
         for neighbour, messages in spec.incoming(rank).relays_out.items():
             assert bytes_of(messages) == counted.relayed[rank, neighbour]
+        assert spec.staged_bytes(rank) == counted.staged[rank]
 
 
 def bytes_of(messages):
