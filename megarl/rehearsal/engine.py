@@ -185,5 +185,6 @@ def _in_closed_form(
 
 def _activation_bytes(architecture: Architecture, rollout: RolloutConfig, data_parallel: int) -> int:
     kind, arguments = engine_kind(rollout.engine), rollout.engine_args
-    experts = kind.cuts(arguments).experts.parts
-    return engine_activation_bytes(architecture, kind.prefill_tokens(arguments), data_parallel, experts)
+    cuts = kind.cuts(arguments)
+    parts = cuts.matrices.parts, data_parallel, cuts.experts.parts
+    return engine_activation_bytes(architecture, kind.prefill_tokens(arguments), *parts)

@@ -9,11 +9,16 @@ from converters.errors import UserError
 from converters.layouts.cuts import ENGINES
 from converters.layouts.parallel_sizes import ParallelSizes
 from converters.number_formats import NumberFormat
+from megarl.planning.memory.activations import has_experts
 from megarl.planning.memory.rank_weights import RankWeights, rank_weights
 
 _BF16 = 2
 _HIDDEN_COPIES = 8
-"""Number of tensors as wide as the hidden state that exist at once in a prefill."""
+"""Number of tensors as wide as the hidden state that exist at once in a prefill, at least."""
+_AROUND, _MLP_COPIES = 3, 3
+"""Tensors that exist while a layer multiplies: its residual, input and output; and gate, up and their product."""
+_CONTEXT_TOKENS = 65536
+"""Tokens of context whose keys and values a prefill makes of their latents at once, at most, in vLLM."""
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("q_a_proj", "kv_a_proj_with_mqa"))
 """Matrices that engines fuse."""
 _CONTEXT_BYTES = 3e9
@@ -59,7 +64,9 @@ def engine_memory(
     """
     weights = engine_weight_bytes(architecture, parallel, number_format)
     groups = parallel.world_size // parallel.tensor_model_parallel_size
-    widths = engine_activation_bytes(architecture, prefill_tokens, groups, parallel.expert_tensor_size)
+    widths = engine_activation_bytes(
+        architecture, prefill_tokens, parallel.tensor_model_parallel_size, groups, parallel.expert_tensor_size
+    )
     if computes_beside:
         room = utilization * (memory_bytes - _CONTEXT_BYTES)
     else:
@@ -74,14 +81,27 @@ def engine_memory(
 
 
 def engine_activation_bytes(
-    architecture: Architecture, prefill_tokens: int, attention_ranks: int, expert_parts: int
+    architecture: Architecture, prefill_tokens: int, parts: int, attention_ranks: int, expert_parts: int
 ) -> int:
     """Workspace bytes of a rank if each attention data-parallel rank computes `prefill_tokens` prompt tokens.
 
-    Each expert is cut into `expert_parts`.
+    Attention and dense layers are cut into `parts`, and each expert into `expert_parts`.
     """
-    hidden = int(prefill_tokens * _BF16 * _HIDDEN_COPIES * architecture.transformer_config["hidden_size"])
-    return hidden + expert_workspace_bytes(architecture, prefill_tokens * attention_ranks, expert_parts)
+    config = architecture.transformer_config
+    around = _AROUND * config["hidden_size"]
+    widest = max(_HIDDEN_COPIES * config["hidden_size"], around + _MLP_COPIES * _dense_width(architecture) / parts)
+    elements = prefill_tokens * widest
+    if architecture.multi_latent_attention:
+        heads, made = config["num_attention_heads"] / parts, config["qk_head_dim"] + config["v_head_dim"]
+        of_token = around + heads * (made + config["qk_pos_emb_head_dim"])
+        elements = max(elements, prefill_tokens * of_token + _CONTEXT_TOKENS * heads * made)
+    return int(elements * _BF16) + expert_workspace_bytes(architecture, prefill_tokens * attention_ranks, expert_parts)
+
+
+def _dense_width(architecture: Architecture) -> int:
+    """Width of the MLP of dense layers; 0 if there are none."""
+    is_dense = any(not has_experts(architecture, layer) for layer in range(architecture.num_layers))
+    return int(architecture.transformer_config["ffn_hidden_size"]) if is_dense else 0
 
 
 def expert_workspace_bytes(architecture: Architecture, tokens: int, expert_parts: int) -> int:

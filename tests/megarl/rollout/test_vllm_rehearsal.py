@@ -8,7 +8,9 @@ from converters.architectures import read_architecture
 from converters.layouts.megatron import ParallelSizes
 from converters.layouts.traced_layout import untraced
 from converters.number_formats import FP8_BLOCK, MXFP8, NVFP4
+from megarl.planning.memory.engine import engine_activation_bytes, expert_workspace_bytes
 from megarl.quickstart.tiny_models import IN_BLOCKS
+from megarl.rehearsal.alive import Alive
 from megarl.rollout.vllm.kind import VLLM
 
 
@@ -111,3 +113,42 @@ def test_latents_in_fp8_are_counted_though_vllm_has_none_on_a_cpu(ranks, tiny_co
     given = {"kv_cache_dtype": "fp8"}, architecture.hf_shapes, architecture.hf_dtypes(torch.float32)
     (worker,) = ranks.alone(_rehearsed, config, *given)
     assert worker.token == architecture.num_layers * (config["kv_lora_rank"] + config["qk_rope_head_dim"])
+
+
+def _prefilled(rank, tokens):
+    """Peak bytes of the tensors of a prefill, as vLLM makes one to see how much memory it needs."""
+    from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    for module in rank.model.modules():
+        if isinstance(module, SiluAndMul):
+            # A GPU's operator, which is there on a CPU, too; that of a CPU keeps one more tensor.
+            module.op, module._forward_method = torch.ops._C.silu_and_mul, module.forward_cuda
+        # Tensors inside of an operator are not seen.
+        if hasattr(module, "use_direct_call"):
+            module.use_direct_call = True
+    alive = Alive(torch.Tensor)
+    with torch.inference_mode(), set_forward_context(None, rank.config, num_tokens=tokens), alive:
+        rank.model(torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens))
+    return alive.peak
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "tensor_parallel"),
+    [
+        ("llama", {"intermediate_size": 1536}, 1),
+        pytest.param("llama", {"intermediate_size": 1536}, 2, marks=pytest.mark.long),
+        # No layer has experts.
+        ("deepseek_v3", {"first_k_dense_replace": 3}, 1),
+    ],
+)
+def test_a_prefill_has_the_width_of_a_layer(ranks, tiny_config, name, fields, tensor_parallel):
+    folder, config = tiny_config(name, **fields)
+    architecture, tokens = read_architecture(config), 512
+    # With so many sequences there is room for as much context as with sequences of 8,192 tokens.
+    arguments = {"max_num_seqs": 1024, "enforce_eager": True, "dtype": "bfloat16"}
+    arguments["tensor_parallel_size"] = tensor_parallel
+    counted = engine_activation_bytes(architecture, tokens, tensor_parallel, 1, 1)
+    counted -= expert_workspace_bytes(architecture, tokens, 1)
+    found = ranks(_prefilled, folder, arguments, tokens)
+    assert found == pytest.approx([counted] * tensor_parallel, rel=0.1)
