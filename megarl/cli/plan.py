@@ -137,7 +137,11 @@ def _run(options: argparse.Namespace) -> int:
             from megarl.planning.picture import draw_forecast
 
             draw_forecast(forecast).savefig(options.plot)
-        prediction = StepPrediction(replace(step, refit_seconds=forecast.replay.seconds)) if step else None
+        found = {
+            "refit_seconds": forecast.replay.seconds,
+            "staged_bytes": 0 if options.sends_whole_tensors else int(forecast.traffic.staged.max()),
+        }
+        prediction = StepPrediction(replace(step, **found)) if step else None
         _print(forecast, prediction, options, time.perf_counter() - start)
     if prediction is None or prediction.fits:
         return 0

@@ -145,7 +145,7 @@ def _fitting_engines(template: PlannedStep, gpus: int, lacking: FallenOut) -> li
         each = StepPrediction(replace(template, refit=engines))
         try:
             engines.check_served()
-            room = each.engine_room
+            room = min(each.engine_room, each.rollout_room)
         except UserError as error:
             lacking.refuse(str(error))
             continue

@@ -53,6 +53,8 @@ class PlannedStep:
     """Refits use the engines' own loader (`refit.path=loader`), which gets every tensor whole."""
     refit_seconds: float | None = None
     """Seconds for moving a refit's bytes if they have been replayed; else the time of an engine's NIC is used."""
+    staged_bytes: int = 0
+    """Values that an engine's rank stages for a refit, if its bytes have been counted; they stay on the GPU."""
     predicting: Architecture | None = None
     """The trainer's model if it has multi-token-prediction layers, which no refit moves."""
 
@@ -113,8 +115,8 @@ class StepPrediction:
 
     @property
     def trainer_bytes(self) -> int:
-        """Memory of a trainer's rank, and the buckets on its GPU."""
-        return self.trainer_memory.total + self.bucket_bytes
+        """Memory of a trainer's rank, and what refits have on its GPU."""
+        return self.trainer_memory.total + self._refit_bytes
 
     @property
     def trainer_room(self) -> int:
@@ -133,8 +135,20 @@ class StepPrediction:
         """Free bytes on a GPU while it holds the weights of trainer and engine, and the buckets of both."""
         if not self.step.refit.colocated:
             return 0
-        held = self.trainer_memory.weights + self.engine_memory.weights + self.bucket_bytes
+        held = self.trainer_memory.weights + self.engine_memory.weights + self._refit_bytes
         return round(self.step.device.memory_bytes * (1 - _SPARE)) - held
+
+    @property
+    def rollout_room(self) -> int:
+        """Free bytes on an engine's GPU beside the engine's share, which does not cover buckets and staged values."""
+        engine = self.engine_memory
+        share = engine.weights + engine.working + max(0, engine.kv_cache)
+        return round(self.step.device.memory_bytes) - share - self.bucket_bytes - self.step.staged_bytes
+
+    @property
+    def _refit_bytes(self) -> int:
+        """Buckets and staged values on a trainer's GPU."""
+        return self.bucket_bytes + (self.step.staged_bytes if self.step.refit.colocated else 0)
 
     @property
     def host_bytes(self) -> tuple[int, int]:
@@ -149,7 +163,7 @@ class StepPrediction:
     @property
     def fits(self) -> bool:
         """Whether trainer and engine fit and, if they take turns, also the weights of both together."""
-        return min(self.trainer_room, self.engine_room, self.refit_room) >= 0
+        return min(self.trainer_room, self.engine_room, self.refit_room, self.rollout_room) >= 0
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -199,6 +213,13 @@ class StepPrediction:
             short.append(
                 f"a refit lacks {say_bytes(-self.refit_room)} for the weights of trainer and engine on one GPU, and"
                 " their buckets: raise --engine-tp, --engine-ep, --tp or --pp, or lower --bucket-bytes"
+            )
+        if self.rollout_room < 0 <= self.engine_room:
+            staged = f"{say_bytes(self.step.staged_bytes)} of values in split blocks" if self.step.staged_bytes else ""
+            short.append(
+                f"a GPU lacks {say_bytes(-self.rollout_room)} beside an engine's share of it for the refit's buckets"
+                f"{' and ' + staged if staged else ''}: lower the share in rollout.engine_args, --bucket-bytes"
+                f"{', --tp or --etp' if staged else ''}"
             )
         return "; and ".join(short) or None
 

@@ -25,6 +25,8 @@ def step_facts(prediction: StepPrediction) -> dict[str, Any]:
         "engine_bytes": {"weights": engine.weights, "working": engine.working, "kv_cache": engine.kv_cache},
         "engine_tokens": engine.tokens,
         "engine_room_bytes": prediction.engine_room,
+        "staged_bytes": prediction.step.staged_bytes,
+        "rollout_room_bytes": prediction.rollout_room,
         "fits": prediction.fits,
         **({"host_bytes": dict(zip(("trainer", "engine"), prediction.host_bytes, strict=True))} if colocated else {}),
     }
@@ -75,6 +77,7 @@ def _table(title: str, *columns: str) -> Table:
 def _memory(prediction: StepPrediction) -> Table:
     table = _table("Memory of a GPU", "", "trainer", "engine")
     memory, engine, refit = prediction.trainer_memory, prediction.engine_memory, prediction.step.refit
+    staged = prediction.step.staged_bytes
     rows = (
         ("weights", memory.weights, engine.weights),
         ("gradients", memory.gradients, None),
@@ -84,14 +87,14 @@ def _memory(prediction: StepPrediction) -> Table:
         ("activations", memory.activations, None),
         ("working", memory.working, engine.working),
         ("keys and values", None, max(0, engine.kv_cache)),
-        ("buckets of a refit", prediction.bucket_bytes, None),
+        ("buckets of a refit", prediction.bucket_bytes, prediction.bucket_bytes),
+        *([("staged values", staged if refit.colocated else None, staged)] if staged else []),
         *([("on the host in turns", *prediction.host_bytes)] if refit.colocated else []),
     )
     for name, *values in rows:
         table.add_row(name, *("" if value is None else say_bytes(value) for value in values))
-    table.add_row(
-        "left", *(f"{'-' if room < 0 else ''}{say_bytes(abs(room))}" for room in (prediction.trainer_room, 0))
-    )
+    rooms = prediction.trainer_room, prediction.rollout_room
+    table.add_row("left", *(f"{'-' if room < 0 else ''}{say_bytes(abs(room))}" for room in rooms))
     return table
 
 

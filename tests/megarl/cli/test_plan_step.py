@@ -34,6 +34,20 @@ def test_a_plan_that_does_not_fit_ends_with_1_and_a_sentence(capsys: pytest.Capt
     assert said.err.count("\n") == 1
 
 
+def test_values_of_blocks_that_the_trainer_cuts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--gpus", "16", "--tp", "4", "--ep", "4", "--engine-tp", "2", "--engine-dtype", "fp8", "--gpu-gbyte", "141"]
+    staged = {}
+    for parts in (1, 4):
+        main(["plan", *MODEL, *sizes, "--etp", str(parts), "--json"])
+        staged[parts] = json.loads(capsys.readouterr().out)["step"]["staged_bytes"]
+    # Fourths of 768 rows cut through blocks of 128; a worker stages all halves of experts, in bf16.
+    assert staged == {1: 0, 4: 48 * 128 * 3 * 2048 * 384 * 2}
+    assert main(["plan", *MODEL, *sizes, "--etp", "4"]) == 1
+    said = capsys.readouterr()
+    assert re.search(r"\nstaged values +29\.0 GB\n", said.out)
+    assert "of values in split blocks" in said.err
+
+
 def test_sizes_are_proposed_with_the_runner_up(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", *MODEL, "--gpus", "16", "--colocated", "--search"]
     assert main([*words, "--json"]) == 0

@@ -156,11 +156,28 @@ def test_a_refit_has_the_weights_of_both_on_a_gpu_that_they_share() -> None:
     assert both + StepPrediction(large).engine_memory.weights > 0.94 * 7e9
     # Buckets of as many bytes in all.
     apart = replace(large, refit=replace(large.refit, colocated=False, buckets=2))
-    for shared, says in ((large, "a refit lacks"), (apart, None)):
-        prediction = StepPrediction(shared)
+    for each in (large, apart):
+        prediction = StepPrediction(each)
         assert (prediction.trainer_room > 0, prediction.engine_room > 0) == (True, True)
-        assert (prediction.why_not() or "").startswith(says or "")
-        assert prediction.fits is (says is None)
+        assert (prediction.refit_room < 0) is each.refit.colocated
+        assert (prediction.why_not() or "").startswith("a refit lacks") is each.refit.colocated
+
+
+def test_what_refits_have_on_a_gpu_is_beside_an_engines_share() -> None:
+    shared, apart = (StepPrediction(small_step(colocated=colocated)) for colocated in (True, False))
+    # Two buckets on each side, of what vLLM leaves of 80 GB.
+    assert shared.rollout_room == pytest.approx(8e9 - 4e8)
+    assert apart.rollout_room == pytest.approx(8e9 - 2e8)
+    for before, rooms in ((shared, ("trainer_room", "refit_room", "rollout_room")), (apart, ("rollout_room",))):
+        after = StepPrediction(replace(before.step, staged_bytes=10**9))
+        every = ("trainer_room", "refit_room", "rollout_room", "engine_room")
+        assert {name for name in every if getattr(before, name) - getattr(after, name) == 10**9} == {*rooms}
+        assert after.fits
+    full = StepPrediction(replace(apart.step, staged_bytes=10**10))
+    assert not full.fits
+    assert "a GPU lacks 2.20 GB beside an engine's share of it for the refit's buckets and 10.0 GB of values" in (
+        full.why_not() or ""
+    )
 
 
 def test_optimizer_state_follows_its_types_and_goes_to_the_host() -> None:
