@@ -1,7 +1,7 @@
 """Replaces an earlier export by a complete new one; if this is interrupted, the next run finishes it.
 
-The new one is written next to the old one. Then the old one is renamed, the new one gets its name, and the old one is
-removed.
+The new one is written next to the old one, its record last. Then the old one is renamed, the new one gets its name, and
+the old one is removed.
 """
 
 import json
@@ -28,8 +28,13 @@ def write_export(write: Callable[[Path], None], export: Path, step: int) -> None
 
 
 def finish_export(export: Path) -> None:
-    """Move a completely written export, left by this run or by a killed one, to its place."""
+    """Move a completely written export, left by this run or by a killed one, to its place; remove one without record.
+
+    An export may have its name and still lack something, such as the end tokens that the policy has learned.
+    """
     new, old = next_export(export), previous_export(export)
+    if _recorded_step(new) is None:
+        _remove(new)
     if new.exists():
         if export.exists() or export.is_symlink():
             _remove(old)
@@ -52,6 +57,10 @@ def check_that_none_is_lost(exports: Iterable[Path]) -> None:
 def step_of_export(export: Path) -> int | None:
     """The step of an export's weights; None if there is no export, or one that no run wrote."""
     finish_export(export)
+    return _recorded_step(export)
+
+
+def _recorded_step(export: Path) -> int | None:
     try:
         record = json.loads((export / _RECORD).read_text())
     except (FileNotFoundError, NotADirectoryError, ValueError):
