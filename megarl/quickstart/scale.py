@@ -4,15 +4,19 @@ The model is a tiny one of the recipe's model family, with random weights, and t
 everything in the recipe works together and trains, not that it learns.
 """
 
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
+from converters.durable import complete
 from converters.errors import UserError
 from converters.number_formats import FP8_BLOCK, FP8_BLOCK_UE8M0
 from megarl.config.folder import known_model
+from megarl.output.lock import sole_writer
+from megarl.output.places import check_name
 from megarl.quickstart.arithmetic import write_arithmetic
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rollout import engine_kind
@@ -80,13 +84,26 @@ def tiny(config: MegarlConfig) -> dict[str, Any]:
 
 
 def write_inputs(config: MegarlConfig, family: str) -> None:
-    """Write the model of `family` and the data for a tiny-scale configuration, unless they exist."""
-    output = Path(config.output_dir)
+    """Write the model of `family` and the data for a tiny-scale configuration, unless they exist.
+
+    Raises UserError if another run is writing to the output_dir, or nobody can.
+    """
+    check_name("output_dir", config.output_dir)
     disable_progress_bar()
-    if not (output / _MODEL).exists():
-        write_tiny_model(family, output / _MODEL, fields=model_fields(config, family))
-    if not (output / _DATA).exists():
-        write_arithmetic(output / _DATA, held_out=_HELD_OUT)
+    fields = model_fields(config, family)
+    with sole_writer(Path(config.output_dir)) as output:
+        _write_whole(output / _MODEL, lambda folder: write_tiny_model(family, folder, fields=fields))
+        _write_whole(output / _DATA, lambda folder: write_arithmetic(folder, held_out=_HELD_OUT))
+
+
+def _write_whole(folder: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` create a folder unless it exists; an interrupted run leaves none that the next would take for it."""
+    if folder.exists():
+        return
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write(partial)
+    complete(partial, folder)
 
 
 def model_fields(config: MegarlConfig, family: str) -> dict[str, Any]:

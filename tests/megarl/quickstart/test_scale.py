@@ -1,13 +1,18 @@
 """A recipe at the tiny scale: its sizes, its model, and what a command line says beside it."""
 
 import json
+import resource
 
 import pytest
 
+from converters.architectures import read_architecture
+from converters.copying import check_checkpoint
 from converters.errors import UserError
+from converters.formats.safetensors import HuggingFaceCheckpoint
 from megarl.cli.main import main
 from megarl.config.compose import compose
-from megarl.quickstart.scale import MOST_RANKS, family_of, model_fields, tiny
+from megarl.output.lock import sole_writer
+from megarl.quickstart.scale import MOST_RANKS, family_of, model_fields, tiny, write_inputs
 from megarl.rollout import engine_kind
 
 OPEN = ("model.path=m", "output_dir=o")
@@ -82,3 +87,33 @@ def test_what_has_no_tiny_scale_is_said(capsys):
     assert "megarl: +scale=small is not known: there is +scale=tiny" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"^\+scale=tiny makes a small model .* and this recipe has no model\.name$"):
         tiny(compose("quickstart", [*OPEN, "data.train_files=[t]"]))
+
+
+@pytest.fixture
+def config(tmp_path):
+    return compose("grpo_deepseek_v3", ["model.path=m", f"output_dir={tmp_path / 'run'}"])
+
+
+@pytest.mark.parametrize("most_bytes", [2**9, 2**12, 2**17])
+def test_inputs_that_a_full_disk_cut_short_are_written_again(config, tmp_path, most_bytes):
+    output = tmp_path / "run"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
+    try:
+        with pytest.raises(Exception, match=r"(?i)file too large"):
+            write_inputs(config, "deepseek_v3")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    write_inputs(config, "deepseek_v3")
+    assert {path.name for path in (output / "tiny").iterdir()} == {"model", "data"}
+    whole = {path.name for path in (output / "tiny").rglob("*")}
+    assert whole >= {"config.json", "model.safetensors", "tokenizer.json", "train.parquet", "pairs_eval.parquet"}
+    check_checkpoint(checkpoint := HuggingFaceCheckpoint(output / "tiny/model"), read_architecture(checkpoint.config))
+
+
+def test_inputs_that_another_run_may_be_reading_are_left_alone(config, tmp_path):
+    with sole_writer(tmp_path / "run"), pytest.raises(UserError, match="another run is writing"):
+        write_inputs(config, "deepseek_v3")
+    config.output_dir = ""
+    with pytest.raises(UserError, match="output_dir='' is no name"):
+        write_inputs(config, "deepseek_v3")
