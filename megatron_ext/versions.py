@@ -22,6 +22,7 @@ from packaging.version import Version
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
+from converters.formats.torch_dist import COMMON
 from megatron_ext import device
 
 IS_0_19 = Version(megatron.core.__version__) >= Version("0.19")
@@ -32,7 +33,7 @@ if IS_0_19:
     SaveStrategy = TorchDistSaveShardedStrategy
 else:
     from megatron.core.dist_checkpointing.strategies.base import AsyncSaveShardedStrategy
-    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+    from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 
     SaveStrategy = AsyncSaveShardedStrategy
 
@@ -42,11 +43,27 @@ _IN_MODULES, _IN_FILES = "mtp_model_layer", "transformer_layer"
 def install() -> None:
     """Apply the replacements; idempotent."""
     if not IS_0_19:
+        tell_of_a_disk_without_room_for_common_state()
         return
     find_prediction_layers_by_their_former_name()
     leave_query_projections_without_norm()
     if not device.has_transformer_engine():
         let_selective_recompute_go_without_a_compiler()
+
+
+def tell_of_a_disk_without_room_for_common_state() -> None:
+    """Let 0.16 write `common.pt` through a file of Python, whose OSError says what is wrong with the disk.
+
+    By its name, torch writes it itself, and a full disk is a RuntimeError: `unexpected pos 64 vs 0`. 0.19 has no such
+    file.
+    """
+
+    def save_common(_self: Any, common_state: dict[str, Any], folder: str | Path) -> None:
+        if dist.get_rank() == 0:
+            with (Path(folder) / COMMON).open("wb") as file:
+                torch.save(common_state, file)
+
+    TorchCommonSaveStrategy.save_common = save_common
 
 
 def find_prediction_layers_by_their_former_name() -> None:

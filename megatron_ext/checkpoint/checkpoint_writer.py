@@ -7,7 +7,8 @@ and gloo threads, and here only file writes and checksums are left, which releas
 import ctypes
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
@@ -64,14 +65,15 @@ class PendingSave:
     def __init__(self, state: ShardedStateDict, folder: Path, copies: HostCopies | None, plan: Plan | None) -> None:
         self._folder = folder
         self._strategy = _Strategy(copies, plan)
-        self._request = dist_checkpointing.save(
-            state,
-            str(folder),
-            self._strategy,
-            validate_access_integrity=plan is None,
-            async_sharded_save=True,
-            content_metadata=_CONTENT,
-        )
+        with self._errors_of_the_disk():
+            self._request = dist_checkpointing.save(
+                state,
+                str(folder),
+                self._strategy,
+                validate_access_integrity=plan is None,
+                async_sharded_save=True,
+                content_metadata=_CONTENT,
+            )
         # The copies run concurrently with later work on the device.
         device.synchronize()
         self._copied = threading.Event()
@@ -101,17 +103,23 @@ class PendingSave:
     def finish(self) -> None:
         """Wait for all ranks (a collective) and write the table of contents. Raises as `is_written`."""
         self.wait_until_written()
-        self._request.execute_sync()
-        if torch.distributed.get_rank() == 0:
-            checkpoint_folder.list_written(self._folder, self._strategy.writer.written)
+        with self._errors_of_the_disk():
+            self._request.execute_sync()
+            if torch.distributed.get_rank() == 0:
+                checkpoint_folder.list_written(self._folder, self._strategy.writer.written)
 
     def _write(self) -> None:
-        try:
+        with self._errors_of_the_disk():
             try:
                 self._strategy.writer.copy()
             finally:
                 self._copied.set()
             self._strategy.writer.write()
+
+    @contextmanager
+    def _errors_of_the_disk(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise checkpoint_folder.disk_error(error, self._folder.parent) from error
 

@@ -1,6 +1,7 @@
 """Tables of contents that contradict themselves or are damaged."""
 
 import pickle
+import resource
 import shutil
 import sys
 from contextlib import suppress
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from converters.errors import UserError
 from converters.formats.torch_dist import TorchDistCheckpoint, read_metadata, write_metadata
+from converters.formats.torch_dist.common_state import write_common_state
 
 FC2 = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
 NORM = "decoder.final_layernorm.weight"
@@ -26,6 +28,16 @@ NORM = "decoder.final_layernorm.weight"
 def test_files_may_be_links(megatron, tmp_path):
     export(megatron, tmp_path / "hf")
     assert content_of(tmp_path / "hf") == contents(huggingface_tensors(MODELS["qwen3_moe"]))
+
+
+def test_a_disk_without_room_for_common_state_is_an_error_of_the_disk(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            write_common_state(tmp_path, {"num_layers": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def place(table: dcp.Metadata, key: str = FC2) -> dcp.MetadataIndex:

@@ -53,6 +53,7 @@ def alone(folder, tmp_path_factory):
     cases = {
         "saved": (train_and_save, ParallelSizes(), folder, root / "rate"),
         "failed": (save_beyond_a_limit, ParallelSizes(), folder, root / "failed"),
+        "failed at once": (begin_beyond_a_limit, ParallelSizes(), folder, root / "failed"),
         **{name: (refused, ParallelSizes(), folder, root / "rate", options) for name, (options, _) in UNFIT.items()},
         "remainders": (refused_with_remainders, ParallelSizes(), folder, root / "rate"),
     }
@@ -76,10 +77,19 @@ def test_main_parameters_are_not_read_as_what_weights_lack_of_them(alone):
 
 def test_a_failed_write_in_the_background_is_an_error_of_the_run(alone):
     root, results = alone
-    assert results["failed"] == 2 * [
+    assert results["failed"] == 2 * [too_large(root)]
+
+
+def test_a_failed_write_of_what_is_no_tensor_is_the_same_error(alone):
+    root, results = alone
+    assert results["failed at once"] == too_large(root)
+
+
+def too_large(root: Path) -> str:
+    return (
         f"cannot write a checkpoint below {root}: File too large; free space or choose another output_dir"
         " (the last complete checkpoint is untouched)"
-    ]
+    )
 
 
 @pytest.fixture
@@ -162,3 +172,19 @@ def save_beyond_a_limit(rank: int, sizes: ParallelSizes, folder: Path, target: P
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     return said
+
+
+def begin_beyond_a_limit(rank: int, sizes: ParallelSizes, folder: Path, target: Path) -> str:
+    """The sentence where even the smallest file, as of a user without quota, could not be written."""
+    from megatron_ext.checkpoint import checkpoint
+
+    model = make_model(rank, sizes, folder)
+    target.mkdir(exist_ok=True)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
+    try:
+        with pytest.raises(UserError) as raised:
+            checkpoint.save(model, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    return str(raised.value)

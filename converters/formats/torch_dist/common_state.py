@@ -37,7 +37,9 @@ def write_common_state(folder: Path, arguments: Mapping[str, Any]) -> None:
         "iteration": 0,
         "content_metadata": {"singleton_local_shards": False},
     }
-    torch.save(state, folder / COMMON)
+    # Not by its name: a full disk would then be a RuntimeError, `unexpected pos 64 vs 0`.
+    with (folder / COMMON).open("wb") as file:
+        torch.save(state, file)
 
 
 def extra_state_keys(architecture: Architecture) -> Iterator[str]:
