@@ -18,7 +18,7 @@ from megarl.models.policy import check_layout, check_policy, check_prediction_la
 from megarl.rehearsal.distinct_ranks import distinct_ranks
 from megarl.rehearsal.engine import RehearsedEngine, check_engine, rehearse_engine
 from megarl.rehearsal.need import Gpu, Need, tightest
-from megarl.rehearsal.own_process import call_apart
+from megarl.rehearsal.own_process import call_apart, calls_that_end_together
 from megarl.rehearsal.phases import (
     RankPairs,
     beside_ranks,
@@ -84,7 +84,7 @@ def rehearse_job(
     """
     policy, size = models[0], micro_batch_size(config)
     # Concurrently, as both wait for subprocesses.
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, calls_that_end_together():
         coming = pool.submit(rehearse_engine, config, hf_config, policy.options.params_dtype, gpu.memory)
         found = {rank_model.name: rehearse_model(rank_model, size) for rank_model in models}
         engine = coming.result()

@@ -5,10 +5,13 @@ import pickle
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 from converters.errors import UserError
+from megarl.sandbox import process_tree
 
 _ENVIRONMENT = {
     # Modules are built for a CPU; none of their memory is allocated.
@@ -18,35 +21,72 @@ _ENVIRONMENT = {
 }
 
 
+class _Calls:
+    """The processes of all calls under way, in any thread."""
+
+    def __init__(self) -> None:
+        self.processes = set[subprocess.Popen[bytes]]()
+        self.are_over = False
+        """Whether a process that is still started is to be killed at once."""
+
+
+_CALLS = _Calls()
+
+
+@contextmanager
+def calls_that_end_together() -> Iterator[None]:
+    """Kill the processes of all calls when the context ends by an exception, as other threads would wait for theirs."""
+    _CALLS.are_over = False
+    try:
+        yield
+    except BaseException:
+        _CALLS.are_over = True
+        for process in list(_CALLS.processes):
+            process.kill()
+        raise
+
+
 def call_apart(module: str, function: str, *arguments: Any) -> Any:
     """Call a function of a module in a new process, so that only that imports it.
 
-    Re-raises its UserError, and raises one if the system kills the process.
+    The process ends with this one. Re-raises its UserError, and raises one if the system kills the process.
 
     Example: call_apart("megarl.rehearsal.trainer_rank", "rehearse_ranks", rank_model, [0, 32], size)
     """
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", __name__],
-        input=pickle.dumps((module, function, arguments)),
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", __name__, str(os.getpid())],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, **_ENVIRONMENT},
-        check=False,
-    )
-    if done.returncode == -signal.SIGKILL:
+        # Ctrl-C is for this process, and would make that one print a traceback.
+        start_new_session=True,
+    ) as process:
+        _CALLS.processes.add(process)
+        try:
+            if _CALLS.are_over:
+                process.kill()
+            output, _ = process.communicate(pickle.dumps((module, function, arguments)))
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            _CALLS.processes.discard(process)
+    if process.returncode == -signal.SIGKILL:
         raise UserError(
             f"the system killed the process of {module}.{function}, as it does where memory runs out: free memory on"
             " this machine, or raise the limit of its container or batch job"
         )
-    if done.returncode:
-        raise RuntimeError(f"the process of {module}.{function} ended with {done.returncode}")
-    answer = pickle.loads(done.stdout)
+    if process.returncode:
+        raise RuntimeError(f"the process of {module}.{function} ended with {process.returncode}")
+    answer = pickle.loads(output)
     if isinstance(answer, UserError):
         raise answer
     return answer
 
 
-def main() -> None:
-    """Call what standard input asks for, and write the answer to standard output."""
+def main(parent: int) -> None:
+    """Call what standard input asks for, and write the answer to standard output; die with the process `parent`."""
+    process_tree.die_with(parent, signal.SIGKILL)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     # Other output must not mix with the answer.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -60,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))
