@@ -2,6 +2,8 @@
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -33,6 +35,17 @@ def complete(partial: Path, path: Path) -> None:
     """Sync a file or folder that was written as `partial` to disk, then rename it to `path`."""
     sync_all(partial)
     rename(partial, path)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield the path to write a file to, which then replaces `path`, or after an exception is removed."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        yield partial
+        complete(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def sync_all(path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.durable import whole_file
 from converters.errors import UserError, names_as_given
 from megarl.cli import outcome, plan_cluster, plan_recipe, plan_step
 from megarl.cli.parallel_options import OPTION_OF_SIZE, add_parallel_sizes, parallel_sizes
@@ -136,7 +137,8 @@ def _run(options: argparse.Namespace) -> int:
         if options.plot:
             from megarl.planning.picture import draw_forecast
 
-            draw_forecast(forecast).savefig(options.plot)
+            with whole_file(options.plot) as partial:
+                draw_forecast(forecast).savefig(partial, format=options.plot.suffix[1:])
         found = {
             "refit_seconds": forecast.replay.seconds,
             "staged_bytes": 0 if options.sends_whole_tensors else int(forecast.traffic.staged.max()),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from converters.durable import complete
+from converters.durable import whole_file
 from megarl.cluster.colocation import GpuSharing, OwnGpus
 from megarl.cluster.engines.engine_group import EngineGroup
 from megarl.cluster.trainer.trainer_group import TrainerGroup
@@ -89,13 +89,11 @@ class Timeline:
     def _write(self, found: Mapping[str, bytes]) -> None:
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"step_{self._step}.json"
-        partial = path.with_suffix(".part")
-        with partial.open("wb") as file:
+        with whole_file(path) as partial, partial.open("wb") as file:
             file.write(b'{"displayTimeUnit": "ms", "traceEvents": [\n')
             for number, part in enumerate(_of_processes(found)):
                 file.write(b",\n" + part if number else part)
             file.write(b"\n]}\n")
-        complete(partial, path)
         print(f"the timeline of step {self._step} is in {path}: open it at ui.perfetto.dev", flush=True)
 
 

@@ -1,14 +1,14 @@
 """Report of a run for the user: a picture of the curves, summary.json, and a table on the console."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from rich.table import Table
 
-from converters.durable import complete
+from converters.durable import whole_file
 from megarl.tracking.curves import History, draw_curves
 from megarl.tracking.versions import versions
 
@@ -30,8 +30,10 @@ def write_report(output_dir: Path, history: History, summary: Mapping[str, Any])
     output_dir.mkdir(parents=True, exist_ok=True)
     paths = ReportPaths(curves=output_dir / "curves.png", summary=output_dir / "summary.json")
     text = json.dumps({**summary, "versions": versions()}, indent=2) + "\n"
-    _write_whole(paths.summary, lambda file: file.write(text.encode()))
-    _write_whole(paths.curves, lambda file: draw_curves(history).savefig(file, format="png"))
+    with whole_file(paths.summary) as summary_file:
+        summary_file.write_text(text)
+    with whole_file(paths.curves) as curves_file:
+        draw_curves(history).savefig(curves_file, format="png")
     return paths
 
 
@@ -47,13 +49,3 @@ def report_table(title: str, results: Mapping[str, Any], paths: Mapping[str, Pat
     for name, path in paths.items():
         table.add_row(name, str(path))
     return table
-
-
-def _write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            write(file)
-        complete(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 """`megarl plan`: what it prints, draws and refuses."""
 
 import json
+import resource
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,23 @@ def test_people_get_tables_and_a_picture(model: str, capsys: pytest.CaptureFixtu
     assert "drawn in flow.png" in said
     assert max(map(len, said.splitlines())) <= 120
     assert Path("flow.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_the_disk_has_no_room_for_leaves_the_earlier_one(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--model", model, *TRAINER, "--engine-tp", "4", "--plot", "flow.png", "--bucket-bytes", "1MB"]
+    assert main(words) == 0
+    drawn = Path("flow.png").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
+    try:
+        assert main(words) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "the disk is full" in capsys.readouterr().err
+    assert Path("flow.png").read_bytes() == drawn
+    assert not Path("flow.png.partial").exists()
 
 
 def test_a_recipe_that_names_its_model_needs_no_other(capsys):
