@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -10,7 +11,7 @@ from typing import Any
 from converters.durable import is_disk_full
 from converters.errors import UserError, did_you_mean
 from megarl.cli.parser import CommandParser
-from megarl.cli.standard_output import open_closed_streams, watched_output
+from megarl.cli.standard_output import discard, open_closed_streams, watched_output
 from megarl.cli.training import TRAINING_COMMANDS
 from megarl.process.errors import RunFailed, exit_code_of
 from megarl.process.own_programs import find_own_programs
@@ -102,13 +103,28 @@ def _run(arguments: Sequence[str] | None, options: argparse.Namespace) -> int:
             raise options.parser.no_option(rest[0])
         raise UserError(f"megarl {options.command} does not take {rest[0]}; see megarl {options.command} --help")
     options.overrides = rest
+    _check_current_folder()
     return options.run(options)
 
 
+def _check_current_folder() -> None:
+    """Raise UserError if the current folder is gone, to which paths and libraries refer."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UserError(
+            f"the current folder is not there any more ({error.strerror}): change to one that is, and run again"
+        ) from error
+
+
 def _fail(sentence: str, code: int, details: str = "") -> int:
-    print(f"megarl: {' '.join(sentence.split())}", file=sys.stderr)
-    if details:
-        print(details, file=sys.stderr)
+    try:
+        print(
+            f"megarl: {' '.join(sentence.split())}", *[details] * bool(details), sep="\n", file=sys.stderr, flush=True
+        )
+    except OSError:
+        # Nobody reads it: the exit code still says what happened.
+        discard(sys.stderr)
     return code
 
 

@@ -17,6 +17,13 @@ def open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "w" if number else "r"))
 
 
+def discard(stream: TextIO) -> None:
+    """Lead a stream to the null device, since text left in its buffers would fail again at exit."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, stream.fileno())
+    os.close(nothing)
+
+
 class OutputLost(RunFailed):
     """Standard output is lost: not an OSError, since those are handled as errors of files, or ignored."""
 
@@ -49,10 +56,7 @@ class _Watched:
         try:
             yield
         except OSError as error:
-            # Text left in the buffers would fail again at exit.
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, self._stream.fileno())
-            os.close(nothing)
+            discard(self._stream)
             raise OutputLost(error) from error
 
 

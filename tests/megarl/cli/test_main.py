@@ -297,6 +297,30 @@ def test_streams_that_are_closed_are_none_that_a_later_file_becomes(closed: str)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("errors", ["a closed pipe", "/dev/full"])
+def test_a_sentence_that_nobody_takes_leaves_its_exit_code(errors: str) -> None:
+    if errors == "/dev/full":
+        descriptor = os.open(errors, os.O_WRONLY)
+    else:
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    command = [sys.executable, "-m", "megarl.cli.main", "trian"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=descriptor, check=False)
+    os.close(descriptor)
+    assert (done.returncode, done.stdout) == (2, b"")
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["config", "--config-name", "quickstart", "model.path=m"]])
+def test_a_current_folder_that_is_gone_is_one_sentence(words, tmp_path, monkeypatch, capsys) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(words) == 2
+    said = "megarl: the current folder is not there any more (No such file or directory): change to one that is, "
+    assert capsys.readouterr().err == f"{said}and run again\n"
+
+
 def test_ctrl_c_ends_with_130(tmp_path: Path) -> None:
     # An nvidia-smi that never answers keeps the doctor waiting, so that the signal meets it at work.
     started = tmp_path / "started"
