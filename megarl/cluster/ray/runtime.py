@@ -5,11 +5,14 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import ray
 from ray import _raylet
 from ray._private import ray_constants
 
+from converters.durable import is_disk_full
+from converters.errors import UserError
 from megarl.cluster.ray.joining import join, wait_for_machines
 from megarl.cluster.ray.object_store import store_bytes_here
 from megarl.cluster.ray.ray_driver import undisturbed, without_monitors
@@ -23,7 +26,9 @@ from megatron_ext.loopback import LOOPBACK
 _RAY = "r"
 LONGEST_SOCKET = f"{_RAY}/session_2026-01-31_23-59-59_999999_4194304/sockets/plasma_store"
 """The longest path of a socket in a Ray node's folder, whose name has the time and process ID of the start."""
-_TIMED_OUT = "timed out during startup"
+_TIMED_OUT = ("timed out during startup", "Timed out waiting for file")
+_NEEDED_BYTES = 2**18
+"""Fewer than Ray writes while it starts."""
 
 
 class RayNotStarted(RunFailed):
@@ -41,7 +46,7 @@ class RayNotStarted(RunFailed):
 def ray_cluster(config: ClusterConfig) -> Iterator[None]:
     """Connect to the cluster at `config.address` once its machines are there, or start one that ends with the context.
 
-    Raises UserError if there is no room for the configured object store.
+    Raises UserError if there is no room for the configured object store, or on the disk for temporary files.
 
     Within another such context nothing is started: the runs share the cluster.
     """
@@ -95,10 +100,24 @@ def _start_local(folder: Path, object_store_bytes: int) -> None:
                 configure_logging=False,
             )
     except Exception as error:
-        # Ray (2.60) raises a bare Exception, after a timeout that cannot be configured.
-        if _TIMED_OUT not in str(error):
+        _check_room(folder)
+        # Ray (2.60) raises a bare Exception or RuntimeError, after timeouts that cannot be configured.
+        if not any(words in str(error) for words in _TIMED_OUT):
             raise
         raise RayNotStarted from error
+
+
+def _check_room(folder: Path) -> None:
+    """Raise UserError if the disk of a folder is full, which Ray waits for in vain and does not report."""
+    try:
+        with TemporaryFile(dir=folder.parent) as file:
+            file.write(bytes(_NEEDED_BYTES))
+    except OSError as error:
+        if is_disk_full(error):
+            raise UserError(
+                f"{folder.parent.parent} has no room for Ray's sockets and logs ({error.strerror}): make room there, or"
+                " set TMPDIR to a folder on another disk"
+            ) from error
 
 
 def _require_token() -> None:

@@ -1,21 +1,27 @@
 """A cluster of our own that does not come up, and one below a long TMPDIR."""
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import ray
+from ray import _raylet
 from ray._private import node
 
+from converters.errors import UserError
 from megarl.cluster.ray.runtime import _TIMED_OUT, LONGEST_SOCKET, RayNotStarted, ray_cluster
 from megarl.schema import ClusterConfig
 
+OF_RAYS_HEAD = "Timed out waiting for file /tmp/megarl-1-x/r/session_2026-01-31/gcs_server_port_75726b"
 OF_RAY = "The current node timed out during startup. This could happen because the raylet failed to startup"
 
 
-@pytest.mark.parametrize(("says", "raised"), [(OF_RAY, RayNotStarted), ("port 7 is taken", Exception)])
+@pytest.mark.parametrize(
+    ("says", "raised"), [(OF_RAY, RayNotStarted), (OF_RAYS_HEAD, RayNotStarted), ("port 7 is taken", Exception)]
+)
 def test_only_its_time_out_is_said_in_a_sentence(monkeypatch, says, raised):
     def never_up(**_):
         raise Exception(says)
@@ -28,7 +34,24 @@ def test_only_its_time_out_is_said_in_a_sentence(monkeypatch, says, raised):
 
 
 def test_the_words_are_those_of_ray():
-    assert _TIMED_OUT in Path(node.__file__).read_text()
+    said = Path(node.__file__).read_bytes(), Path(_raylet.__file__).read_bytes()
+    assert [words.encode() in text for words, text in zip(_TIMED_OUT, said, strict=True)] == [True, True]
+
+
+def test_a_full_disk_of_the_temporary_folder_is_said(monkeypatch):
+    def never_up(**_):
+        raise Exception(OF_RAY)
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", never_up)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
+    try:
+        said = r"has no room for Ray's sockets and logs \(.*\): make room there, or set TMPDIR to"
+        with pytest.raises(UserError, match=said), ray_cluster(ClusterConfig()):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 _START = """
