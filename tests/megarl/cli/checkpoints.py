@@ -34,7 +34,22 @@ QWEN3_MOE: Mapping[str, Any] = {
     "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
 }
-MEGARL = (sys.executable, "-m", "megarl.cli.main")
+HELD = """
+import sys
+from converters.stream.journal import Journal
+from megarl.cli.main import main
+
+write, left = Journal._write, iter(range(int(sys.argv.pop(1)) - 1))
+
+def write_and_wait(journal, content):
+    write(journal, content)
+    if next(left, None) is None:
+        sys.stdin.readline()
+
+Journal._write = write_and_wait
+sys.exit(main())
+"""
+"""A command that, when its journal has so many lines, waits for the end of its input: it is met in the middle."""
 
 
 def write_model(folder: Path, **fields: Any) -> Path:
@@ -53,18 +68,19 @@ def write_model(folder: Path, **fields: Any) -> Path:
     return folder
 
 
-def start(*words: object) -> subprocess.Popen[str]:
-    """A command in a process of its own."""
-    command = [*MEGARL, *map(str, words)]
+def start(*words: object, lines: int) -> subprocess.Popen[str]:
+    """A command in a process of its own, which stands still when its journal has so many lines."""
+    command = [sys.executable, "-c", HELD, str(lines), *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def wait_for_lines(process: subprocess.Popen[str], file: Path, lines: int) -> None:
-    """Return as soon as a file has so many lines."""
+    """Return when a file has so many lines."""
     while not (file.exists() and file.read_bytes().count(b"\n") >= lines):
         assert process.poll() is None, f"it ended before: {process.communicate()}"
-        time.sleep(0.001)
+        time.sleep(0.01)
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
