@@ -24,7 +24,7 @@ from megarl.planning.memory.engine import (
 )
 from megarl.planning.refit import engine_sizes
 from megarl.rehearsal.need import Gpu
-from megarl.rehearsal.own_process import call_apart
+from megarl.rehearsal.own_process import OwnProcesses
 from megarl.resharding.direct.quantised_shard import Quantisation
 from megarl.resharding.direct.transfer_spec import check_traces, held_dtypes
 from megarl.rollout import engine_configuration, engine_kind
@@ -91,7 +91,7 @@ def check_engine(config: MegarlConfig, hf_config: Mapping[str, Any]) -> None:
 
 
 def rehearse_engine(
-    config: MegarlConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, gpu_bytes: int
+    config: MegarlConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, gpu_bytes: int, processes: OwnProcesses
 ) -> RehearsedEngine:
     """Rehearse an engine for a policy trained in `dtype`, or compute its memory in closed form if that is not possible.
 
@@ -110,7 +110,7 @@ def rehearse_engine(
     policy_dtypes = architecture.hf_dtypes(dtype)
     shapes = chosen.number_format.checkpoint(architecture)[0] if chosen else architecture.hf_shapes
     dtypes = held_dtypes(architecture, policy_dtypes, chosen)
-    workers: list[RehearsedWorker] = call_apart(
+    workers: list[RehearsedWorker] = processes.call(
         *_function(kind),
         {**hf_config, "dtype": dtype_name(dtype)},
         in_number_format(rollout, hf_config),

@@ -18,7 +18,7 @@ from megarl.models.policy import check_layout, check_policy, check_prediction_la
 from megarl.rehearsal.distinct_ranks import distinct_ranks
 from megarl.rehearsal.engine import RehearsedEngine, check_engine, rehearse_engine
 from megarl.rehearsal.need import Gpu, Need, tightest
-from megarl.rehearsal.own_process import call_apart, calls_that_end_together
+from megarl.rehearsal.own_process import OwnProcesses
 from megarl.rehearsal.phases import (
     RankPairs,
     beside_ranks,
@@ -84,9 +84,9 @@ def rehearse_job(
     """
     policy, size = models[0], micro_batch_size(config)
     # Concurrently, as both wait for subprocesses.
-    with ThreadPoolExecutor(1) as pool, calls_that_end_together():
-        coming = pool.submit(rehearse_engine, config, hf_config, policy.options.params_dtype, gpu.memory)
-        found = {rank_model.name: rehearse_model(rank_model, size) for rank_model in models}
+    with ThreadPoolExecutor(1) as pool, OwnProcesses() as processes:
+        coming = pool.submit(rehearse_engine, config, hf_config, policy.options.params_dtype, gpu.memory, processes)
+        found = {rank_model.name: rehearse_model(rank_model, size, processes) for rank_model in models}
         engine = coming.result()
     architecture = policy.architecture().without_mtp
     workers = config.rollout.replicas * engine.workers
@@ -181,11 +181,11 @@ def micro_batch_size(config: MegarlConfig) -> "MicroBatchSize":
     return MicroBatchSize(max(config.loop.max_tokens_per_micro_batch, longest), longest)
 
 
-def rehearse_model(rank_model: "RankModel", size: "MicroBatchSize") -> RankPairs:
+def rehearse_model(rank_model: "RankModel", size: "MicroBatchSize", processes: OwnProcesses) -> RankPairs:
     """Rehearse every distinct rank of a model. Raises UserError as `rehearse_rank` does."""
     parallel = rank_model.options.parallel
     layout = megatron_layout(rank_model.architecture(), parallel, module_names="local")
     distinct = distinct_ranks(layout, parallel)
     function = "megarl.rehearsal.trainer_rank", "rehearse_ranks"
-    found: list[RehearsedRank] = call_apart(*function, rank_model, [each.rank for each in distinct], size)
+    found: list[RehearsedRank] = processes.call(*function, rank_model, [each.rank for each in distinct], size)
     return list(zip(distinct, found, strict=True))

@@ -5,10 +5,8 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 from converters.errors import UserError
 from megarl.sandbox import process_tree
@@ -21,67 +19,61 @@ _ENVIRONMENT = {
 }
 
 
-class _Calls:
-    """The processes of all calls under way, in any thread."""
+class OwnProcesses:
+    """Calls functions in new processes, so that only those import their modules; they end with this process.
+
+    As a context, it kills those that are still running when an error leaves it: other threads would wait for theirs.
+    """
 
     def __init__(self) -> None:
-        self.processes = set[subprocess.Popen[bytes]]()
-        self.are_over = False
-        """Whether a process that is still started is to be killed at once."""
+        self._running = set[subprocess.Popen[bytes]]()
+        self._are_over = False
 
+    def __enter__(self) -> Self:
+        return self
 
-_CALLS = _Calls()
-
-
-@contextmanager
-def calls_that_end_together() -> Iterator[None]:
-    """Kill the processes of all calls when the context ends by an exception, as other threads would wait for theirs."""
-    _CALLS.are_over = False
-    try:
-        yield
-    except BaseException:
-        _CALLS.are_over = True
-        for process in list(_CALLS.processes):
-            process.kill()
-        raise
-
-
-def call_apart(module: str, function: str, *arguments: Any) -> Any:
-    """Call a function of a module in a new process, so that only that imports it.
-
-    The process ends with this one. Re-raises its UserError, and raises one if the system kills the process.
-
-    Example: call_apart("megarl.rehearsal.trainer_rank", "rehearse_ranks", rank_model, [0, 32], size)
-    """
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, **_ENVIRONMENT},
-        # Ctrl-C is for this process, and would make that one print a traceback.
-        start_new_session=True,
-    ) as process:
-        _CALLS.processes.add(process)
-        try:
-            if _CALLS.are_over:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
+        if kind is not None:
+            self._are_over = True  # for one that a thread is about to start
+            for process in list(self._running):
                 process.kill()
-            output, _ = process.communicate(pickle.dumps((module, function, arguments)))
-        except BaseException:
-            process.kill()
-            raise
-        finally:
-            _CALLS.processes.discard(process)
-    if process.returncode == -signal.SIGKILL:
-        raise UserError(
-            f"the system killed the process of {module}.{function}, as it does where memory runs out: free memory on"
-            " this machine, or raise the limit of its container or batch job"
-        )
-    if process.returncode:
-        raise RuntimeError(f"the process of {module}.{function} ended with {process.returncode}")
-    answer = pickle.loads(output)
-    if isinstance(answer, UserError):
-        raise answer
-    return answer
+
+    def call(self, module: str, function: str, *arguments: Any) -> Any:
+        """Call a function of a module, and return what it returns.
+
+        Re-raises its UserError, and raises one if the system kills the process.
+
+        Example: call("megarl.rehearsal.trainer_rank", "rehearse_ranks", rank_model, [0, 32], size)
+        """
+        with subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **_ENVIRONMENT},
+            # Ctrl-C is for this process, and would make that one print a traceback.
+            start_new_session=True,
+        ) as process:
+            self._running.add(process)
+            try:
+                if self._are_over:
+                    process.kill()
+                output, _ = process.communicate(pickle.dumps((module, function, arguments)))
+            except BaseException:
+                process.kill()
+                raise
+            finally:
+                self._running.discard(process)
+        if process.returncode == -signal.SIGKILL:
+            raise UserError(
+                f"the system killed the process of {module}.{function}, as it does where memory runs out: free memory"
+                " on this machine, or raise the limit of its container or batch job"
+            )
+        if process.returncode:
+            raise RuntimeError(f"the process of {module}.{function} ended with {process.returncode}")
+        answer = pickle.loads(output)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
 
 
 def main(parent: int) -> None:

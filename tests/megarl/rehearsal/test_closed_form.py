@@ -10,12 +10,13 @@ from converters.architectures import Lora, adapter_architecture, read_architectu
 from megarl.config.compose import compose
 from megarl.config.folder import known_model
 from megarl.rehearsal.engine import RehearsedEngine, rehearse_engine
+from megarl.rehearsal.own_process import OwnProcesses
 
 
 def counted(*words: str) -> RehearsedEngine:
     given = ["model.path=m", "output_dir=o", "rollout.engine=sglang", "~rollout.engine_args", *words]
     config = compose("grpo_qwen3_1_7b", given)
-    return rehearse_engine(config, known_model("qwen3_1_7b"), torch.bfloat16, gpu_bytes=80 * 2**30)
+    return rehearse_engine(config, known_model("qwen3_1_7b"), torch.bfloat16, 80 * 2**30, OwnProcesses())
 
 
 def test_keys_and_values_in_fp8_take_half_as_much() -> None:
@@ -36,7 +37,7 @@ def slot(hf_config: dict[str, Any], *words: str) -> int:
     given = ["model.path=m", "output_dir=o", "~rollout.engine_args", *words]
     with_adapter = ["lora.rank=8", "lora.alpha=8", "lora.merge=false"]
     weights = [
-        rehearse_engine(compose("grpo_qwen3_1_7b", each), hf_config, torch.bfloat16, gpu_bytes=80 * 10**9).weights
+        rehearse_engine(compose("grpo_qwen3_1_7b", each), hf_config, torch.bfloat16, 80 * 10**9, OwnProcesses()).weights
         for each in (given, [*given, *with_adapter])
     ]
     return weights[1] - weights[0]

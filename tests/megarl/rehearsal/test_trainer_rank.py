@@ -19,7 +19,7 @@ from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rehearsal.activations import MicroBatchSize, rehearse_micro_batch
 from megarl.rehearsal.alive import Alive
 from megarl.rehearsal.distinct_ranks import DistinctRank, distinct_ranks
-from megarl.rehearsal.own_process import call_apart
+from megarl.rehearsal.own_process import OwnProcesses
 from megarl.rehearsal.trainer_rank import RankModel, RehearsedRank, StateBytes, check_layout, state_bytes
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.options.options import AdapterOptions, MegatronOptions
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rehearse_ranks(trained: RankModel, ranks: Sequence[int], size: MicroBatchSize) -> list[RehearsedRank]:
-    return call_apart("megarl.rehearsal.trainer_rank", "rehearse_ranks", trained, ranks, size)
+    return OwnProcesses().call("megarl.rehearsal.trainer_rank", "rehearse_ranks", trained, ranks, size)
 
 
 @pytest.mark.long
