@@ -119,7 +119,7 @@ def test_a_comparison_names_codes_and_scales_that_differ():
 
 @pytest.mark.parametrize("number_format", [FP8_BLOCK, INT8_CHANNEL, MXFP8])
 def test_a_matrix_that_torch_quantises_in_parts_has_the_codes_of_the_whole(number_format):
-    # Of rows with gaps, which machine code leaves to torch, in parts that stay in the processor's cache.
+    # Rows with gaps, which machine code leaves to torch, in parts that stay in the processor's cache.
     values = torch.randn(1300, 2048, generator=torch.Generator().manual_seed(0)).bfloat16()[:, ::2]
     expected = dict(zip(("codes", "scales"), number_format.quantise(values), strict=True))
     whole, of_scales = Box.whole(values.shape), Box.whole(expected["scales"].shape)

@@ -1,4 +1,4 @@
-"""What engines are asked for in a rollout."""
+"""The requests that a rollout makes to engines."""
 
 from dataclasses import replace
 
