@@ -98,8 +98,9 @@ def test_an_engine_works_with_as_many_tokens_as_its_own_argument_says(
         assert main(["plan", *recipe, *words, "--json"]) == 0
         return json.loads(capsys.readouterr().out)["step"]["engine_bytes"]["working"]
 
-    hidden = 2048 * 2 * 8
-    assert working(f"+rollout.engine_args.{argument}=1024") - 1024 * hidden == working() - by_itself * hidden
+    # A dense layer: residual, input and output; gate, up and their product.
+    of_token = 2 * (3 * 2048 + 3 * 6144)
+    assert working(f"+rollout.engine_args.{argument}=1024") - 1024 * of_token == working() - by_itself * of_token
 
 
 def test_a_layer_of_multi_token_prediction_trains_with_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
