@@ -4,8 +4,10 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -189,6 +191,7 @@ def test_too_little_room_to_continue_leaves_what_there_is(tmp_path):
 
 PROGRAM = """
 import sys, time
+from contextlib import nullcontext
 from pathlib import Path
 from converters.output_folder import OutputFolder
 with OutputFolder(Path(sys.argv[1]), {"what": "a test"}, nbytes=10) as opened:
@@ -295,3 +298,20 @@ def test_a_kill_at_any_system_call_of_completing_leaves_a_whole_folder_or_one_to
             assert stop_at > 4
             return
     raise AssertionError("completing takes more calls than that")
+
+
+@pytest.mark.parametrize("kind", ["folders", "files"])
+def test_folders_need_not_be_synced_where_that_is_impossible_and_files_need(kind, tmp_path, monkeypatch):
+    real = os.fsync
+
+    def sync(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == (kind == "folders"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    refused = nullcontext() if kind == "folders" else pytest.raises(UserError, match="Invalid argument")
+    with refused, output(tmp_path / "out") as opened:
+        (opened.partial / "data").write_bytes(b"all")
+        opened.complete()
+    assert everything_in(tmp_path) == ({"out": None, "out/data": b"all"} if kind == "folders" else {})
