@@ -55,7 +55,7 @@ def _fill_gpu(*_, **_options):
 
 def wait_until_still(pid, *_, **_options):
     """Wait for all threads of a process: one may go on for a while after another has stopped."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while _states(pid) != {"T"}:
         assert time.monotonic() < deadline, f"process {pid} goes on"
         time.sleep(0.01)

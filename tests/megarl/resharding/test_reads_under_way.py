@@ -162,5 +162,5 @@ def test_a_worker_that_closes_while_it_reads_through_sockets_does_not_end_the_ra
         assert list(destination.close()) == []
     time.sleep(0.5)
     here.send("end")
-    rank.join(20)
+    rank.join(120)
     assert rank.exitcode == 0

@@ -40,7 +40,7 @@ def test_a_neighbour_that_does_not_come_is_not_waited_for(set_up):
 
 def test_a_neighbour_that_stands_still_is_given_up(set_up):
     stage = set_up(replace(SCENE, timeout_s=1.5))
-    stage.connect()
+    stage.connect_in_time()
     victim = stage.destinations[1]
     victim.break_at("packed", 1, "stop")
     check_that_all_hear_of_it(stage, stage.begin_refit(1), victim, GIVEN_UP)

@@ -28,7 +28,7 @@ def test_processes_share_a_segment_that_is_not_open_any_more():
     assert torch.equal(memory, torch.zeros(64, dtype=torch.uint8))
     peer = context.Process(target=_write_and_wait, args=(segment.handle(), written, end))
     peer.start()
-    assert written.wait(60)
+    assert written.wait(250)
     segment.close()
     assert torch.equal(memory, torch.full((64,), 7, dtype=torch.uint8))
     end.set()

@@ -48,12 +48,12 @@ def test_a_rank_that_waits_at_the_store_for_another_is_told_that_it_will_not_com
 
 def test_a_rank_that_waits_at_the_store_for_another_gives_it_up():
     store = open_store(LOOPBACK, TIMEOUT)
-    rendezvous = Rendezvous("tcp", b"key", [("", 0)], (store.host, store.port), destinations=1, timeout_s=0.3)
+    rendezvous = Rendezvous("tcp", b"key", [("", 0)], (store.host, store.port), destinations=1, timeout_s=1.0)
     with ThreadPoolExecutor() as pool:
         # See above.
         error = pool.submit(tcp._join, rendezvous, 0).exception()
     assert isinstance(error, TransferError)
-    assert str(error) == "fewer than 2 ranks came to the store for 0.3 s (refit.timeout_s)"
+    assert str(error) == "fewer than 2 ranks came to the store for 1 s (refit.timeout_s)"
 
 
 LEAVE = """
@@ -73,7 +73,7 @@ def test_a_store_that_is_gone_keeps_nobody_and_is_named():
     with pytest.raises(TransferError, match=rf"^the store at {LOOPBACK}:{port} is not reached: Connection refused$"):
         tcp._join(gone, 0)
     # torch would still be trying in a thread, whose end would be that of the process.
-    left = subprocess.run([sys.executable, "-c", LEAVE, str(port)], capture_output=True, text=True, timeout=60)
+    left = subprocess.run([sys.executable, "-c", LEAVE, str(port)], capture_output=True, text=True)
     assert left.returncode == 3, left.stderr
 
 

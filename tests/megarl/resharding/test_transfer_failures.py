@@ -159,17 +159,18 @@ def check_that_all_hear_of_it(stage, calls, victim):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_stands_still_is_given_up(set_up, way, side, point):
     stage = set_up(replace(WAYS[way], timeout_s=1.5))
-    stage.connect()
+    stage.connect_in_time()
     victim = getattr(stage, side)[0]
     victim.break_at(point, 3, "stop")
     found = check_that_it_is_given_up(stage, stage.begin_refit(1), victim)
     if (way, side) == ("rdma by way of sockets", "sources"):
         # The second where NIXL's thread had answered the read before it stopped.
+        seconds = f"{stage.scene.timeout_s:g} s"
         says = (
-            "trainer rank 0 let nothing be read for 1.5 s",
-            "nothing came for 1.5 s (refit.timeout_s) from trainer rank 0",
+            f"trainer rank 0 let nothing be read for {seconds}",
+            f"nothing came for {seconds} (refit.timeout_s) from trainer rank 0",
             # The other source may give up first.
-            "nothing came for 1.5 s (refit.timeout_s) from engine worker",
+            f"nothing came for {seconds} (refit.timeout_s) from engine worker",
         )
         assert any(each in error for error in found for each in says)
 
@@ -190,12 +191,13 @@ def test_a_source_that_stood_still_before_it_was_read_is_named(set_up):
     # One of each, so that nobody else gives it up before.
     alone = replace(SCENE, source=ParallelSizes(world_size=1), workers=1, transport="rdma", ucx_tls="tcp,self")
     stage = set_up(replace(alone, timeout_s=1.5))
-    stage.connect()
+    stage.connect_in_time()
     (source,), (destination,) = stage.sources, stage.destinations
     destination.read_when_still(source.pid())
     source.break_at("announced", 1, "stop")
     found = failures(stage.begin_refit(1)[1:])
-    assert found == ["TransferError: trainer rank 0 let nothing be read for 1.5 s (refit.timeout_s)"]
+    seconds = f"{stage.scene.timeout_s:g} s"
+    assert found == [f"TransferError: trainer rank 0 let nothing be read for {seconds} (refit.timeout_s)"]
     assert destination.close() == 0
 
 
@@ -214,7 +216,7 @@ def test_a_source_that_dies_while_a_piece_is_read_past_the_buckets_is_heard_of(s
     # It reads from memory of a process that stands still.
     assert failures(receiving, timeout_s=1.0) == [NO_END]
     os.kill(pid, signal.SIGKILL)
-    (found,) = failures(receiving, timeout_s=30)
+    (found,) = failures(receiving)
     assert any(news in found for news in NEWS)
     assert destination.close() == 0
 
@@ -234,7 +236,7 @@ def test_a_worker_that_reads_from_a_rank_that_stands_still_hears_of_a_failure(se
         assert failures(receiving, timeout_s=1.0) == [NO_END]
         destination.abort("the engine ends")
     said = {"another source": "trainer rank 1 failed: on purpose", "its own process": "the engine ends"}
-    assert failures(receiving, timeout_s=15) == [f"TransferError: {said[told_by]}"]
+    assert failures(receiving) == [f"TransferError: {said[told_by]}"]
     assert destination.close() == 0
 
 

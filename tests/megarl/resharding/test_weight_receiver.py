@@ -62,7 +62,7 @@ def sender(spec, receiver):
     with ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(sender.connect, rendezvous)
         receiver.connect(rendezvous)
-        connecting.result(20)
+        connecting.result(60)
         # With its own address, as a trainer's rank is called.
         sender.begin = lambda version: pool.submit(sender.send, version)
         yield sender
@@ -73,11 +73,11 @@ def test_what_is_derived_from_weights_follows_every_write(model, receiver, sende
     expected = shard_of(SCENE.plan.destination, 0, 1)
     sending = sender.begin(1)
     assert receiver.compare(1) == set(expected)
-    sending.result(20)
+    sending.result(60)
     assert model.sum is None
     sending = sender.begin(2)
     receiver.receive(2)
-    sending.result(20)
+    sending.result(60)
     assert all(torch.equal(model.parameters[name], tensor) for name, tensor in expected.items())
     assert model.sum == pytest.approx(sum(each.double().sum().item() for each in expected.values()))
 
@@ -87,7 +87,7 @@ def test_after_a_failure_it_is_opened_anew(spec, model, receiver, sender):
     with pytest.raises(TransferError, match="of version 3, and version 4 lacks"):
         receiver.receive(4)
     with pytest.raises(TransferError):
-        sending.result(20)
+        sending.result(60)
     assert model.sum is None
     with pytest.raises(TransferError, match="is not connected for a transfer"):
         receiver.receive(3)

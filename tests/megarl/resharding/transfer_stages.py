@@ -11,6 +11,10 @@ from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT, TRANSPO
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 
 
+ANSWER_S = 250
+"""Seconds in which ranks answer, also where many other processes share the cores and the first one imports torch."""
+
+
 class Stage:
     """The ranks of a scene, all running; `calls` makes one call of each."""
 
@@ -22,7 +26,7 @@ class Stage:
             kind: [pool.submit(self._start, kind, rank) for rank in range(ranks)]
             for kind, ranks in (("source", scene.source.world_size), ("destination", scene.plan.destination_ranks))
         }
-        self.sources, self.destinations = ([each.result(60) for each in ranks] for ranks in made.values())
+        self.sources, self.destinations = ([each.result(ANSWER_S) for each in ranks] for ranks in made.values())
 
     def _start(self, kind, rank):
         process = RankProcess(ctx=multiprocessing.get_context("forkserver"))
@@ -38,7 +42,7 @@ class Stage:
         return [self._pool.submit(getattr(rank, method), *arguments) for rank in ranks]
 
     def call(self, ranks, method, *arguments):
-        return [each.result(60) for each in self.begin(ranks, method, *arguments)]
+        return [each.result(ANSWER_S) for each in self.begin(ranks, method, *arguments)]
 
     def rendezvous(self, key=None, with_checksum=True, with_changes=False):
         scene = self.scene
@@ -69,14 +73,24 @@ class Stage:
 
     def connect(self, **options):
         for each in self.begin_connect(self.rendezvous(**options)):
-            each.result(60)
+            each.result(ANSWER_S)
+
+    def connect_in_time(self):
+        """Connect ranks that wait as briefly as the scene says, or longer where the machine is too busy for that."""
+        for _ in range(4):
+            calls = self.begin_connect()
+            if not any(failures(calls)):
+                return
+            self.call([*self.sources, *self.destinations], "close")
+            self.scene = replace(self.scene, timeout_s=3 * self.scene.timeout_s)
+        raise AssertionError(f"the ranks do not meet within {self.scene.timeout_s / 3:g} s")
 
     def begin_refit(self, version):
         sending = self.begin(self.sources, "send", version)
         return sending + self.begin(self.destinations, "receive", version)
 
     def refit(self, version):
-        return [each.result(60) for each in self.begin_refit(version)]
+        return [each.result(ANSWER_S) for each in self.begin_refit(version)]
 
     def bytes_of_refit(self, version):
         """Fill the sources with a version, move it, see that it is there, and return the bytes that travelled."""
@@ -88,7 +102,7 @@ class Stage:
     def compare(self, version):
         """Parameters that differ on each destination."""
         calls = self.begin(self.sources, "send", version) + self.begin(self.destinations, "compare", version)
-        return [each.result(60) for each in calls][len(self.sources) :]
+        return [each.result(ANSWER_S) for each in calls][len(self.sources) :]
 
     def wrong(self, version):
         return self.call(self.destinations, "wrong", version)
@@ -102,7 +116,7 @@ class Stage:
 NO_END = "no end"
 
 
-def failures(calls, timeout_s=60):
+def failures(calls, timeout_s=ANSWER_S):
     """Error that each call raised, by type and message; "" where it did not, and `NO_END` where it goes on."""
     ended = wait(calls, timeout_s).done
     if len(ended) < len(calls):
