@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 from eventually import eventually, has_ended
 
+from megarl.process import writers
 from megarl.process.writers import end_other_writers, other_writers
 
 
@@ -116,15 +117,23 @@ def test_one_of_which_only_the_first_thread_has_ended_is_no_dead_process(tmp_pat
 
 
 WITHOUT_ITS_FILES = """
-import os, time
+import os, signal, time
+signal.signal(signal.SIGUSR1, lambda *_: os.closerange(0, 3))
 print("began", flush=True)
-time.sleep(1)
-os.closerange(0, 3)
 time.sleep(600)
 """
 
 
 def test_one_that_has_lost_its_files_and_is_there_still_is_waited_for(tmp_path, monkeypatch):
     # As the kernel takes them from it before the driver has freed what belongs to them.
-    monkeypatch.setattr("megarl.process.writers._LEAVE_S", 2.0)
+    monkeypatch.setattr("megarl.process.writers._LEAVE_S", 0.2)
+    look = writers.other_writers
+
+    def look_before_it_closes(log):
+        for pid in look(log):
+            os.kill(pid, signal.SIGUSR1)
+            assert eventually(lambda pid=pid: not os.path.lexists(f"/proc/{pid}/fd/1"))
+            yield pid
+
+    monkeypatch.setattr(writers, "other_writers", look_before_it_closes)
     assert end_child(tmp_path, WITHOUT_ITS_FILES, lambda _child, log: log.read_text()) == -signal.SIGKILL
