@@ -10,7 +10,6 @@ from transfer_ranks import RankProcess
 from megarl.resharding.direct.transports import MAPPED_MEMORY_TRANSPORT, TRANSPORTS
 from megarl.resharding.direct.transports.endpoint import Rendezvous
 
-
 ANSWER_S = 250
 """Seconds in which ranks answer, also where many other processes share the cores and the first one imports torch."""
 
