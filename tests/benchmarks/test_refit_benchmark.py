@@ -6,6 +6,7 @@ from multiprocessing import Pipe
 
 import pytest
 import torch
+from eventually import eventually
 from resharding import values
 from resharding.contenders.table import DIRECT, MEMCPY
 from resharding.contenders.whole_tensors import Copies, buckets, packed, packed_bytes
@@ -155,7 +156,7 @@ class Pair:
         return hear(self.place.pipes[0])
 
     def idle(self):
-        time.sleep(0.1 * self.place.rank)
+        time.sleep(0.2 * self.place.rank)
 
     def fail(self):
         if self.place.rank == 1:
@@ -169,8 +170,9 @@ def test_ranks_answer_are_timed_and_their_failures_are_told():
     with running(2, Pair, "hello") as ranks:
         assert ranks.call("talk") == ["hello", 7]
         timed = ranks.time("idle")
-        assert timed.seconds == pytest.approx(0.1, abs=0.09)
-        assert timed.cpu_seconds < 0.05
+        # On a busy machine it ends later, and takes no more of a core.
+        assert timed.seconds > 0.19
+        assert timed.cpu_seconds < 0.1
         with pytest.raises(RankFailedError, match=r"(?s)rank 1 failed:.*on purpose"):
             ranks.call("fail")
         with pytest.raises(RankFailedError, match="has ended"):
@@ -191,7 +193,7 @@ def test_a_rank_that_is_gone_is_told_whatever_it_had_read(has_read):
 def test_growth_is_the_most_that_was_held_in_between():
     with Growth(lambda: [held_by(os.getpid())]) as growth:
         held = torch.ones(50_000_000, dtype=torch.uint8)
-        time.sleep(0.1)
+        assert eventually(lambda: growth.of_ranks[0].anonymous > 40e6)
         del held
     assert growth.of_ranks[0].anonymous == pytest.approx(50e6, rel=0.1)
 

@@ -227,14 +227,17 @@ def test_a_signal_while_a_large_file_is_waited_for_leaves_no_thread_that_writes(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
+    def complete() -> None:
+        Timer(2, slow.allowed.set).start()
+        Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        checkpoints.complete()
+
     checkpoints, _ = begun(config, slow := Slow())
     assert slow.asked.wait(60)
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
-        Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        Timer(1, slow.allowed.set).start()
         with pytest.raises(KeyboardInterrupt), checkpoints:
-            checkpoints.complete()
+            complete()
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert slow.ended.is_set()
