@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
-import psutil
 import pytest
 from echo_engine import DEADLY, RELUCTANT, SLOW
 from echo_engine import ask as request
 from echo_kind import ECHO
-from eventually import eventually, has_ended
+from eventually import descendants, eventually, has_ended
 
 import megarl.rollout
 from converters.errors import UserError
@@ -57,8 +56,9 @@ def start_one_over_machines(open_group, started):
         workers = engines.processes.workers
         engines.handles = [EngineHandle(workers)]
         list(map(wait, meeting(workers)))
+        # Those of an earlier test may still be about to end.
+        assert eventually(lambda: len(actors()) == 2)
         started += actors()
-        assert len(started) == 2
         addresses = [*wait([workers[0].begin_listen()]), ("127.0.0.1", free_port("127.0.0.1"))]
         says = rf"^engine_0 does not reach engine_1 at 127\.0\.0\.1:{addresses[1][1]} \(.*refused\): the machines"
         with pytest.raises(UserError, match=says):
@@ -67,8 +67,7 @@ def start_one_over_machines(open_group, started):
 
 
 def actors():
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if "WorkerActor" in "".join(child.cmdline())]
+    return [process for process, command in descendants().items() if "WorkerActor" in command]
 
 
 def spread(engines, requests):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import ray
+from eventually import descendants
 from safetensors.torch import load_file
 
 from megarl.cluster.ray.runtime import ray_cluster
@@ -64,8 +65,7 @@ def config(tmp_path):
 
 
 def servers(program=str(STAND_IN)):
-    found = psutil.Process().children(recursive=True)
-    return [each for each in found if each.is_running() and program in each.cmdline()]
+    return [process for process, command in descendants().items() if program in command.split()]
 
 
 @pytest.mark.long
@@ -80,7 +80,7 @@ def test_a_run_over_sglang_goes_on_after_its_server_was_killed(stand_in, config,
             job.export()
             check_greedy(job, adapter)
         # The processes of the cluster are still there, and would not end them.
-        assert psutil.wait_procs([killed, other], timeout=20)[1] == []
+        assert psutil.wait_procs([killed, other], timeout=120)[1] == []
 
 
 @pytest.mark.sglang
