@@ -21,7 +21,7 @@ CONTROL = "10.77.0.254"
 """Address of the namespace that has the network."""
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _PROGRAMS = ("unshare", "nsenter", "ip")
-_UP_S = 60.0
+_UP_S = 200.0
 _RUN_S = 400.0
 """Longest time of a whole run on a machine: on loaded cores it is minutes, where it is half a minute on idle ones."""
 # Its first process adopts those whose parent ended, and all others end with it.
@@ -218,7 +218,7 @@ def network(folder: Path, environment: Mapping[str, str]) -> Iterator[Machines]:
         yield Machines(folder, first.pid, environment)
     finally:
         process.stdin.close()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
 
 
 def eventually(holds: Callable[[], bool], what: str, timeout_s: float = _UP_S) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megarl.data import Turn
 from megarl.rollout.protocol import EngineDiedError, Event, Progress, Request, RequestEnded, Sampler
 
-TIMEOUT_S = 60
+TIMEOUT_S = 250
 
 
 @dataclass(eq=False)

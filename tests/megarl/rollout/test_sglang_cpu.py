@@ -102,7 +102,7 @@ def test_one_worker_is_forked_and_ends_with_its_server() -> None:
         server.kill()
     try:
         assert (several, one) == ("spawn", "fork")
-        worker.wait(timeout=30)
+        worker.wait(timeout=120)
     finally:
         with suppress(psutil.NoSuchProcess):
             worker.kill()

@@ -57,7 +57,8 @@ def test_a_transfer_that_fails_leaves_the_engine_fenced(
     served, folders, asked, make_trainer, assert_greedy, point, count, action, message
 ):
     trainer = make_trainer(served.engine, folders[0])
-    trainer.connect(timeout_s=1.5)
+    # Where a busy engine takes seconds to meet the ranks, too; one that stands still is waited for to its end.
+    trainer.connect(timeout_s=5.0 if action == "stop" else 120.0)
     trainer.load(folders[1])
     trainer.ranks[1].break_at(point, count, action)
     new = served.engine.version() + 1

@@ -100,7 +100,7 @@ class Trainer:
         connecting = [self._pool.submit(rank.connect, rendezvous) for rank in self.ranks]
         self._engine.call_receivers(WeightReceiver.connect, rendezvous)
         for each in connecting:
-            each.result(60)
+            each.result(250)
 
     def begin_send(self, version):
         return [self._pool.submit(rank.send, version) for rank in self.ranks]
@@ -121,7 +121,7 @@ class Trainer:
         self._engine.begin_update(version, list(self.spec.architecture.hf_shapes))
         sending = self.begin_send(version)
         self._engine.receive(version)
-        moved = [each.result(60).size_bytes for each in sending]
+        moved = [each.result(250).size_bytes for each in sending]
         self._engine.commit_update(version)
         return sum(moved)
 
@@ -129,7 +129,7 @@ class Trainer:
         sending = self.begin_send(version)
         found = set().union(*self._engine.call_receivers(WeightReceiver.compare, version))
         for each in sending:
-            each.result(60)
+            each.result(250)
         return found
 
     def end(self):

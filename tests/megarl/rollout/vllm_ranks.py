@@ -61,11 +61,11 @@ class Ranks:
             process.apply_async(_in_rank, (function, rank, world, port, folder, dict(engine_args), arguments))
             for rank, process in enumerate(self._processes[:world])
         ]
-        return [call.get(timeout=120) for call in calls]
+        return [call.get(timeout=500) for call in calls]
 
     def alone(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """The result of a function in the process of the first rank, which is in no group there."""
-        return self._processes[0].apply_async(function, arguments).get(timeout=120)
+        return self._processes[0].apply_async(function, arguments).get(timeout=500)
 
 
 @contextmanager
