@@ -15,7 +15,7 @@ from megarl.algorithms import SftObjective
 from megarl.quickstart.tiny_models import write_tiny_model
 from megarl.rehearsal.activations import MicroBatchSize
 from megarl.rehearsal.alive import Alive
-from megarl.rehearsal.own_process import call_apart
+from megarl.rehearsal.own_process import OwnProcesses
 from megarl.rehearsal.trainer_rank import RankModel, RehearsedRank
 from megatron_ext.megatron_model import MegatronModel
 from megatron_ext.optimizer.fully_sharded import gradients
@@ -74,7 +74,7 @@ def test_a_train_step_needs_what_is_rehearsed(tmp_path: Path) -> None:
     for (sizes, options), of_ranks in zip(every, found, strict=True):
         model = RankModel("trainer", read_json(folder / CONFIG), options)
         function = "megarl.rehearsal.trainer_rank", "rehearse_ranks"
-        rehearsed: list[RehearsedRank] = call_apart(*function, model, range(2), SIZE)
+        rehearsed: list[RehearsedRank] = OwnProcesses().call(*function, model, range(2), SIZE)
         for rank, (each, real) in enumerate(zip(rehearsed, of_ranks, strict=True)):
             assert each.activations is not None
             counted = each.activations.of_stage(sizes, sizes.coordinates(rank).pipeline)
