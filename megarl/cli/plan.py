@@ -139,10 +139,10 @@ def _run(options: argparse.Namespace) -> int:
 
             with whole_file(options.plot) as partial:
                 draw_forecast(forecast).savefig(partial, format=options.plot.suffix[1:])
-        staged = 0 if options.sends_whole_tensors else int(forecast.traffic.staged.max())
-        prediction = None
         if step:
-            prediction = StepPrediction(replace(step, refit_seconds=forecast.replay.seconds, staged_bytes=staged))
+            staged = 0 if step.sends_whole_tensors else int(forecast.traffic.staged.max())
+            step = replace(step, refit_seconds=forecast.replay.seconds, staged_bytes=staged)
+        prediction = StepPrediction(step) if step else None
         _print(forecast, prediction, options, time.perf_counter() - start)
     if prediction is None or prediction.fits:
         return 0
