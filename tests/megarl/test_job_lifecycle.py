@@ -7,12 +7,23 @@ import time
 
 import psutil
 import pytest
-from whole_runs import CHECKPOINT, LAST_STEP, job, kill_tree, leftovers, lines, numbers, start, wait_for_line
+from whole_runs import (
+    CHECKPOINT,
+    LAST_STEP,
+    START_TIMEOUT_S,
+    job,
+    kill_tree,
+    leftovers,
+    lines,
+    numbers,
+    start,
+    wait_for_line,
+)
 
 from megatron_ext.checkpoint.checkpoint_folder import complete_iterations
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.long
 def test_a_run_that_is_killed_stopped_and_interrupted_goes_on_to_the_same_numbers(tmp_path, spawned):
     command = job(tmp_path)
@@ -66,7 +77,7 @@ def check_that_it_ends_cleanly(
     for number in others:
         time.sleep(0.15)
         os.kill(run.pid, number)
-    _, errors = run.communicate(timeout=120)
+    _, errors = run.communicate(timeout=START_TIMEOUT_S)
     assert run.returncode == code
     assert "Traceback" not in errors
     assert "***" not in errors

@@ -88,7 +88,7 @@ def test_a_window_leaves_behind_what_is_being_sampled_with_a_reward_model_too(sc
     taken = []
     taking = Thread(target=lambda: taken.append(job.rollouts.take(Clock())))
     taking.start()
-    taking.join(10)
+    taking.join(60)
     engines.released.set()
     assert [[group.ordinal for group in each.groups] for each in taken] == [[1, 2]]
     job.rollouts.drain()

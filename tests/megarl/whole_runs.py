@@ -18,7 +18,7 @@ from megarl.quickstart.tiny_models import write_tiny_model
 
 T = TypeVar("T")
 CHECKPOINT, LAST_STEP = 3, 5
-START_TIMEOUT_S = 240
+START_TIMEOUT_S = 600
 
 
 def job(folder: Path) -> Callable[[Path], list[str]]:

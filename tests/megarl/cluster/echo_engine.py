@@ -16,7 +16,7 @@ from types import SimpleNamespace
 DEADLY = 666
 """A prompt that begins with this token ends the process."""
 SLOW = 777
-"""One that begins with this token takes a while."""
+"""One that begins with this token takes a while, and longer where another engine is to die meanwhile."""
 RELUCTANT = 555
 """One that begins with this token is not taken in at once."""
 TELLING = 888
@@ -53,12 +53,21 @@ def pass_by(moment):
             raise ValueError("too little memory is free")
         if death.suffix == ".late":
             # Time for the news to be heard.
-            time.sleep(0.5)
+            time.sleep(2)
         if death.suffix == ".stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if death.suffix in (".stop", ".hang"):
             time.sleep(3600)
         os._exit(7)
+
+
+def will_another_die():
+    """Wait for a death that is to come of a question whether an engine lives, which is heard of a while later."""
+    folder, is_to_come = Path(os.environ.get(SCRIPT, os.devnull)), False
+    while any(folder.glob("version.*.death")):
+        is_to_come = True
+        time.sleep(0.05)
+    return is_to_come
 
 
 def taken(moment):
@@ -135,7 +144,7 @@ class EchoEngine:
                 continue
             # It may be put to sleep between `submit` and here.
             with self._changed:
-                assert self._changed.wait_for(lambda: not self._away, timeout=60)
+                assert self._changed.wait_for(lambda: not self._away, timeout=250)
             if request.prompt_token_ids[0] == DEADLY:
                 os._exit(7)
             if request.prompt_token_ids[0] == TELLING:
@@ -143,10 +152,10 @@ class EchoEngine:
                 continue
             if request.prompt_token_ids[0] == SLOW:
                 self._is_slow = True
-                time.sleep(2.5)
+                time.sleep(10 if will_another_die() else 2.5)
                 self._is_slow = False
             with self._changed:
-                assert self._changed.wait_for(lambda: not self._is_fenced, timeout=60)
+                assert self._changed.wait_for(lambda: not self._is_fenced, timeout=250)
                 version = self._version
             answer = [echo(request, sample, version) for sample in range(request.sampling.samples)]
             yield [SimpleNamespace(number=number, answer=answer)]
@@ -226,7 +235,7 @@ def tell(number, request):
         one = np.ones(1, np.int32)
         yield [Progress(one * number, one, one * 3, tokens, -tokens.astype(np.float32), tokens)]
         # Time for the news to be heard.
-        time.sleep(0.5)
+        time.sleep(5)
         os._exit(7)
     prompts = [request.prompt_of(sample) for sample in range(2)]
     yield [RequestEnded(number, [Turn.of(prompt, [len(prompt)], [-9], [9], "stop") for prompt in prompts])]

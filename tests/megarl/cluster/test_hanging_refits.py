@@ -87,6 +87,6 @@ def test_an_engine_of_which_a_part_dies_in_a_refit_is_known_to_be_dead_before_th
         threading.Timer(3, part.kill).start()
         began = time.monotonic()
         assert refit(1)["refit/repeated"] == 1
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 250
         assert states(engines) == [("serving", 1, 0)]
     assert "the process of engine_1 died; engine_0 is started again (restart 1 of 1)" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def task(tmp_path):
     started = subprocess.Popen(
         [sys.executable, "-c", _TASK, sys.executable, "-c", _PROGRAM, str(heard)], start_new_session=True
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not heard.exists() or not heard.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -57,14 +57,14 @@ def test_a_notice_reaches_the_program_once_and_as_sigterm(task, number):
     os.killpg(started.pid, number)
     time.sleep(0.1)
     os.killpg(started.pid, signal.SIGTERM)
-    assert started.wait(timeout=30) == 143
+    assert started.wait(timeout=120) == 143
     assert heard.read_text() == f"started\n{int(signal.SIGTERM)}\n"
 
 
 def test_the_end_at_once_is_that_of_ctrl_c(task):
     started, heard = task
     started.send_signal(signal.SIGUSR2)
-    assert started.wait(timeout=30) == 128 + signal.SIGINT
+    assert started.wait(timeout=120) == 128 + signal.SIGINT
     assert heard.read_text() == "started\n"
 
 
@@ -72,7 +72,7 @@ def test_a_program_does_not_outlive_its_task(task):
     started, _ = task
     (program,) = psutil.Process(started.pid).children()
     started.kill()
-    _, alive = psutil.wait_procs([program], timeout=10)
+    _, alive = psutil.wait_procs([program], timeout=60)
     assert alive == []
 
 
@@ -96,7 +96,7 @@ def test_a_job_that_had_all_of_its_nodes_before_is_not_ended_by_one_that_does_no
         "--",
     )
     environment = {**os.environ, "SLURM_RESTART_COUNT": restarts}
-    done = subprocess.run([sys.executable, *task, "true"], env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, *task, "true"], env=environment, capture_output=True, text=True)
     assert done.returncode == code
     assert done.stderr.startswith("megarl: after 0.1 s n1 had not joined the Ray cluster")
 
@@ -104,7 +104,7 @@ def test_a_job_that_had_all_of_its_nodes_before_is_not_ended_by_one_that_does_no
 def test_an_interface_that_a_node_does_not_have_is_one_sentence():
     task = ("-m", "megarl.cluster.ray.slurm", "node", "192.0.2.1:6379", "--head", "n1", "--interface=absent0")
     environment = {**os.environ, "SLURMD_NODENAME": "n2", "SLURM_CPUS_ON_NODE": "1"}
-    done = subprocess.run([sys.executable, *task], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, *task], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert "has no interface 'absent0' with an IPv4 address" in line
@@ -126,7 +126,6 @@ def test_nobody_waits_for_a_node_whose_ray_has_ended(tmp_path, restarts, code):
         env={**environment, "SLURMD_NODENAME": "n2"},
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert (node.returncode, node.stderr) == (3, "n2: Ray ended by itself with exit code 3:\nno room for Ray\n")
     waits = ("run", f"127.0.0.1:{free_port()}", "--nodes", "n1", "n2", "--timeout", "1000", "--", "true")
@@ -135,7 +134,6 @@ def test_nobody_waits_for_a_node_whose_ray_has_ended(tmp_path, restarts, code):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert run.returncode == code
     assert run.stderr.startswith("megarl: Ray ended by itself on n2 before all nodes had joined: ")

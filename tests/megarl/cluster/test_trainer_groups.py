@@ -192,7 +192,7 @@ def the_reference_becomes_the_policy(policy: TrainerGroup) -> None:
 
 
 class Disk:
-    """Whoever reads it, a rank that is to do nothing, has a disk that is slow, and collectives that wait for 2 s."""
+    """Whoever reads it, a rank that is to do nothing, has a disk that is slow, and collectives that wait for 4 s."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -206,16 +206,16 @@ def write_late(seconds: float) -> list[object]:
 
     write = _Writer.write
     _Writer.write = lambda writer: (time.sleep(seconds), write(writer))
-    distributed_c10d._set_pg_timeout(timedelta(seconds=2), torch.distributed.group.WORLD)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=4), torch.distributed.group.WORLD)
     return []
 
 
 def a_rank_may_write_for_longer_than_a_collective_waits(ranks: TrainerGroup, folder: Path) -> None:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    calls.wait(ranks.begin_each(TrainerWorker.reload, [(Disk(0),), (Disk(4),)]))
+    calls.wait(ranks.begin_each(TrainerWorker.reload, [(Disk(0),), (Disk(7),)]))
     folder.mkdir()
     ranks.begin_save(folder, in_background=True)
-    assert ranks.finish_save() >= 4
+    assert ranks.finish_save() >= 7
     assert (folder / ".metadata").exists()
 
 
@@ -234,11 +234,11 @@ def test_a_rank_that_stands_still_is_the_one_that_is_told(model: Path, tmp_path:
     monkeypatch.setattr(trainer_group, "share_of", lambda *arguments: (next(shares), share_of(*arguments)[1]))
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     says = (
-        r"^trainer_1 did not come to a collective in which trainer_0 waited \(RuntimeError: .*Timed out waiting 15000ms"
+        r"^trainer_1 did not come to a collective in which trainer_0 waited \(RuntimeError: .*Timed out waiting 40000ms"
         r" .*\): the end of its log .* continues from the last checkpoint\n"
     )
     with pytest.raises(WorkerGone, match=says), ExitStack() as stack:
-        train(group(stack, "trainer", tmp_path, DP2, collective_timeout_s=15), model)
+        train(group(stack, "trainer", tmp_path, DP2, collective_timeout_s=40), model)
 
 
 def train(ranks: TrainerGroup, model: Path) -> None:
