@@ -93,7 +93,7 @@ def test_a_controller_that_waits_for_the_cluster_ends_when_it_is_told_to(answer,
             time.sleep(0.5)
             (first,) = psutil.Process(container.pid).children()
             first.terminate()
-            assert container.wait(6) == 143
+            assert container.wait(60) == 143
         finally:
             container.kill()
 

@@ -24,7 +24,7 @@ def planned(*arguments: str) -> list[str]:
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as make:
         try:
-            commands = make.communicate(timeout=20)[0]
+            commands = make.communicate(timeout=120)[0]
         except subprocess.TimeoutExpired:
             os.killpg(make.pid, signal.SIGKILL)
             raise

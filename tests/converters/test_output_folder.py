@@ -213,7 +213,7 @@ def test_a_second_process_is_refused_until_the_first_is_done(tmp_path):
             assert everything_in(tmp_path) == before
         first.stdin.write("go on\n")
         first.stdin.flush()
-        assert first.wait(timeout=60) == 0
+        assert first.wait() == 0
     assert everything_in(tmp_path) == {"out": None}
 
 

@@ -28,7 +28,7 @@ _POLL_S = 0.02
 
 
 def run_ranks(
-    function: Callable[..., Any], sizes: ParallelSizes, *arguments: Any, timeout_s: float = 120.0
+    function: Callable[..., Any], sizes: ParallelSizes, *arguments: Any, timeout_s: float = 500.0
 ) -> list[Any]:
     """Call `function(rank, sizes, *arguments)` on every rank of a job of `sizes`; returns the results by rank.
 
@@ -54,7 +54,7 @@ def run_ranks(
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(sizes.world_size)]
 
 
-def run_in_turn(cases: Sequence[Case], timeout_s: float = 240.0) -> list[list[Any]]:
+def run_in_turn(cases: Sequence[Case], timeout_s: float = 500.0) -> list[list[Any]]:
     """Call the functions of all `cases`, for one number of ranks, one after the other in one launch.
 
     A case is `(function, sizes, *arguments)`, as for `run_ranks`; groups are made again for each. Returns, for each

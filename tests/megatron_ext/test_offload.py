@@ -230,7 +230,7 @@ def test_a_process_that_was_killed_holds_nothing(tmp_path: Path) -> None:
     holding = context.Event()
     other = context.Process(target=hold_until_killed, args=(counts, holding))
     other.start()
-    assert holding.wait(timeout=60)
+    assert holding.wait(timeout=250)
     with pytest.raises(DeviceFullError, match="weights, 4 bytes, do not fit beside the 7 that are held"):
         memory.hold("weights", 4)
     memory.hold("weights", 3)

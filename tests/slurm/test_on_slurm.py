@@ -125,7 +125,7 @@ class Job:
 def check_that_nothing_is_left(slurm, job):
     eventually(lambda: job.state not in ("COMPLETING", "RUNNING"), "the end of the job")
     for node in ADDRESSES:
-        eventually(lambda node=node: slurm.processes(node) == [], f"no process on {node}", 10)
+        eventually(lambda node=node: slurm.processes(node) == [], f"no process on {node}")
         assert slurm.nodes.files(node, "/dev/shm") == []
         assert slurm.nodes.files(node, "/tmp") == [slurm.folder.name]
     assert not (OF_JOBS / job.id).exists()

@@ -225,7 +225,7 @@ def test_the_share_of_passed_tests_counts_where_asked_for():
 
 def test_what_takes_too_long_fails_and_is_counted():
     slow = fenced("import time\nif input() == '1 2': time.sleep(60)\nprint(7)")
-    result = score(slow, SUMS, partial=True, timeout_s=3.0)
+    result = score(slow, SUMS, partial=True, timeout_s=5.0)
     assert result == {"score": pytest.approx(1 / 3), "passed": pytest.approx(1 / 3), "timed_out": 1.0, "unchecked": 0.0}
 
 
@@ -235,7 +235,7 @@ def test_a_part_of_a_second_is_not_cut_off():
 
 def test_the_share_so_far_counts_where_time_is_over():
     slow = fenced(f"import time\ntime.sleep(1.2)\n{ADDS}")
-    result = score(slow, SUMS, partial=True, timeout_s=4.0, all_tests_s=5.0)
+    result = score(slow, SUMS, partial=True, timeout_s=30.0, all_tests_s=31.0)
     assert result == {"score": pytest.approx(1 / 3), "passed": pytest.approx(1 / 3), "timed_out": 0.0, "unchecked": 1.0}
 
 
