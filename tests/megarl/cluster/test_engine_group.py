@@ -56,7 +56,7 @@ def start_one_over_machines(open_group, started):
         workers = engines.processes.workers
         engines.handles = [EngineHandle(workers)]
         list(map(wait, meeting(workers)))
-        # Those of an earlier test may still be about to end.
+        # Actors of an earlier test may still be about to end.
         assert eventually(lambda: len(actors()) == 2)
         started += actors()
         addresses = [*wait([workers[0].begin_listen()]), ("127.0.0.1", free_port("127.0.0.1"))]
