@@ -1,10 +1,10 @@
 import json
 import multiprocessing
-import resource
 from pathlib import Path
 
 import pytest
 import torch
+from file_sizes import files_up_to
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -191,13 +191,8 @@ def test_the_space_is_taken_before_anyone_writes(tmp_path):
 
 def test_no_room_for_the_files_is_said_before_anything_is_written(tmp_path):
     partial = partial_folder(tmp_path / "export")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
-    try:
-        with pytest.raises(UserError, match=r"has no room for the checkpoint .*; free some space"):
-            create_checkpoint(partial, {"big": (4096,)}, {"big": torch.float32}, 10**9)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with files_up_to(4096), pytest.raises(UserError, match=r"has no room for the checkpoint .*; free some space"):
+        create_checkpoint(partial, {"big": (4096,)}, {"big": torch.float32}, 10**9)
     assert not partial.exists()
 
 

@@ -1,7 +1,6 @@
 """Tables of contents that contradict themselves or are damaged."""
 
 import pickle
-import resource
 import shutil
 import sys
 from contextlib import suppress
@@ -12,6 +11,7 @@ import pytest
 import torch
 from conversions import MODELS, content_of, contents, everything_in, export
 from distributed import huggingface_tensors, read_table, saved, write_table
+from file_sizes import files_up_to
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusal import assert_refused
@@ -31,13 +31,8 @@ def test_files_may_be_links(megatron, tmp_path):
 
 
 def test_a_disk_without_room_for_common_state_is_an_error_of_the_disk(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            write_common_state(tmp_path, {"num_layers": 2})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_up_to(200), pytest.raises(OSError, match="File too large"):
+        write_common_state(tmp_path, {"num_layers": 2})
 
 
 def place(table: dcp.Metadata, key: str = FC2) -> dcp.MetadataIndex:

@@ -1,7 +1,6 @@
 """Where a checkpoint cannot be written, or the run that goes on is not the one that was saved, one sentence says so."""
 
 import re
-import resource
 import subprocess
 import time
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from file_sizes import files_up_to
 from launch import run_in_turn, run_ranks
 from test_checkpoint import SGD, make_model, outcome, train, train_and_save, write_model
 
@@ -160,17 +160,13 @@ def save_beyond_a_limit(rank: int, sizes: ParallelSizes, folder: Path, target: P
     model = make_model(rank, sizes, folder)
     target.mkdir(exist_ok=True)
     saving = checkpoint.Saving(model)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited[1]))
     said = []
-    try:
+    with files_up_to(200_000):
         saving.begin(target, in_background=True)
         for ask in (partial(wait_until_written, saving), saving.finish):
             with pytest.raises(UserError) as raised:
                 ask()
             said.append(str(raised.value))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     return said
 
 
@@ -180,11 +176,6 @@ def begin_beyond_a_limit(rank: int, sizes: ParallelSizes, folder: Path, target: 
 
     model = make_model(rank, sizes, folder)
     target.mkdir(exist_ok=True)
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
-    try:
-        with pytest.raises(UserError) as raised:
-            checkpoint.save(model, target)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    with files_up_to(100), pytest.raises(UserError) as raised:
+        checkpoint.save(model, target)
     return str(raised.value)

@@ -3,7 +3,6 @@
 import errno
 import importlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from file_sizes import files_up_to
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
@@ -199,13 +199,8 @@ def fill_a_folder(_: object) -> int:
 
 def fill_by_safetensors(_: object) -> int:
     """Meets a limit of the size of files as safetensors meets a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            save_file({"weight": np.zeros(2**17, np.uint8)}, Path(folder) / "model.safetensors")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_up_to(2**16), tempfile.TemporaryDirectory() as folder:
+        save_file({"weight": np.zeros(2**17, np.uint8)}, Path(folder) / "model.safetensors")
     return 0
 
 

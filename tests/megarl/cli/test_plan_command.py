@@ -1,12 +1,12 @@
 """`megarl plan`: what it prints, draws and refuses."""
 
 import json
-import resource
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
+from file_sizes import files_up_to
 
 from converters.architectures import read_architecture
 from converters.layouts.megatron import ParallelSizes, megatron_layout
@@ -205,12 +205,8 @@ def test_a_picture_that_the_disk_has_no_room_for_leaves_the_earlier_one(
     words = ["plan", "--model", model, *TRAINER, "--engine-tp", "4", "--plot", "flow.png", "--bucket-bytes", "1MB"]
     assert main(words) == 0
     drawn = Path("flow.png").read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
-    try:
+    with files_up_to(2**12):
         assert main(words) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "the disk is full" in capsys.readouterr().err
     assert Path("flow.png").read_bytes() == drawn
     assert not Path("flow.png.partial").exists()

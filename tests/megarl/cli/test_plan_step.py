@@ -35,20 +35,7 @@ def test_a_plan_that_does_not_fit_ends_with_1_and_a_sentence(capsys: pytest.Capt
 
 
 def test_values_of_blocks_that_the_trainer_cuts_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = [
-        "--gpus",
-        "16",
-        "--tp",
-        "4",
-        "--ep",
-        "4",
-        "--engine-tp",
-        "2",
-        "--engine-dtype",
-        "fp8",
-        "--gpu-gbyte",
-        "141",
-    ]
+    sizes = ["--gpus=16", "--tp=4", "--ep=4", "--engine-tp=2", "--engine-dtype=fp8", "--gpu-gbyte=141"]
     staged = {}
     for parts in (1, 4):
         main(["plan", *MODEL, *sizes, "--etp", str(parts), "--json"])

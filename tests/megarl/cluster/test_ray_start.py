@@ -1,13 +1,13 @@
 """A cluster of our own that does not come up, and one below a long TMPDIR."""
 
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import ray
+from file_sizes import files_up_to
 from ray import _raylet
 from ray._private import node
 
@@ -44,14 +44,9 @@ def test_a_full_disk_of_the_temporary_folder_is_said(monkeypatch):
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", never_up)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**12, limits[1]))
-    try:
-        said = r"has no room for Ray's sockets and logs \(.*\): make room there, or set TMPDIR to"
-        with pytest.raises(UserError, match=said), ray_cluster(ClusterConfig()):
-            pass
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = r"has no room for Ray's sockets and logs \(.*\): make room there, or set TMPDIR to"
+    with files_up_to(2**12), pytest.raises(UserError, match=said), ray_cluster(ClusterConfig()):
+        pass
 
 
 _START = """

@@ -1,9 +1,9 @@
 """A recipe at the tiny scale: its sizes, its model, and what a command line says beside it."""
 
 import json
-import resource
 
 import pytest
+from file_sizes import files_up_to
 
 from converters.architectures import read_architecture
 from converters.copying import check_checkpoint
@@ -97,13 +97,8 @@ def config(tmp_path):
 @pytest.mark.parametrize("most_bytes", [2**9, 2**12, 2**17])
 def test_inputs_that_a_full_disk_cut_short_are_written_again(config, tmp_path, most_bytes):
     output = tmp_path / "run"
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, limits[1]))
-    try:
-        with pytest.raises(Exception, match=r"(?i)file too large"):
-            write_inputs(config, "deepseek_v3")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with files_up_to(most_bytes), pytest.raises(Exception, match=r"(?i)file too large"):
+        write_inputs(config, "deepseek_v3")
     write_inputs(config, "deepseek_v3")
     assert {path.name for path in (output / "tiny").iterdir()} == {"model", "data"}
     whole = {path.name for path in (output / "tiny").rglob("*")}
