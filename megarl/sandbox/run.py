@@ -91,9 +91,10 @@ def _read(supervisor: "subprocess.Popen[bytes]", limits: Limits) -> tuple[End, b
     assert supervisor.stdout is not None
     stream, output = supervisor.stdout.fileno(), bytearray()
     deadline = time.monotonic() + limits.wall_s + _START_ALLOWANCE_S
+    readable = select.poll()  # select() refuses descriptors from 1024 on, which a process of many connections has
+    readable.register(stream, select.POLLIN)
     while True:
-        ready, _, _ = select.select([stream], [], [], max(deadline - time.monotonic(), 0.0))
-        if not ready:
+        if not readable.poll(1000 * max(deadline - time.monotonic(), 0.0)):
             return "timed_out", bytes(output)
         data = os.read(stream, _READ_BYTES)
         if not data:

@@ -1,4 +1,5 @@
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -46,6 +47,18 @@ def no_new_children():
 @pytest.mark.parametrize("way", ["sys.stdin", "open(0)", "os.fdopen(0)", "io.BytesIO(os.read(0, 99))"])
 def test_input_is_read(way):
     assert finish(f"import io, os, sys\nprint(int({way}.readline()))", b"6\n").output == b"6\n"
+
+
+def test_a_process_with_many_open_files_reads_a_program_s_output():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert finish("print(input())", b"6\n").output == b"6\n"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_program_reads_its_input_and_ends_with_its_code():
