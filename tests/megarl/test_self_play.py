@@ -8,9 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from converters.architectures import read_architecture
 from converters.errors import UserError
 from megarl.algorithms import Metrics
 from megarl.cluster.trainer.batch import sequences_of
+from megarl.config.folder import known_model
 from megarl.data import Conversation, Turn
 from megarl.run.batches import StepBatch
 from megarl.run.checkpoints import Checkpoints, latest_checkpoint
@@ -90,7 +92,8 @@ def make_training(folder, steps: int, pairs_per_step: int = 3, steps_per_generat
         rollout=RolloutConfig(max_response_tokens=4),
         loop=LoopConfig(max_tokens_per_micro_batch=10),
     )
-    setup = RunSetup(config, "spin", SimpleNamespace(stop_token_ids=(2,)), None, latest_checkpoint(config, "spin"))
+    model = SimpleNamespace(stop_token_ids=(2,), architecture=read_architecture(known_model("qwen3_1_7b")))
+    setup = RunSetup(config, "spin", model, None, latest_checkpoint(config, "spin"))
     trainer, position = FakeTrainer(setup.step), Position(setup.step, has_converged=False)
     throughput, timeline = Throughput(trainer, (), 0, None), Timeline(None, folder, [], None, None)
     checkpoints = Checkpoints(config, "spin", {"": trainer})
