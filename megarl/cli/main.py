@@ -119,9 +119,7 @@ def _check_current_folder() -> None:
 
 def _fail(sentence: str, code: int, details: str = "") -> int:
     try:
-        print(
-            f"megarl: {' '.join(sentence.split())}", *[details] * bool(details), sep="\n", file=sys.stderr, flush=True
-        )
+        print("\n".join(filter(None, (f"megarl: {' '.join(sentence.split())}", details))), file=sys.stderr, flush=True)
     except OSError:
         # Nobody reads it: the exit code still says what happened.
         discard(sys.stderr)
